@@ -1,0 +1,63 @@
+# Every verb does the set-up it needs: a bare clone, Python 3.11+ and make are enough.
+
+PYTHON ?= python3
+# Test processes side by side.
+JOBS ?= 2
+# Which benchmarks `make bench` runs.
+BENCH ?= $(sort $(wildcard benchmarks/*.py))
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUNTIME := $(VENV)/.runtime
+DEV := $(VENV)/.dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format bench faults clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(RUNTIME) $(DEV) ## install all that the other verbs need into .venv
+
+run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
+	$(BIN)/atoll train --out atoll-runs/first --demo
+
+test: check ## check, then every test but the long fault campaigns
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+check: $(DEV) ## ruff, mypy --strict, the layers of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV) ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
+	@set -e; for bench in $(BENCH); do echo "== $$bench"; $(BIN)/python $$bench; done
+
+faults: $(DEV) ## the long fault campaigns
+	$(BIN)/pytest -m faults --timeout 3600
+
+clean: ## remove .venv and every cache; runs stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two stamps, so that a first run does not wait for the tools of development. Compiling all of torch takes half of an
+# install and most of it is never imported: so one import compiles what is, even where Python is told to write none.
+$(RUNTIME): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Atoll needs Python 3.11 or newer and '$(PYTHON)' is not: name another one, as in make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 1; }
+	@echo "Installing Atoll into $(VENV): a minute or two the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --no-compile -e .
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch, numba, aiohttp, msgspec, safetensors.numpy, typer, rich.live'
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "Installing the tools of development."
+	@$(PIP) -e '.[dev]'
+	@touch $@

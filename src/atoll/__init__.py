@@ -1,0 +1,30 @@
+"""Atoll trains one model on many unreliable islands of compute: Decoupled DiLoCo on PyTorch.
+
+    import atoll
+    with atoll.Learner(model, optimizer) as learner: ...
+
+The names are resolved when they are first used, so that a syncer or a courier starts without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.learner.evaluate import evaluate
+    from atoll.learner.learner import Learner
+
+__all__ = ["Learner", "__version__", "evaluate"]
+__version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "Learner":
+        from atoll.learner.learner import Learner
+
+        return Learner
+    if name == "evaluate":
+        from atoll.learner.evaluate import evaluate
+
+        return evaluate
+    raise AttributeError(f"module 'atoll' has no attribute {name!r}")

@@ -1,0 +1,242 @@
+"""The learner's side of the fabric: a control channel that is dialled again and again, and bodies beside it.
+
+Rules:
+- trouble with the network is never raised by `run`: it is told to `on_lost`, and the syncer is dialled again after a
+  wait drawn evenly from 0 to 0.1 s, 0.2 s, … 5 s; the first message that is no refusal sets the wait back;
+- `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
+- a dead syncer is noticed within 9 s by pings, at once where its machine says so;
+- bodies travel on connections of their own (16 at most) so that bulk never starves control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from atoll.fabric.outbox import Outbox
+from atoll.fabric.transfer import (
+    body_headers,
+    body_session,
+    fragment_url,
+    get_body,
+    get_fragment_once,
+    get_json,
+    post_score,
+    put_body,
+)
+from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
+from atoll.protocol.errors import ConfigError, PeerError
+from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
+
+__all__ = ["Link", "get_fragment_once", "get_json", "post_score"]
+
+
+class Link:
+    """One learner's connection to its syncer. Belongs to one event loop; `run` is started once."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        hello: Callable[[], Hello],
+        on_open: Callable[[], None],
+        on_message: Callable[[FromSyncer], None],
+        on_lost: Callable[[str], None],
+        limits: Limits | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.url = checked_url(url)
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._hello = hello
+        self._on_open = on_open
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._limits = limits or Limits()
+        self._jitter = jitter
+        self._outbox: Outbox | None = None
+        self._backoff_s = self._limits.backoff_s
+        self._control: aiohttp.ClientSession | None = None
+        self._bodies: aiohttp.ClientSession | None = None
+        self._closing = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def up(self) -> bool:
+        return self._outbox is not None
+
+    async def run(self) -> None:
+        self._idle.clear()
+        self._control = _control_session(self._limits)
+        try:
+            while not self._closing.is_set():
+                reason = await self._connected()
+                if self._closing.is_set():
+                    break
+                self._on_lost(reason)
+                await self._pause()
+        finally:
+            self._idle.set()
+            await self._control.close()
+
+    def send(self, message: FromLearner) -> bool:
+        """Whether it is on its way; False says that it is not, and never will be."""
+        if self._outbox is None:
+            return False
+        data = encode(message)
+        if self._outbox.put(data):
+            self.bytes_out += len(data)
+            return True
+        self._outbox.close(discard=True)
+        return False
+
+    async def put_contribution(
+        self, learner: str, session: str, round: int, attempt: int, data: memoryview, digest: str, deadline_s: float
+    ) -> None:
+        """Returns once the syncer has it whole. Unreachable: try again; PeerError: it does not want it."""
+        url = f"{self.url}/v1/contributions/{learner}/{round}/{attempt}"
+        await self._put(url, data, body_headers(session, digest), deadline_s)
+
+    async def put_initial(
+        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float
+    ) -> None:
+        await self._put(f"{self.url}/v1/initial/{learner}/{fragment}", data, body_headers(session, digest), deadline_s)
+
+    async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
+        """Version, round and digest of what is now in `into`; after an error its content is undefined."""
+        labels = await get_body(self._for_bodies(), fragment_url(self.url, index), into, deadline_s)
+        self.bytes_in += into.nbytes
+        return labels
+
+    async def close(self) -> None:
+        """Sends what is queued (2 s at most) and ends `run`."""
+        self._closing.set()
+        if self._outbox is not None:
+            self._outbox.close()
+        try:
+            async with asyncio.timeout(self._limits.flush_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass  # the syncer does not take it: closing the session below cuts the connection
+        for session in (self._control, self._bodies):
+            if session is not None:
+                await session.close()
+
+    async def _put(self, url: str, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
+        await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
+        self.bytes_out += data.nbytes
+
+    def _for_bodies(self) -> aiohttp.ClientSession:
+        if self._bodies is None:
+            self._bodies = body_session(self._limits)
+        return self._bodies
+
+    async def _pause(self) -> None:
+        wait_s = self._jitter() * self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, self._limits.backoff_cap_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._closing.wait()
+        except TimeoutError:
+            pass  # the wait is over
+
+    async def _connected(self) -> str:
+        """Dial and talk until the channel is lost; why it was."""
+        try:
+            socket = await self._dial()
+        except TimeoutError:
+            return f"{self.url} did not answer within {self._limits.dial_s:g} s"
+        except (aiohttp.ClientError, OSError, PeerError) as error:
+            return one_line(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
+        outbox = Outbox(self._limits.send_queue)
+        outbox.put(encode(self._hello()))
+        self._outbox = outbox
+        if self._closing.is_set():
+            outbox.close()
+        try:
+            self._on_open()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(socket, outbox))
+                reason = await self._read(socket)
+                self._outbox = None
+                outbox.close(discard=True)
+        finally:
+            self._outbox = None
+        return reason
+
+    async def _dial(self) -> aiohttp.ClientWebSocketResponse:
+        assert self._control is not None
+        limits = self._limits
+        async with asyncio.timeout(limits.dial_s):
+            return await self._control.ws_connect(
+                f"{self.url}/v1/control",
+                timeout=aiohttp.ClientWSTimeout(ws_close=limits.flush_s),
+                heartbeat=limits.ping_s,
+                max_msg_size=limits.control_bytes,
+                compress=0,
+            )
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+        while True:
+            frame = await socket.receive()
+            if frame.type is not aiohttp.WSMsgType.BINARY:
+                return _ending(socket, frame)
+            self.bytes_in += len(frame.data)
+            try:
+                message = decode_from_syncer(frame.data)
+            except PeerError as error:
+                return str(error)
+            if not isinstance(message, Refused):
+                self._backoff_s = self._limits.backoff_s
+            self._on_message(message)
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
+        with suppress(aiohttp.ClientError, OSError):  # closing it tells the reader; a TimeoutError is an OSError
+            await outbox.drain(socket.send_bytes, self._limits.send_s)
+        await socket.close()
+
+
+def checked_url(url: str) -> str:
+    """http://HOST:PORT without a path; ConfigError otherwise."""
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/") and not parts.query
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(one_line(f"{url!r} is no address of a syncer: it looks like http://127.0.0.1:7077"))
+    return url.rstrip("/")
+
+
+def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -> str:
+    if frame.type is aiohttp.WSMsgType.ERROR:
+        return one_line(f"the control channel failed: {socket.exception() or frame.data}")
+    if frame.type is aiohttp.WSMsgType.TEXT:
+        return "the syncer sent text on the control channel"
+    why = one_line(frame.extra or "")
+    return f"the syncer closed the control channel{': ' + why if why else ''}"
+
+
+def _control_session(limits: Limits) -> aiohttp.ClientSession:
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_no_redirect)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=2, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
+        trust_env=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trace_configs=[trace],
+    )
+
+
+async def _no_redirect(
+    session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceRequestRedirectParams
+) -> None:
+    raise PeerError("it answered with a redirect: is this a syncer?")

@@ -1,0 +1,145 @@
+"""Messages to bytes and back, and the hard limits on what a peer may send.
+
+Rules:
+- control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
+- every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
+- a name that a peer brings (learner, session) has at most 64 letters, digits, dots, dashes and underscores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TypeVar
+
+import msgspec
+
+from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
+
+KIB = 1024
+MIB = 1024 * KIB
+
+SESSION_HEADER = "Atoll-Session"
+DIGEST_HEADER = "Atoll-Digest"
+VERSION_HEADER = "Atoll-Version"
+ROUND_HEADER = "Atoll-Round"
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LINE_CHARS = 300
+
+Buffer = bytes | bytearray | memoryview
+
+T = TypeVar("T")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one peer, or all of them, may cost in bytes and seconds."""
+
+    control_bytes: int = 4 * MIB
+    """Largest control message; a hello with 40,000 tensors fits."""
+    score_bytes: int = 1 * MIB
+    """Largest score of an evaluator."""
+    connections: int = 1024
+    """Open at once, of all peers together; more are closed unread."""
+    send_queue: int = 1024
+    """Messages waiting for one peer that reads slowly; one more closes its channel."""
+    budget_bytes: int = 4096 * MIB
+    """Bodies of one learner being received at once, together."""
+    hello_s: float = 5.0
+    """From the opening of a control channel to its hello."""
+    header_s: float = 5.0
+    """From the opening of a connection to the end of its first request's headers."""
+    keepalive_s: float = 60.0
+    """How long a connection may stay idle between two requests."""
+    dial_s: float = 5.0
+    """From the first packet to an open control channel."""
+    ping_s: float = 6.0
+    """A channel silent for this long is pinged; without an answer in half of it, it is lost (9 s in all)."""
+    send_s: float = 10.0
+    """The longest wait for a peer to take one message, or one chunk of a body."""
+    flush_s: float = 2.0
+    """The longest a closing channel waits for what is queued."""
+    body_grace_s: float = 5.0
+    """A body may be as slow as it likes for this long …"""
+    body_rate: int = 64 * KIB
+    """… and must then have come at this many bytes per second on average, …"""
+    body_idle_s: float = 10.0
+    """… and never pause for longer than this."""
+    chunk_bytes: int = 1 * MIB
+    """Bodies are sent in pieces of this size."""
+    backoff_s: float = 0.1
+    """The first wait before a lost syncer is dialled again; it doubles …"""
+    backoff_cap_s: float = 5.0
+    """… up to this, and is drawn evenly between 0 and that."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an evaluator found out about the global model as of one round."""
+
+    round: int
+    loss: float
+    cpu_s: float
+    sample: str = ""
+    final: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
+_from_syncer: msgspec.msgpack.Decoder[FromSyncer] = msgspec.msgpack.Decoder(FromSyncer)
+_score: msgspec.json.Decoder[Score] = msgspec.json.Decoder(Score)
+
+
+def encode(message: FromLearner | FromSyncer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_learner(data: Buffer) -> FromLearner:
+    return _decoded(_from_learner, data, "a learner's message")
+
+
+def decode_from_syncer(data: Buffer) -> FromSyncer:
+    return _decoded(_from_syncer, data, "the syncer's message")
+
+
+def decode_score(data: Buffer) -> Score:
+    return _decoded(_score, data, "a score")
+
+
+def check_hello(message: FromLearner) -> Hello:
+    """The message, if it may open a channel."""
+    if not isinstance(message, Hello):
+        raise PeerError(f"the first message was {type(message).__name__}: a channel opens with Hello")
+    if message.protocol != PROTOCOL:
+        raise PeerError(
+            f"this syncer speaks protocol {PROTOCOL}, the learner {message.protocol}: "
+            "install the same version of atoll on both"
+        )
+    for what, name in (("learner", message.learner), ("session", message.session)):
+        if not _NAME.fullmatch(name):
+            raise PeerError(
+                f"{what} = {name[:64]!r} is no name: use up to 64 letters, digits, dots, dashes, underscores"
+            )
+    return message
+
+
+def digest(data: Buffer) -> str:
+    """BLAKE2b of 16 bytes, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def one_line(text: object) -> str:
+    """Safe to log and to send: one line of at most 300 characters."""
+    return " ".join(str(text).split())[:_LINE_CHARS]
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], data: Buffer, what: str) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, AtollError, ValueError, OverflowError, RecursionError) as error:
+        raise PeerError(one_line(f"{what} could not be read: {error}")) from None

@@ -1,0 +1,205 @@
+"""How a model's tensors become fragments, the units of communication.
+
+Rules kept here:
+- every tensor is in exactly one fragment, and no fragment is empty;
+- a plan follows from the tensors' names, shapes and dtypes, the count and the strategy alone: never from the order in
+  which the model lists them;
+- two sides that hold the same fingerprint agree on every byte's place; `difference` says where they do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
+
+import msgspec
+
+from atoll.protocol.errors import PlanError
+from atoll.protocol.messages import TensorSpec
+
+MOST = 24
+"""The paper's number of fragments; smaller models have as many as they have tensors."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+Bins = list[list[TensorSpec]]
+
+
+class Fragment(msgspec.Struct, frozen=True):
+    index: int
+    tensors: tuple[TensorSpec, ...]
+    """In order of name, as they lie one after the other in the fragment's array."""
+    offsets: tuple[int, ...]
+    """The element at which each tensor starts."""
+    size: int
+    """Elements of all its tensors."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    strategy: str
+    fragments: tuple[Fragment, ...]
+    fingerprint: str
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest fragment: what every buffer must hold."""
+        return max(fragment.size for fragment in self.fragments)
+
+    @property
+    def size(self) -> int:
+        return sum(fragment.size for fragment in self.fragments)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The element at which each fragment starts in one flat array of the whole model."""
+        return _starts([fragment.size for fragment in self.fragments])
+
+
+def elements(tensor: TensorSpec) -> int:
+    return prod(tensor.shape)
+
+
+def default_fragments(tensors: int) -> int:
+    return min(MOST, tensors)
+
+
+def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanced") -> Plan:
+    """Deal the tensors into `count` fragments. PlanError says what is wrong, and the fix."""
+    if strategy not in _DEAL:
+        raise PlanError(f"plan {strategy!r} is not known: use one of {', '.join(_DEAL)}")
+    _check(tensors, count)
+    bins = _DEAL[strategy](sorted(tensors, key=lambda tensor: tensor.name), count)
+    fragments = tuple(_fragment(index, held) for index, held in enumerate(bins))
+    return Plan(strategy, fragments, _fingerprint(strategy, fragments))
+
+
+def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str | None:
+    """The first difference, by name, between the tensors here and those of the run, as one line; None when equal."""
+    here = {tensor.name: tensor for tensor in ours}
+    run = {tensor.name: tensor for tensor in theirs}
+    for name in sorted(here.keys() | run.keys()):
+        if here.get(name) != run.get(name):
+            mine, its = _contrast(here.get(name), run.get(name))
+            return f"fragment plan differs from the run's: {name!r} is {mine} here, {its} in the run"
+    return None
+
+
+def _contrast(here: TensorSpec | None, run: TensorSpec | None) -> tuple[str, str]:
+    if here is None or run is None:
+        return _whole(here), _whole(run)
+    if here.shape != run.shape:
+        return str(here.shape), str(run.shape)
+    if here.dtype != run.dtype:
+        return here.dtype, run.dtype
+    return _role(here), _role(run)
+
+
+def _whole(tensor: TensorSpec | None) -> str:
+    return f"{tensor.shape} {tensor.dtype}" if tensor else "missing"
+
+
+def _role(tensor: TensorSpec) -> str:
+    return "an embedding" if tensor.embedding else "no embedding"
+
+
+def _check(tensors: Sequence[TensorSpec], count: int) -> None:
+    have = len(tensors)
+    if not have:
+        raise PlanError("the model has no tensors to train: give the learner a model with trainable parameters")
+    if count < 1:
+        raise PlanError(f"{count} fragments asked for: ask for 1 to {have} (--fragments {default_fragments(have)})")
+    if count > have:
+        raise PlanError(
+            f"{count} fragments asked for, but the model has {have} tensors: "
+            f"ask for {have} or fewer (--fragments {have})"
+        )
+    seen: set[str] = set()
+    for tensor in tensors:
+        _check_tensor(tensor, seen)
+        seen.add(tensor.name)
+
+
+def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
+    if tensor.name in seen:
+        raise PlanError(f"two tensors are named {tensor.name!r}: names must be unique, rename one of them")
+    if any(length < 1 for length in tensor.shape):
+        raise PlanError(f"{tensor.name!r} has shape {tensor.shape} and so no values: remove it from the model")
+    if tensor.dtype not in DTYPES:
+        raise PlanError(
+            f"{tensor.name!r} is {tensor.dtype}, which cannot be synced: use {', '.join(DTYPES)}, or freeze it"
+        )
+
+
+def _balanced(tensors: Sequence[TensorSpec], count: int) -> Bins:
+    """Largest first, each into the lightest bin: the peak is at most 4/3 of the best possible."""
+    bins: Bins = [[] for _ in range(count)]
+    loads = [0] * count
+    for tensor in sorted(tensors, key=lambda tensor: (-elements(tensor), tensor.name)):
+        lightest = loads.index(min(loads))
+        bins[lightest].append(tensor)
+        loads[lightest] += elements(tensor)
+    return bins
+
+
+def _by_layer(tensors: Sequence[TensorSpec], count: int) -> Bins:
+    """Whole blocks dealt in strides over the fragments after the first; what is outside of blocks is the first."""
+    blocks: dict[tuple[str, int], list[TensorSpec]] = {}
+    for tensor in tensors:
+        if block := _block(tensor.name):
+            blocks.setdefault(block, []).append(tensor)
+    return _strides("layer", "blocks", tensors, [blocks[block] for block in sorted(blocks)], count)
+
+
+def _by_tensor(tensors: Sequence[TensorSpec], count: int) -> Bins:
+    """The same by single tensor: neighbours in a block go to different fragments."""
+    dealt = sorted((block, tensor.name, tensor) for tensor in tensors if (block := _block(tensor.name)))
+    return _strides("tensor", "tensors in blocks", tensors, [[tensor] for _, _, tensor in dealt], count)
+
+
+def _strides(plan: str, unit: str, tensors: Sequence[TensorSpec], units: list[list[TensorSpec]], count: int) -> Bins:
+    if count == 1:
+        return [list(tensors)]
+    outside = [tensor for tensor in tensors if _block(tensor.name) is None]
+    if not outside or not units:
+        which = "tensors outside of blocks" if not outside else "blocks (names such as 'blocks.3.mlp.weight')"
+        raise PlanError(f'plan "{plan}" leaves a fragment empty, the model has no {which}: use plan "balanced"')
+    if count > len(units) + 1:
+        most = len(units) + 1
+        raise PlanError(
+            f'plan "{plan}" leaves a fragment empty, {count} were asked for and the model has {len(units)} {unit}: '
+            f'ask for {most} or fewer (--fragments {most}), or use plan "balanced"'
+        )
+    dealt = [units[first :: count - 1] for first in range(count - 1)]
+    return [outside, *([tensor for unit in share for tensor in unit] for share in dealt)]
+
+
+def _block(name: str) -> tuple[str, int] | None:
+    """What comes before the first number in a dotted name, and that number: ("blocks", 3) of blocks.3.mlp.weight."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isascii() and part.isdigit():
+            return ".".join(parts[:place]), int(part)
+    return None
+
+
+_DEAL: dict[str, Callable[[Sequence[TensorSpec], int], Bins]] = {
+    "balanced": _balanced,
+    "layer": _by_layer,
+    "tensor": _by_tensor,
+}
+
+
+def _fragment(index: int, held: list[TensorSpec]) -> Fragment:
+    tensors = tuple(sorted(held, key=lambda tensor: tensor.name))
+    sizes = [elements(tensor) for tensor in tensors]
+    return Fragment(index, tensors, _starts(sizes), sum(sizes))
+
+
+def _starts(sizes: list[int]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes[:-1], initial=0))
+
+
+def _fingerprint(strategy: str, fragments: tuple[Fragment, ...]) -> str:
+    layout = msgspec.json.encode(("atoll plan 1", strategy, [fragment.tensors for fragment in fragments]))
+    return hashlib.sha256(layout).hexdigest()

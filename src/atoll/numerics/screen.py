@@ -1,0 +1,68 @@
+"""Whether a contribution's numbers may be merged at all.
+
+Rules kept here:
+- what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
+- usual is the running median of the norms accepted for the same fragment, and only once there are enough of them;
+- norms are compared per inner step, because a learner that could not be heard for a while has more steps to give;
+- a refused contribution leaves no trace here, so broken numbers cannot shift what is usual.
+
+This stops broken numbers, not a determined insider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from atoll.numerics import kernels
+from atoll.numerics.fragments import Plan
+from atoll.numerics.kernels import FloatArray
+
+CHUNK = 65_536
+"""Elements looked at together when the broken ones are counted."""
+
+
+class Screen:
+    def __init__(self, plan: Plan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8) -> None:
+        """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
+        self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, Plan) else list(plan)
+        self._limit = limit
+        self._least = least
+        self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
+
+    def judge(self, fragment: int, delta: FloatArray, steps: int = 1) -> str | None:
+        """Why this contribution is refused; None when it is accepted, and its norm then counts as usual."""
+        if not 0 <= fragment < len(self._sizes):
+            return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
+        if delta.shape != (self._sizes[fragment],):
+            return f"{delta.size} values came, fragment {fragment} has {self._sizes[fragment]}"
+        norm = _norm(delta)
+        if not math.isfinite(norm):
+            return f"{_broken(delta)} of {delta.size} values are not finite"
+        pace = norm / max(steps, 1)
+        refusal = self._judge_norm(self._norms[fragment], pace, "norm" if steps <= 1 else "norm per step")
+        if refusal is None:
+            self._norms[fragment].append(pace)
+        return refusal
+
+    def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
+        usual = median(accepted) if len(accepted) >= self._least else 0.0
+        if usual == 0.0 or norm <= self._limit * usual:
+            return None
+        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {self._limit:g})"
+
+
+def _norm(values: FloatArray) -> float:
+    """Finite exactly when every value is: one pass answers both questions."""
+    square = np.empty(1, np.float64)
+    kernels.square_norms(kernels.read_only(values), square)
+    return math.sqrt(square[0])
+
+
+def _broken(values: FloatArray) -> int:
+    parts = (values[start : start + CHUNK] for start in range(0, values.size, CHUNK))
+    return sum(part.size - int(np.count_nonzero(np.isfinite(part))) for part in parts)

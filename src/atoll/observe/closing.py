@@ -1,0 +1,73 @@
+"""The last words of a run: its figures, its story, what the model writes, where the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from atoll.observe.figures import NONE, count, decimal, percent, plain, span
+from atoll.observe.screen import WIDEST
+from atoll.observe.story import WARNING
+from atoll.observe.summary import Summary
+
+_SAMPLE = "what the trained model writes"
+
+
+def print_closing(
+    console: Console, summary: Summary, story: Sequence[str], sample: str | None = None, out: Path | None = None
+) -> None:
+    width = min(console.width, WIDEST)
+    console.print()
+    console.print(_figures(summary, width))
+    for sentence in story:
+        warning = sentence.startswith(WARNING)
+        line = Text(plain(sentence), "yellow" if warning else "")
+        console.print(line, width=width, soft_wrap=not console.is_terminal)
+    if sample:
+        text = Text(plain(sample.strip("\n").expandtabs(4), keep="\n"), "italic")
+        console.print()
+        console.print(Panel(text, title=_SAMPLE, title_align="left", border_style="magenta", width=width))
+    if out is not None:
+        console.print()
+        files = "summary.json, events.jsonl, model.safetensors, logs/"
+        console.print(Text(f"All of it is in {out}: {files}"), soft_wrap=True)
+
+
+def _figures(summary: Summary, width: int) -> Table:
+    tokens, learners = summary["tokens"], summary["learners"]
+    facts = [
+        ("goodput", percent(summary["goodput"])),
+        ("rounds", f"{summary['rounds']:,}"),
+        ("uptime", percent(summary["uptime"])),
+        ("participation", percent(summary["participation"])),
+        ("liveness", percent(summary["liveness"])),
+        ("effective H", decimal(summary["effective_h"], 1)),
+        ("tokens", count(tokens["computed"])),
+        ("longest gap", span(summary["longest_gap_s"])),
+        ("merged", percent(summary["merged_share"])),
+        ("median gap", span(summary["median_gap_s"])),
+        ("lost", f"{count(tokens['lost'])} tokens"),
+        ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
+        ("bytes per token", decimal(summary["bytes_per_token"], 1)),
+        ("refusals", str(summary["refusals"])),
+        ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
+        ("validation", _course(summary["validation_loss_start"], summary["validation_loss_end"])),
+    ]
+    title = f"{summary['run'] or 'the run'}, {span(summary['wall_s'])}"
+    table = Table(box=box.ROUNDED, title=plain(title), title_justify="left", show_header=False, width=min(width, 80))
+    for _ in range(2):
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(ratio=1, justify="right", no_wrap=True)
+    for first in range(0, len(facts), 2):
+        table.add_row(*facts[first], *facts[first + 1])
+    return table
+
+
+def _course(start: float | None, end: float | None) -> str:
+    return NONE if start is None else f"{decimal(start)} → {decimal(end)}"

@@ -1,0 +1,81 @@
+"""Numbers as people read them: the same on every screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NONE = "–"
+"""Shown where there is no figure yet."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def count(value: float) -> str:
+    """6,204 in full; 12.7M and 84.1k once that is enough to know."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scaled = value / (1e3 if letter == "k" else size)
+            return f"{scaled:.1f}{letter}" if scaled < 100 else f"{scaled:.0f}{letter}"
+    return f"{value:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return NONE
+    text = f"{100 * share:.0f}"
+    # 99.7 % is not all of it.
+    return f"{100 * share:.1f} %" if text == "100" and share < 1.0 - 5e-4 else f"{text} %"
+
+
+def clock(seconds: float | None) -> str:
+    """0:41, 12:05, 1:02:33."""
+    if seconds is None:
+        return NONE
+    whole = max(0, round(seconds))
+    minutes, hours = whole // 60, whole // 3600
+    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def span(seconds: float | None) -> str:
+    """31 ms, 6.1 s, 1 min 44 s, 2 h 5 min."""
+    if seconds is None:
+        return NONE
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def decimal(value: float | None, places: int = 2) -> str:
+    return NONE if value is None else f"{value:.{places}f}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of a figure in a few characters, the newest at the right."""
+    if len(values) < 2 or width < 2:
+        return ""
+    points = min(width, len(values))
+    picked = [values[round(i * (len(values) - 1) / (points - 1))] for i in range(points)]
+    low, high = min(picked), max(picked)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in picked)
+
+
+def listing(names: Sequence[str], most: int = 4) -> str:
+    """a, b and c; a, b, c and 5 more."""
+    if len(names) > most:
+        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+def plain(text: str, keep: str = "") -> str:
+    """Text from elsewhere, safe on a terminal: no escape sequences, no control characters but those in `keep`."""
+    return "".join(letter if letter.isprintable() or letter in keep else "·" for letter in text)

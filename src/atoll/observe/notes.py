@@ -1,0 +1,62 @@
+"""Which events are worth a line on a screen, and how the line looks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from rich.text import Text
+
+from atoll.observe.figures import clock, plain
+from atoll.telemetry.events import Event
+
+NOTABLE = {
+    "killed": "bold red",
+    "exited": "red",
+    "lost": "red",
+    "refused": "yellow",
+    "quarantined": "bold yellow",
+    "muted": "yellow",
+    "stalled": "yellow",
+    "warning": "yellow",
+    "passed": "yellow",
+    "left": "cyan",
+    "restarted": "cyan",
+    "joined": "cyan",
+    "recovered": "green",
+    "score": "magenta",
+    "ending": "bold",
+    "finished": "bold green",
+}
+"""Kinds of events that people want to hear of, with their colours. Rounds come too fast to be told one by one."""
+
+
+class Notebook:
+    """The last few notable events. Scores in a row become one line, the newest."""
+
+    def __init__(self, most: int = 6) -> None:
+        self._lines: deque[Event] = deque(maxlen=most)
+        self._origin: float | None = None
+        self._origin_is_start = False
+
+    def take(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Notes them, and gives back those that are notable."""
+        for event in events:
+            if self._origin is None or (event["kind"] == "recovered" and not self._origin_is_start):
+                # Times count from the first parameters, as they do in the summary.
+                self._origin, self._origin_is_start = event["at"], event["kind"] == "recovered"
+            if event["kind"] not in NOTABLE:
+                continue
+            if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
+                self._lines.pop()
+            self._lines.append(event)
+            yield event
+
+    def last(self, most: int) -> list[Event]:
+        return list(self._lines)[-most:] if most > 0 else []
+
+    def line(self, event: Event) -> Text:
+        time = clock(event["at"] - (self._origin or 0.0))
+        kind = str(event["kind"])
+        text = plain(str(event.get("text", "")))
+        return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]), text)

@@ -1,0 +1,217 @@
+"""The live screen of a run. It shows what it is told and nothing else: a status and the newest events.
+
+Drawn in place, only when `update` is called, and never higher than the terminal: first the run, then the learners, then
+as many of the last notable events as there is room for. `choose` gives plain lines where there is no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from atoll.observe.figures import NONE, clock, count, decimal, listing, percent, plain, span, sparkline
+from atoll.observe.notes import Notebook
+from atoll.observe.plain import PlainLines
+from atoll.observe.tail import EventTail
+from atoll.telemetry.events import Event
+from atoll.telemetry.status import LearnerStatus, RunStatus
+
+__all__ = ["EventTail", "PlainLines", "Screen", "choose"]
+
+WIDEST = 120
+"""Wider than this a table is harder to read, not easier."""
+WIDE = 100
+"""From here on three figures stand beside each other."""
+LABEL = len("participation")
+"""Labels at the left take this much, so that all the rows line up."""
+SPARKS = 10
+OFF_H = 0.15
+"""An effective H further off than this is shown as a warning."""
+
+_STATES = {
+    "joining": ("◌", "cyan"),
+    "training": ("●", "green"),
+    "stalled": ("◍", "yellow"),
+    "muted": ("◍", "yellow"),
+    "quarantined": ("✖", "bold red"),
+    "stopped": ("■", "blue"),
+    "gone": ("○", "red"),
+}
+_PHASES = {"waiting": "cyan", "training": "green", "ending": "yellow", "finished": "bold green"}
+
+Fact = tuple[str, Text]
+
+
+class Screen:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._notes = Notebook()
+        self._scores: list[float] = []
+        self._scored_round: int | None = None
+        self._status: RunStatus | None = None
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
+        """`status` is None while the syncer cannot be asked: the last one known stays."""
+        for _ in self._notes.take(notes):
+            pass
+        if status is not None:
+            self._status = status
+            if status.validation_loss is not None and status.validation_round != self._scored_round:
+                self._scores.append(status.validation_loss)
+                self._scored_round = status.validation_round
+        self._live.update(self.render(), refresh=True)
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        self._live.update(self.render(), refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        width = min(self._console.width, WIDEST)
+        status = self._status
+        if status is None:
+            return Group(Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width), self._events(4))
+        run = _run_panel(status, self._scores, width)
+        learners = _learner_table(status.learners, width)
+        used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
+        return Group(run, learners, self._events(min(6, self._console.height - used)))
+
+    def _events(self, room: int) -> RenderableType:
+        lines = [self._notes.line(event) for event in self._notes.last(room)]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(Text(), *lines) if lines else Text()
+
+
+def choose(console: Console) -> Screen | PlainLines:
+    return Screen(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
+
+
+def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
+    title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
+    phase = Text(status.phase, _PHASES.get(status.phase, ""))
+    body = Group(_progress(status), Text(), _facts(status, scores, width), _last_round(status))
+    title.append(" · ").append_text(phase)
+    return Panel(body, title=title, title_align="left", width=width, padding=(0, 1), box=box.ROUNDED)
+
+
+def _progress(status: RunStatus) -> Table:
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column(ratio=1)
+    line.add_column(justify="right", no_wrap=True)
+    left = f"{clock(status.left_s)} left" if status.left_s is not None else "time left not known yet"
+    if status.phase == "waiting":
+        words = "waiting for the first parameters"
+    elif status.phase == "ending":
+        words = f"{clock(status.elapsed_s)} gone · collecting the last steps"
+    elif status.phase == "finished":
+        words = f"{clock(status.elapsed_s)} gone"
+    else:
+        words = f"{clock(status.elapsed_s)} gone · {left}"
+    bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, status.progress)), complete_style="cyan")
+    line.add_row(bar, Text(f"{percent(status.progress)} · {words}"))
+    return line
+
+
+def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
+    facts: list[Fact] = [
+        ("round", Text(f"{count(status.round)} · {status.fragments} fragments")),
+        ("goodput", _share(status.goodput, 0.8)),
+        ("tokens", Text(f"{count(status.tokens)} · {count(status.tokens_per_s)}/s")),
+        ("effective H", _effective_h(status)),
+        ("participation", _share(status.participation, 0.5)),
+        ("validation", _validation(status, scores)),
+        ("grace", _grace(status)),
+        ("median gap", Text(span(status.median_gap_s))),
+        ("step", Text(count(status.global_step))),
+    ]
+    beside = 3 if width >= WIDE else 2
+    if beside == 2:
+        facts = facts[:-1]
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for place in range(beside):
+        grid.add_column(style="dim", no_wrap=True, min_width=0 if place else LABEL)
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for first in range(0, len(facts), beside):
+        grid.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
+    return grid
+
+
+def _last_round(status: RunStatus) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(style="dim", no_wrap=True, width=LABEL)
+    grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
+    members = f"{len(status.members)}: {plain(listing(status.members, 5))}" if status.members else NONE
+    grid.add_row("members", Text(members))
+    grid.add_row("closed", Text(plain(status.reason) or NONE))
+    return grid
+
+
+def _grace(status: RunStatus) -> Text:
+    return Text("waits for all live" if status.synchronous else f"{span(status.grace_s)} · quorum {status.quorum}")
+
+
+def _share(share: float | None, least: float) -> Text:
+    return Text(percent(share), "" if share is None else "green" if share >= least else "yellow")
+
+
+def _effective_h(status: RunStatus) -> Text:
+    if status.effective_h is None:
+        return Text(f"{NONE} (set {status.sync_every})")
+    off = abs(status.effective_h / max(1, status.sync_every) - 1) > OFF_H
+    return Text.assemble((decimal(status.effective_h, 1), "yellow" if off else "green"), f" (set {status.sync_every})")
+
+
+def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
+    if status.validation_loss is None:
+        return Text("not scored yet", "dim")
+    return Text.assemble(
+        (decimal(status.validation_loss), "bold magenta"),
+        (f" {sparkline(scores, SPARKS)}", "magenta"),
+        (f" at {count(status.validation_round or 0)}", "dim"),
+    )
+
+
+def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
+    table.add_column("learner", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("state", no_wrap=True, min_width=13)
+    for name in ("step", "tokens/s", "loss", "adopted"):
+        table.add_column(name, justify="right", no_wrap=True, width=12 if width >= WIDE else 8)
+    table.add_column("in last", justify="center", no_wrap=True)
+    for learner in learners:
+        mark, colour = _STATES.get(learner.state, ("?", ""))
+        table.add_row(
+            _name(learner),
+            Text(f"{mark} {learner.state}", colour),
+            count(learner.step),
+            count(learner.tokens_per_s) if learner.state == "training" else NONE,
+            decimal(learner.loss),
+            count(learner.version_round) if learner.version_round >= 0 else NONE,
+            Text("✓", "green") if learner.in_last_round else Text("·", "dim"),
+            style="dim" if learner.state == "gone" else "",
+        )
+    if not learners:
+        table.add_row(Text("none yet", "dim"))
+    return table
+
+
+def _name(learner: LearnerStatus) -> Text:
+    name = Text(plain(learner.learner))
+    if learner.incarnation > 1:
+        name.append(f" #{learner.incarnation}", "dim")
+    return name

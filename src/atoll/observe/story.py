@@ -1,0 +1,131 @@
+"""A few honest sentences about a run: what it did, what hit it, what the model learned, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from atoll.observe.figures import count, decimal, listing, percent, span
+from atoll.observe.summary import Summary
+from atoll.telemetry.events import Event
+
+WARNING = "Warning: "
+"""How a sentence begins that tells of something wrong."""
+
+
+def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
+    events = list(events)
+    told = [_work(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary), _validation(summary)]
+    told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
+    return [sentence for sentence in told if sentence]
+
+
+def last_sample(events: Iterable[Event]) -> str | None:
+    """What the model wrote when it was last asked to."""
+    samples = [event["sample"] for event in events if event["kind"] == "score" and event.get("sample")]
+    return samples[-1] if samples else None
+
+
+def _work(summary: Summary) -> str:
+    learners: dict[str, Any] = summary["learners"]
+    steps = sum(learner["steps"] for learner in learners.values())
+    return (
+        f"{_number(len(learners), 'learner')} made {_number(steps, 'step')} on {count(summary['tokens']['computed'])} "
+        f"tokens in {span(summary['wall_s'])}; {percent(summary['goodput'])} of learner time went into steps."
+    )
+
+
+def _kills(summary: Summary) -> list[str]:
+    told = []
+    for entry in summary["recovery"]:
+        if entry["after"] != "killed":
+            continue
+        restart = _restart_after(summary["recovery"], entry)
+        name, when = entry["learner"], span(entry["at_s"])
+        if restart is None:
+            told.append(f"{name} was killed {when} in and was not restarted.")
+        elif restart["seconds"] is None:
+            told.append(f"{name} was killed {when} in and restarted, but contributed to no round after that.")
+        else:
+            told.append(
+                f"{name} was killed {when} in and was contributing again {span(restart['seconds'])} after its restart."
+            )
+    return told
+
+
+def _deaths(events: Sequence[Event]) -> str:
+    """The restarts that no kill of ours explains."""
+    restarts = Counter(event["process"] for event in events if event["kind"] == "restarted")
+    restarts.subtract(event["process"] for event in events if event["kind"] == "killed")
+    names = sorted(process for process, times in restarts.items() if times > 0)
+    return f"{listing(names)} died and came back; logs/ may say why." if names else ""
+
+
+def _restart_after(recovery: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, Any] | None:
+    mine = (e for e in recovery if e["learner"] == kill["learner"] and e["at_s"] >= kill["at_s"])
+    return next((entry for entry in mine if entry["after"] == "restarted"), None)
+
+
+def _gaps(summary: Summary) -> str:
+    if summary["median_gap_s"] is None:
+        return ""
+    return (
+        f"{_number(summary['rounds'], 'round')} with {percent(summary['participation'])} of the live learners in them; "
+        f"the longest pause between two was {span(summary['longest_gap_s'])} (median {span(summary['median_gap_s'])})."
+    )
+
+
+def _merging(summary: Summary) -> str:
+    tokens = summary["tokens"]
+    if not tokens["computed"]:
+        return ""
+    fates = [f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _FATES if tokens[fate]]
+    return f"Of the tokens, {listing(fates)}." if fates else ""
+
+
+_FATES = (
+    ("merged", "were merged into the model"),
+    ("dropped", "were dropped when a learner adopted a newer version"),
+    ("lost", "were lost with a learner"),
+    ("in_flight", "were on their way when the account ends"),
+)
+
+
+def _validation(summary: Summary) -> str:
+    start, end = summary["validation_loss_start"], summary["validation_loss_end"]
+    if start is None:
+        return ""
+    return f"Validation loss of the global model went from {decimal(start)} to {decimal(end)} nats per byte."
+
+
+def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
+    settings, learners = summary["settings"], summary["learners"]
+    found = []
+    if summary["rounds"] == 0:
+        found.append("no round was committed: the model is what it was at the start.")
+    meant, joined = int(settings.get("learners") or 0), len(learners)
+    if joined < meant:
+        found.append(f"only {joined} of {meant} learners ever joined; logs/ says why.")
+    idle = [name for name, figures in learners.items() if figures["rounds"] == 0]
+    if idle and summary["rounds"]:
+        found.append(f"{listing(idle)} never contributed to a round.")
+    configured, effective = int(settings.get("sync_every") or 0), summary["effective_h"]
+    if configured and effective is not None and abs(effective / configured - 1) > 0.15:
+        found.append(f"a fragment was synced every {effective:g} learner steps, where {configured} were asked for.")
+    if summary["participation"] is not None and summary["participation"] < 0.5:
+        found.append(f"a round had only {percent(summary['participation'])} of the live learners in it on average.")
+    if summary["refusals"]:
+        reasons = [event["text"] for event in events if event["kind"] == "refused"]
+        last = f" (the last: {reasons[-1]})" if reasons else ""
+        found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
+    start, end = summary["validation_loss_start"], summary["validation_loss_end"]
+    if start is None:
+        found.append("the global model was never scored, so nothing is known of its validation loss.")
+    elif end > start:
+        found.append("the validation loss went up.")
+    return found
+
+
+def _number(value: int, one: str, many: str = "") -> str:
+    return f"{count(value) if value >= 1e6 else f'{value:,}'} {one if value == 1 else many or one + 's'}"

@@ -1,0 +1,266 @@
+"""summary.json: what a run came to, as a pure function of its events.
+
+The training part runs from the first `recovered` to `ending` (without one: to the last round). goodput, uptime and
+liveness are shares of it. After `ending` the last steps are collected in rounds that nothing paces (the drain): they
+count as rounds, as merged tokens and for participation, but not for the gaps, effective H and absences.
+
+| field | meaning |
+| --- | --- |
+| goodput | seconds spent stepping, all learners, over M times the wall time of the training part |
+| merged_share | fragment-tokens merged over fragment-tokens computed |
+| uptime | share of that time in which at least one learner was stepping: alive and recovered |
+| liveness | mean share of the M learners alive (joined, and not gone) |
+| participation | mean over rounds of members over learners alive and recovered at that moment |
+| effective_h | median learner steps between two syncs of a fragment |
+| tokens | by fate: computed = merged + dropped + lost + in_flight. Counted per fragment, told in tokens |
+| bytes_per_token | bytes in and out of the syncer over tokens computed |
+| longest_gap_s, median_gap_s | time between two commits |
+| wall_s, total_s | the training part; from the first event to the last |
+| validation_loss_start, _end | of the global model, by the evaluator, whose CPU seconds are evaluator_cpu_s |
+| recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
+| learners | per learner, over all its incarnations; longest_absence_s also counts the time before its first round |
+
+M is the number of learners the run is meant for, or the most that were alive at once where more joined. Figures that
+nothing in the events supports are null, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from atoll.observe.presence import Presence, Span
+from atoll.telemetry.events import Event
+
+Summary = dict[str, Any]
+Life = tuple[str, int]
+"""A learner and its incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one training process did, as it was last heard to say."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+
+
+def summarise(events: Iterable[Event]) -> Summary:
+    # Several processes append to the file: nearly, but not always, in the order of time.
+    timeline = sorted(events, key=lambda event: float(event["at"]))
+    header = _first(timeline, "run") or {}
+    settings: dict[str, Any] = dict(header.get("settings") or {})
+    part = training_part(timeline)
+    rounds = of_kind(timeline, "round")
+    paced = paced_rounds(timeline)
+    fragments = int(settings.get("fragments") or 0) or 1 + max((int(r["fragment"]) for r in rounds), default=0)
+    presence = Presence.of(timeline, part)
+    allocated = max(_learners_meant(header, settings), presence.most_at_once())
+    work = work_done(timeline, fragments)
+    tokens = tokens_by_fate(timeline, work, fragments)
+    gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
+    losses = [float(e["loss"]) for e in of_kind(timeline, "score") if e.get("loss") is not None]
+    closing = _first(timeline, "ending") or _first(timeline, "finished") or {}
+    wall = part.length
+    return {
+        "run": header.get("run"),
+        "reason": closing.get("reason") or closing.get("text"),
+        "goodput": _ratio(sum(w.busy_s for w in work.values()), allocated * wall),
+        "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
+        "uptime": _ratio(presence.stepping_s(), wall),
+        "liveness": _ratio(presence.alive_s(), allocated * wall),
+        "participation": _round(_mean([len(r["members"]) / r["live"] for r in rounds if r.get("live")])),
+        "effective_h": _effective_h(paced),
+        "tokens": tokens,
+        "rounds": len(rounds),
+        "rounds_passed": len(of_kind(timeline, "passed")),
+        "restarts": len(of_kind(timeline, "restarted")),
+        "kills": len(of_kind(timeline, "killed")),
+        "refusals": len(of_kind(timeline, "refused")),
+        "recovery": recoveries(timeline, part),
+        "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
+        "validation_loss_start": losses[0] if losses else None,
+        "validation_loss_end": losses[-1] if losses else None,
+        "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in of_kind(timeline, "score"))),
+        "longest_gap_s": _round(max(gaps, default=None)),
+        "median_gap_s": _round(median(gaps) if gaps else None),
+        "wall_s": _round(wall),
+        "total_s": _round(timeline[-1]["at"] - timeline[0]["at"] if timeline else 0.0),
+        "learners": per_learner(timeline, work, part),
+        "settings": settings,
+    }
+
+
+def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event["kind"] in kinds]
+
+
+def training_part(timeline: Sequence[Event]) -> Span:
+    start = _first(timeline, "recovered") or _first(timeline, "run") or (timeline[0] if timeline else None)
+    if start is None:
+        return Span(0.0, 0.0)
+    rounds = of_kind(timeline, "round")
+    end = _first(timeline, "ending") or (rounds[-1] if rounds else timeline[-1])
+    return Span(start["at"], max(start["at"], end["at"]))
+
+
+def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
+    """The rounds before the drain."""
+    ending = next((i for i, event in enumerate(timeline) if event["kind"] == "ending"), len(timeline))
+    return of_kind(timeline[:ending], "round")
+
+
+def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
+    """Per training process the last counters it was heard to say; for one of which none are known (a run that was cut
+    off), at least what was merged of it."""
+    first: dict[Life, Life] = {}
+    """A learner out of quarantine is a new incarnation, but the same process: its counters go on."""
+    newest: dict[str, int] = {}
+    merged: dict[Life, Work] = {}
+    told: dict[Life, Work] = {}
+    for event in timeline:
+        for life in lives([event]):
+            newest[life[0]] = max(life[1], newest.get(life[0], life[1]))
+            merged.setdefault(first.get(life, life), Work())
+        match event["kind"]:
+            case "quarantined":
+                life = (event["learner"], event["incarnation"])
+                first[life[0], life[1] + 1] = first.get(life, life)
+            case "round":
+                for member in event["members"]:
+                    life = (member["learner"], member["incarnation"])
+                    before = merged[first.get(life, life)]
+                    after = Work(max(before.steps, member["t"]), before.tokens + member["tokens"])
+                    merged[first.get(life, life)] = after
+            case "lost" | "left":
+                life = (event["learner"], event["incarnation"])
+                told[first.get(life, life)] = _work(event)
+            case "finished":
+                for entry in event.get("learners", ()):
+                    life = (entry["learner"], entry.get("incarnation", newest.get(entry["learner"], 1)))
+                    told[first.get(life, life)] = _work(entry)
+    return {life: Work(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | told
+
+
+def lives(events: Iterable[Event]) -> set[Life]:
+    """Every incarnation that joined or was a member."""
+    joined = {(e["learner"], e["incarnation"]) for e in of_kind(events, "joined", "recovered")}
+    return joined | {(m["learner"], m["incarnation"]) for e in of_kind(events, "round") for m in e["members"]}
+
+
+def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
+    lost: dict[Life, float] = {}
+    for event in timeline:
+        if event["kind"] == "lost":
+            lost[event["learner"], event["incarnation"]] = float(event.get("unmerged_tokens") or 0)
+        elif event["kind"] in ("joined", "recovered"):
+            # The same incarnation is back: it was the connection that was lost, not the steps.
+            lost.pop((event["learner"], event["incarnation"]), None)
+    computed = sum(w.tokens for w in work.values())
+    merged = round(_merged_fragment_tokens(of_kind(timeline, "round")) / fragments)
+    gone = round(sum(lost.values()))
+    rest = max(0, computed - merged - gone)
+    # Until the run has said that it is finished, nobody knows what became of the rest.
+    in_flight = 0 if _first(timeline, "finished") else rest
+    return {"computed": computed, "merged": merged, "dropped": rest - in_flight, "lost": gone, "in_flight": in_flight}
+
+
+def recoveries(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
+    """From each kill and each restart of a learner to its next contribution."""
+    found: list[dict[str, Any]] = []
+    newest: dict[str, int] = defaultdict(lambda: -1)
+    waiting: list[tuple[dict[str, Any], float, int]] = []
+    for event in timeline:
+        learner = event.get("learner") or event.get("process") or ""
+        if event["kind"] in ("joined", "recovered"):
+            newest[learner] = max(newest[learner], event["incarnation"])
+        elif event["kind"] in ("killed", "restarted") and learner in newest:
+            entry = {
+                "learner": learner,
+                "after": event["kind"],
+                "at_s": _round(event["at"] - part.start),
+                "seconds": None,
+            }
+            found.append(entry)
+            waiting.append((entry, event["at"], newest[learner]))
+        elif event["kind"] == "round":
+            members = {member["learner"]: member["incarnation"] for member in event["members"]}
+            for entry, at, incarnation in waiting:
+                if entry["seconds"] is None and members.get(entry["learner"], -1) > incarnation:
+                    entry["seconds"] = _round(event["at"] - at)
+    return found
+
+
+def per_learner(timeline: Sequence[Event], work: dict[Life, Work], part: Span) -> dict[str, dict[str, Any]]:
+    rounds, paced, seen = of_kind(timeline, "round"), paced_rounds(timeline), lives(timeline)
+    answer: dict[str, dict[str, Any]] = {}
+    for learner in sorted({name for name, _ in work}):
+        mine = [w for (name, _), w in work.items() if name == learner]
+        inside = [any(m["learner"] == learner for m in r["members"]) for r in rounds]
+        there = [any(m["learner"] == learner for m in r["members"]) for r in paced]
+        moments = [part.start, *(r["at"] for r, yes in zip(paced, there, strict=True) if yes), part.end]
+        answer[learner] = {
+            "steps": sum(w.steps for w in mine),
+            "tokens": sum(w.tokens for w in mine),
+            "busy_s": _round(sum(w.busy_s for w in mine)),
+            "rounds": sum(inside),
+            "share": _ratio(sum(inside), len(rounds)),
+            "incarnations": sum(name == learner for name, _ in seen),
+            "longest_absence_s": _round(max(b - a for a, b in pairwise(moments))),
+            "longest_absence_rounds": _longest_run_of_no(there),
+        }
+    return answer
+
+
+def _learners_meant(header: Event, settings: dict[str, Any]) -> int:
+    told = header.get("learners", settings.get("learners", 0))
+    return int(told) if isinstance(told, int | float) else len(told)
+
+
+def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
+    return sum(member["tokens"] for event in rounds for member in event["members"])
+
+
+def _effective_h(paced: Iterable[Event]) -> float | None:
+    since = [m["since"] for r in paced for m in r["members"] if m.get("since") is not None]
+    return float(median(since)) if since else None
+
+
+def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:
+    finished = _first(timeline, "finished")
+    if finished is None or "bytes_in" not in finished:
+        return None
+    return _ratio(finished["bytes_in"] + finished["bytes_out"], computed)
+
+
+def _work(told: Event) -> Work:
+    return Work(int(told.get("t") or 0), int(told.get("tokens") or 0), float(told.get("busy_s") or 0.0))
+
+
+def _longest_run_of_no(there: Sequence[bool]) -> int:
+    longest = current = 0
+    for yes in there:
+        current = 0 if yes else current + 1
+        longest = max(longest, current)
+    return longest
+
+
+def _first(timeline: Iterable[Event], kind: str) -> Event | None:
+    return next((event for event in timeline if event["kind"] == kind), None)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return _round(part / whole) if whole > 0 else None
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

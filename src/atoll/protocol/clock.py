@@ -1,0 +1,22 @@
+"""Vector clocks: for every worker, the last step its holder knows of.
+
+A clock never goes back. The syncer's own entry is named `syncer` and counts rounds; a learner's counts its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Clock = dict[str, int]
+
+SYNCER = "syncer"
+
+
+def merged(ours: Mapping[str, int], theirs: Mapping[str, int]) -> Clock:
+    """The newest of both, entry by entry."""
+    return {name: max(ours.get(name, 0), theirs.get(name, 0)) for name in sorted({*ours, *theirs})}
+
+
+def knows(clock: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether `clock` has seen all that `other` has."""
+    return all(clock.get(name, 0) >= step for name, step in other.items())

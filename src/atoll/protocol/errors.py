@@ -1,0 +1,40 @@
+"""Every error Atoll raises on purpose, in one tree.
+
+    AtollError
+    ├── ConfigError      the operator asked for something that cannot be: the text names the key and the fix
+    ├── PlanError        a model does not fit the run, or cannot be cut into the fragments asked for
+    ├── PeerError        the other side sent something that may not be: wrong size, version, type or order
+    ├── Unreachable      the other side cannot be reached now; trying again later may help
+    └── RunFailed        the run cannot go on; the text says why and what to do next
+
+Operators and peers get these; `assert` is for our own mistakes. A command prints the text of an AtollError as one
+line, without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class AtollError(Exception):
+    """The root: its text is one line for a person."""
+
+    exit_code = 1
+
+
+class ConfigError(AtollError):
+    exit_code = 2
+
+
+class PlanError(AtollError):
+    exit_code = 2
+
+
+class PeerError(AtollError):
+    pass
+
+
+class Unreachable(AtollError):
+    pass
+
+
+class RunFailed(AtollError):
+    pass

@@ -1,0 +1,142 @@
+"""Who takes part: joining, incarnations, heartbeats, leaving, and who counts as live.
+
+A learner is known by its name; each training process behind that name is an incarnation, told apart by its session. A
+new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed version of every
+fragment: only then may it contribute. Live means: connected, recovered, not muted (it reports but does not answer
+pulls), not stalled (it is there but makes no steps).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from atoll.protocol.grace import Average
+from atoll.protocol.messages import Hello, Progress
+from atoll.protocol.settings import Settings
+
+State = Literal["joining", "training", "gone"]
+
+
+@dataclass(slots=True)
+class Learner:
+    """What the syncer knows of one learner."""
+
+    name: str
+    session: str
+    incarnation: int
+    joined_at: float
+    fragments: int
+    state: State = "joining"
+    muted: bool = False
+    stopped: bool = False
+    stalled: bool = False
+    last_heard: float = 0.0
+    last_step_at: float = 0.0
+    t: int = 0
+    included_t: int = -1
+    offer: int = -1
+    aims: int = -1
+    steps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    tokens_total: int = 0
+    tokens_before: int = 0
+    """Tokens of its earlier incarnations."""
+    busy_s: float = 0.0
+    loss: float | None = None
+    misses: int = 0
+    strikes: int = 0
+    step_s: Average = field(default_factory=Average)
+    merged: list[int] = field(default_factory=list)
+    """Per fragment, the version its last contribution went into; −1 for none."""
+    synced_t: dict[int, int] = field(default_factory=dict)
+    """Per fragment, its step when the fragment was last synced."""
+    probed_at: float = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self.state != "gone"
+
+    @property
+    def live(self) -> bool:
+        return self.state == "training" and not self.muted and not self.stalled
+
+    def unmerged_tokens(self) -> float:
+        """Tokens that no version contains yet, averaged over the fragments."""
+        return sum(self.tokens) / self.fragments if self.tokens else 0.0
+
+
+class Membership:
+    """All learners a run has seen, by name."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.learners: dict[str, Learner] = {}
+
+    def greet(self, now: float, hello: Hello) -> tuple[Learner, bool]:
+        """The learner of this hello, and whether it is a new incarnation."""
+        known = self.learners.get(hello.learner)
+        if known is not None and known.session == hello.session:
+            known.state = "training" if known.versions and min(known.versions) >= 0 else "joining"
+            known.last_heard = known.last_step_at = now
+            return known, False
+        learner = Learner(
+            name=hello.learner,
+            session=hello.session,
+            incarnation=known.incarnation + 1 if known else 1,
+            joined_at=now,
+            fragments=self._settings.fragments,
+            last_heard=now,
+            last_step_at=now,
+            t=hello.t,
+            included_t=hello.t,
+            tokens_before=known.tokens_before + known.tokens_total if known else 0,
+            merged=[-1] * self._settings.fragments,
+        )
+        self.learners[hello.learner] = learner
+        return learner, True
+
+    def restart(self, now: float, learner: Learner) -> None:
+        """The same process starts over as a new incarnation (quarantine)."""
+        learner.incarnation += 1
+        learner.state, learner.joined_at = "joining", now
+        learner.strikes = learner.misses = 0
+        learner.versions, learner.offer, learner.included_t = (), -1, learner.t
+        learner.synced_t.clear()
+
+    def report(self, now: float, learner: Learner, progress: Progress) -> None:
+        """Take in a progress message."""
+        if progress.t > learner.t and learner.state == "training":
+            learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
+        if progress.t != learner.t or progress.stopped:
+            learner.last_step_at = now
+        learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
+        learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
+        learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
+        learner.loss, learner.stopped = progress.loss, progress.stopped
+
+    def live(self) -> list[Learner]:
+        return [learner for learner in self._sorted() if learner.live]
+
+    def connected(self) -> list[Learner]:
+        return [learner for learner in self._sorted() if learner.connected]
+
+    def step_s(self) -> float | None:
+        """ξ_step: the median of the live learners' averages."""
+        known = [learner.step_s.value for learner in self.live() if learner.step_s.value is not None]
+        return median(known) if known else None
+
+    def tokens(self) -> int:
+        return sum(learner.tokens_before + learner.tokens_total for learner in self.learners.values())
+
+    def silence_limit(self, learner: Learner) -> float:
+        return learner.last_heard + self._settings.lost_after_s
+
+    def stall_limit(self, learner: Learner) -> float:
+        """After this moment without a step a learner is not waited for."""
+        return learner.last_step_at + max(self._settings.stalled_after_s, 8 * (learner.step_s.value or 0.0))
+
+    def _sorted(self) -> list[Learner]:
+        return [self.learners[name] for name in sorted(self.learners)]

@@ -1,0 +1,47 @@
+"""Keeping H honest: one round per H/P learner steps, whatever the network could do.
+
+The pace clock is the median number of steps that the live learners have made. Membership changes must not make it jump,
+so at each of them every learner is taken to stand where the clock stands. A run that fell behind by more than one round
+does not catch up in a burst: that would sync a fragment again long before its H steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+
+@dataclass(slots=True)
+class Pace:
+    interval: float
+    """H/P: learner steps from one round to the next."""
+    clock: float = 0.0
+    due: float = field(default=0.0)
+    """The clock at which the next round may freeze."""
+    _anchors: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _steps: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.due = self.interval
+
+    def members(self, steps: dict[str, int]) -> None:
+        """The live learners have changed."""
+        if steps.keys() != self._anchors.keys():
+            self._anchors = {learner: (t, self.clock) for learner, t in steps.items()}
+            self._steps = dict(steps)
+
+    def stepped(self, learner: str, t: int) -> None:
+        if learner in self._anchors:
+            self._steps[learner] = t
+            self.clock = max(self.clock, median(self._position(name) for name in self._anchors))
+
+    def is_due(self) -> bool:
+        return self.clock >= self.due - 1e-9
+
+    def froze(self) -> None:
+        """A round has used its turn."""
+        self.due = max(self.due + self.interval, self.clock - self.interval)
+
+    def _position(self, learner: str) -> float:
+        t, clock = self._anchors[learner]
+        return clock + self._steps[learner] - t

@@ -1,0 +1,46 @@
+"""Which fragment a round takes, when it is due, and how many rounds may be under way.
+
+Round t takes fragment t mod P, and there is one round per H/P learner steps: round t belongs to learner step
+⌈(t + 1)·H/P⌉. Synchronous learners read its fragment τ steps before that and adopt the new version there; where τ leaves
+no step before the first reading, the whole schedule is shifted until there is one.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol.settings import Settings
+
+
+def fragment_of(round: int, settings: Settings) -> int:
+    return round % settings.fragments
+
+
+def interval(settings: Settings) -> float:
+    """Learner steps from one round to the next."""
+    return settings.sync_every / settings.fragments
+
+
+def adopt_step(round: int, settings: Settings) -> int:
+    """The nominal learner step at which the round's new version is taken."""
+    first = -(-settings.sync_every // settings.fragments)
+    shift = max(0, settings.overlap + 1 - first)
+    return -(-(round + 1) * settings.sync_every // settings.fragments) + shift
+
+
+def read_step(round: int, settings: Settings) -> int:
+    """The nominal learner step after which a synchronous learner copies the round's fragment."""
+    return adopt_step(round, settings) - settings.overlap
+
+
+def flights(settings: Settings) -> int:
+    """The most rounds between freezing and commit: min(P, ⌈τP/H⌉), at least one."""
+    return max(1, min(settings.fragments, -(-settings.overlap * settings.fragments // settings.sync_every)))
+
+
+def global_step(round: int, settings: Settings) -> int:
+    """How far the run is, in learner steps, when `round` rounds are behind it."""
+    return round * settings.sync_every // settings.fragments
+
+
+def last_round(settings: Settings) -> int | None:
+    """The round count at which a budget in steps is spent; None without such a budget."""
+    return -(-settings.steps * settings.fragments // settings.sync_every) if settings.steps else None

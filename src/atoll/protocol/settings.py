@@ -1,0 +1,107 @@
+"""The rules a run is held by: small, frozen, checked on construction, handed to every learner at its welcome."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from atoll.protocol.errors import ConfigError
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    learners: int = 4
+    """M: how many learners the run is meant for. More may join, fewer may be there."""
+    fragments: int = 0
+    """P. 0: as many as fit, min(24, tensors of the model)."""
+    sync_every: int = 0
+    """H: learner steps between two syncs of the same fragment. 0: the same as `fragments`."""
+    overlap: int = 2
+    """τ: learner steps a fragment may be on its way from reading to adoption."""
+    quorum: int = 1
+    """K: the fewest learners a round needs."""
+    synchronous: bool = False
+    """Every round takes all live learners, and learners wait for it: Streaming DiLoCo; with one fragment, DiLoCo."""
+    grace: bool = True
+    """Wait a little after quorum for more learners, inside the slack that the overlap leaves."""
+    grace_share: float = 0.5
+    """γ: the share of the slack that the grace window may use."""
+    grace_cap_steps: float = 1.0
+    """The longest grace window, in learner steps."""
+    adopt: Literal["overwrite", "blend", "carry"] = "overwrite"
+    """How a learner takes a new version into its model."""
+    blend: float = 0.5
+    """α of adopt = "blend": the share of the learner's own values that stays."""
+    codec: Literal["fp32", "bf16"] = "bf16"
+    """How contributions travel. It encodes Δ = base − θ, never θ."""
+    plan: Literal["balanced", "layer", "tensor"] = "balanced"
+    """How tensors are dealt into fragments."""
+    steps: int = 0
+    """The run ends after this many learner steps (rounds × H / P). 0: no such limit."""
+    tokens: int = 0
+    """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
+    startup_s: float = 3.0
+    """Before a step time is known, the most a round waits for all live learners."""
+    assemble_s: float = 60.0
+    """A synchronous run waits this long for all its learners before it begins with those that are there."""
+    patience_s: float = 5.0
+    """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer."""
+    heartbeat_s: float = 1.0
+    """A learner that has nothing to say still says so this often."""
+    lost_after_s: float = 6.0
+    """A learner that has said nothing for this long is gone."""
+    stalled_after_s: float = 10.0
+    """A learner that has made no step for this long (and eight times its step) is not waited for."""
+    pull_floor_s: float = 1.0
+    """A pull may take the larger of this and four times the usual."""
+    strikes: int = 3
+    """Refused contributions in a row that send a learner into quarantine."""
+
+    def __post_init__(self) -> None:
+        _least("learners", self.learners, 1)
+        _least("fragments", self.fragments, 0)
+        _least("sync_every", self.sync_every, 0)
+        _least("overlap", self.overlap, 0)
+        _least("quorum", self.quorum, 1)
+        _least("steps", self.steps, 0)
+        _least("tokens", self.tokens, 0)
+        _least("strikes", self.strikes, 1)
+        if self.quorum > self.learners:
+            raise ConfigError(
+                f"quorum = {self.quorum} can never be reached by {self.learners} learners: "
+                f"set quorum to {self.learners} or less, or ask for more learners"
+            )
+        if self.fragments and self.sync_every and self.fragments > self.sync_every:
+            raise ConfigError(
+                f"fragments = {self.fragments} is more than sync_every = {self.sync_every}, so one round per step would "
+                f"not be enough: set fragments to {self.sync_every} or less, or sync_every to {self.fragments} or more"
+            )
+        if not 0.0 <= self.blend <= 1.0:
+            raise ConfigError(f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps")
+        if not 0.0 <= self.grace_share < 1.0:
+            raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")
+        for name in ("startup_s", "assemble_s", "patience_s", "heartbeat_s", "lost_after_s", "stalled_after_s", "pull_floor_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 seconds")
+        if self.lost_after_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"lost_after_s = {self.lost_after_s} is under two heartbeats of {self.heartbeat_s} s: "
+                f"set it to {2 * self.heartbeat_s} or more"
+            )
+
+    def resolved(self, tensors: int) -> Settings:
+        """With P and H filled in for a model of so many tensors."""
+        fragments = self.fragments or min(24, tensors, self.sync_every or 24)
+        overlap = self.overlap
+        sync_every = self.sync_every or max(fragments, 1)
+        if overlap >= sync_every and overlap > 0:
+            raise ConfigError(
+                f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "
+                f"before it came back; set overlap to {sync_every - 1} or less"
+            )
+        return msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every)
+
+
+def _least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} = {value} is too small: the least is {least}")

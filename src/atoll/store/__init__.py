@@ -1,0 +1,1 @@
+"""Bytes at rest: the one place that writes the files of a run."""

@@ -1,0 +1,75 @@
+"""Files that are either whole or not there, and lines that are never torn.
+
+A file is written beside its final name, made durable, renamed over it, and the folder made durable too: after a crash
+the old content or the new one is there, never a part. A line goes out with one write() on a descriptor opened for
+appending, so that several processes may share a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """The file holds exactly `data`, durably, once this returns."""
+    with staged(path) as draft:
+        draft.write_bytes(data)
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A name to write to; what lies there at the end becomes `path`, or nothing changes if the block raises."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield draft
+        _sync(draft)
+        draft.replace(path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            draft.unlink()
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Appender:
+    """Appends whole lines to a file; to be handed to an EventLog as its sink."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def __call__(self, line: bytes) -> None:
+        assert line.endswith(b"\n") and line.count(b"\n") == 1, "one line at a time"
+        assert self._descriptor is not None, f"{self.path} is closed"
+        written = os.write(self._descriptor, line)
+        if written < len(line):
+            # End the torn line, so that the next one stands for itself; readers skip what does not parse.
+            with suppress(OSError):
+                os.write(self._descriptor, b"\n")
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a line were written", str(self.path))
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Appender:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,134 @@
+"""The folder of a run: which file lies where, and how it comes to be.
+
+    run.toml            what was asked for
+    events.jsonl        what happened, one JSON object a line
+    learners/<id>/      what belongs to one learner
+    logs/<process>.log  what a process printed
+    summary.json        the figures, once the run is over
+    model.safetensors   the trained model
+
+A folder that holds a run is never written over unless that was asked for, and then only these names are removed. Names
+that come from outside (learners, processes) become part of a path only if they match `[a-z0-9-]+`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import staged
+
+RUNS = Path("atoll-runs")
+"""Where runs without a name of their own are kept, below the current folder."""
+LONGEST_NAME = 64
+
+_NAME = re.compile(r"[a-z0-9-]+")
+_MARKS = ("run.toml", "events.jsonl", "summary.json")
+"""A folder with one of these holds a run."""
+_OURS = (*_MARKS, "model.safetensors", "learners", "logs")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path | None = None, *, force: bool = False) -> RunDir:
+        """A new, empty run directory; `force` removes the files of a run that lies there already."""
+        run = cls((path or unused_path(time.localtime())).absolute())
+        try:
+            if run.holds_run() and not force:
+                raise ConfigError(
+                    f"{run.path} already holds a run: choose another folder with --out, or remove this one first"
+                )
+            if run.holds_run():
+                run._clear()
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.learners.mkdir(exist_ok=True)
+            run.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the run to {run.path}: {error.strerror or error}; choose another folder with --out"
+            ) from error
+        return run
+
+    @property
+    def settings(self) -> Path:
+        return self.path / "run.toml"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def learners(self) -> Path:
+        return self.path / "learners"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def learner(self, learner: str) -> Path:
+        """The folder of one learner, made if it is not there."""
+        folder = self.learners / checked_name(learner)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def log(self, process: str) -> Path:
+        """Where the output of one process goes."""
+        return self.logs / f"{checked_name(process)}.log"
+
+    def holds_run(self) -> bool:
+        return any((self.path / name).exists() for name in _MARKS)
+
+    def _clear(self) -> None:
+        for name in _OURS:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def unused_path(now: time.struct_time, root: Path = RUNS) -> Path:
+    """`atoll-runs/<yyyymmdd-hhmmss>`, with a number behind it if two runs start in one second."""
+    name = time.strftime("%Y%m%d-%H%M%S", now)
+    path, number = root / name, 2
+    while path.exists():
+        path, number = root / f"{name}-{number}", number + 1
+    return path
+
+
+def checked_name(name: str) -> str:
+    """The name itself, if it may become part of a path."""
+    if not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"the name {name[:LONGEST_NAME]!r} cannot be a file name: use only a-z, 0-9 and '-', "
+            f"at most {LONGEST_NAME} characters"
+        )
+    return name
+
+
+def save_model(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """The tensors as one safetensors file: whole and durable, or not there."""
+    # safetensors writes the memory as it lies, so it has to lie in C order.
+    ready = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    with staged(path) as draft:
+        safetensors.numpy.save_file(ready, draft, metadata={"format": "pt"})

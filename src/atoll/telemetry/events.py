@@ -1,0 +1,48 @@
+"""The run's events: one JSON object a line, `{"at": seconds, "kind": …, "text": …, …}`.
+
+`text` is a sentence for people, the other fields are for programs; the summary, the screen and later the report are
+folds over these lines. Several processes append to the same file; a line is written with one call.
+
+| kind | said by | fields beside `text` |
+| --- | --- | --- |
+| run | syncer | run, learners, settings |
+| joined, recovered | syncer | learner, incarnation (recovered: seconds) |
+| lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
+| round | syncer | round, fragment, version, attempt, live, members (learner, incarnation, t, steps, tokens, weight, base, since), gather_s, sync_s, merge_s, grace_s, effective_h |
+| passed | syncer | round, fragment: a round that was given up |
+| refused, quarantined, muted, probed | syncer | learner (refused: round) |
+| score | syncer | round, loss, cpu_s, sample |
+| ending, finished | syncer | finished: learners (learner, t, tokens, busy_s), bytes_in, bytes_out |
+| started, exited, restarted, killed | supervisor | process (and pid, code) |
+| courier, warning | learner | |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+Sink = Callable[[bytes], None]
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Stamps events with the time and hands each as one line to a sink."""
+
+    def __init__(self, sink: Sink, clock: Callable[[], float] = time.time) -> None:
+        self._sink = sink
+        self._clock = clock
+
+    def say(self, kind: str, text: str, data: dict[str, object] | None = None) -> None:
+        event: Event = {"at": round(self._clock(), 6), "kind": kind, "text": text, **(data or {})}
+        self._sink(msgspec.json.encode(event) + b"\n")
+
+
+def parse(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The events of a file; a last line that was cut off is left out."""
+    for line in lines:
+        if line.endswith(b"\n") and line.strip():
+            yield msgspec.json.decode(line)

@@ -1,0 +1,49 @@
+"""The state of a run at one moment, as the syncer serves it on /v1/status and every screen shows it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    learner: str
+    state: str
+    """joining, training, stalled, muted, quarantined, stopped or gone."""
+    incarnation: int
+    step: int
+    tokens: int
+    tokens_per_s: float
+    loss: float | None
+    version_round: int
+    """The newest round whose version it has adopted; −1 for none."""
+    in_last_round: bool
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    phase: str
+    """waiting (for the first parameters), training, ending or finished."""
+    elapsed_s: float
+    """Since the first parameters were there."""
+    left_s: float | None
+    progress: float
+    global_step: int
+    round: int
+    fragments: int
+    sync_every: int
+    synchronous: bool
+    quorum: int
+    members: tuple[str, ...]
+    """Of the last committed round."""
+    reason: str
+    """Why the last round closed when it did."""
+    effective_h: float | None
+    grace_s: float
+    participation: float | None
+    goodput: float | None
+    tokens: int
+    tokens_per_s: float
+    median_gap_s: float | None
+    validation_loss: float | None
+    validation_round: int | None
+    learners: tuple[LearnerStatus, ...]

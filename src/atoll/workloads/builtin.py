@@ -1,0 +1,55 @@
+"""What each learner of `atoll train` runs when no SCRIPT is named, and what its evaluator runs too.
+
+Written like a user's script, on the public face alone. Settings come from the run's run.toml (ATOLL_RUN_TOML).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import atoll
+from atoll.protocol.errors import AtollError
+from atoll.workloads.evaluate import sample, validation_loss
+from atoll.workloads.settings import WorkloadSettings, read_run
+from atoll.workloads.text import Text, Windows
+from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
+
+
+def main() -> None:
+    if threads := os.environ.get("ATOLL_THREADS"):
+        torch.set_num_threads(int(threads))
+    path = os.environ.get("ATOLL_RUN_TOML")
+    settings, seed = read_run(Path(path)) if path else (WorkloadSettings(), 0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    text = Text.load(settings.data)
+    model = build_model(settings, seed).to(device)
+    optimizer = build_optimizer(model, settings)
+    atoll.evaluate(
+        model,
+        lambda model: validation_loss(model, text, settings.eval_windows),
+        sample=lambda model: sample(model, seed),
+    )
+
+    dataset = Windows(text, settings.block)
+    with atoll.Learner(model, optimizer) as learner:
+        for batch in learner.batches(dataset, batch_size=settings.batch):
+            set_learning_rate(optimizer, learner.progress, settings)
+            loss = model(batch.to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=batch.shape[0] * settings.block, loss=loss)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AtollError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

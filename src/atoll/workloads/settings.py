@@ -1,0 +1,70 @@
+"""The `[workload]` table of run.toml: what the built-in workload trains, on what and how. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from atoll.protocol.errors import ConfigError
+
+
+class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    depth: int = 2
+    # Blocks of the GPT, and the one dial of its size: 32 * depth channels, depth attention heads.
+    block: int = 64
+    # Bytes of context per training window.
+    batch: int = 8
+    # Windows per learner and step.
+    lr: float = 6e-3
+    # Peak learning rate of the inner AdamW; warm-up and cosine follow the progress of the run.
+    warmup: float = 0.03
+    # Share of the run over which the learning rate rises to its peak.
+    floor: float = 0.1
+    # Learning rate at the end of the run, as a share of the peak.
+    weight_decay: float = 0.1
+    # Decay of AdamW on matrices; gains are never decayed.
+    betas: tuple[float, float] = (0.9, 0.99)
+    # Decay of AdamW's two moments.
+    clip: float = 1.0
+    # Gradients with a larger norm are scaled down to this one.
+    data: tuple[str, ...] = ()
+    # Files, folders or globs to train on; empty: the source of this Python's standard library.
+    eval_windows: int = 256
+    # Windows of the held-out part that make one validation loss.
+    eval_every: int = 200
+    # Steps between two validation losses of the data-parallel baseline.
+
+    def __post_init__(self) -> None:
+        for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
+            _check(key, getattr(self, key) >= 1, getattr(self, key), "a whole number of at least 1")
+        for key in ("lr", "clip"):
+            value = getattr(self, key)
+            _check(key, math.isfinite(value) and value > 0, value, "a number above 0")
+        _check("warmup", 0 <= self.warmup < 1, self.warmup, "a share of the run: at least 0 and below 1")
+        _check("floor", 0 <= self.floor <= 1, self.floor, "a share of the peak learning rate: 0 to 1")
+        _check("weight_decay", 0 <= self.weight_decay < math.inf, self.weight_decay, "0 or more")
+        _check("betas", all(0 <= beta < 1 for beta in self.betas), self.betas, "two numbers of at least 0 and below 1")
+
+
+def _check(key: str, fits: bool, value: object, wanted: str) -> None:
+    if not fits:
+        raise ConfigError(f"workload.{key} is {value}; set it to {wanted}")
+
+
+def read_run(path: Path) -> tuple[WorkloadSettings, int]:
+    """The `[workload]` table and the `seed` of a run.toml; what is not there has its default."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the run's settings from {path} ({error}); check ATOLL_RUN_TOML") from error
+    try:
+        settings = msgspec.convert(document.get("workload", {}), WorkloadSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}, table [workload]: {error}; correct or remove that key") from error
+    seed = document.get("seed", 0)
+    if not isinstance(seed, int):
+        raise ConfigError(f"{path}: seed is {seed!r}; set it to a whole number")
+    return settings, seed

@@ -1,0 +1,14 @@
+"""What every test shares: how hypothesis draws, and one thread per process so that workers do not fight for cores."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Before any test imports numpy or torch; processes that a test starts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -1,0 +1,155 @@
+"""Every element-wise kernel equals its plain NumPy twin bit for bit; norms equal a float64 sum over the same lanes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.numerics import kernels
+from atoll.numerics.kernels import BLOCK, GROUP, LANES, DoubleArray, FloatArray
+
+SIZES = [1, 7, LANES, LANES + 1, 1000, BLOCK, BLOCK + 3, 3 * BLOCK + 5]
+
+
+def draw(size: int, seed: int = 0) -> FloatArray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * 10.0 ** rng.uniform(-6, 6, size)).astype(np.float32)
+
+
+def same_bits(a: FloatArray, b: FloatArray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def numpy_square_norm(row: FloatArray) -> float:
+    padded = np.zeros(-(-row.size // LANES) * LANES)
+    padded[: row.size] = row
+    lanes: DoubleArray = np.add.accumulate((padded * padded).reshape(-1, LANES), axis=0)[-1]
+    return float(np.add.accumulate(lanes)[-1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [1, 3, GROUP])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_accumulate_adds_in_the_order_given(size: int, count: int, fresh: bool) -> None:
+    deltas = tuple(kernels.read_only(draw(size, m)) for m in range(GROUP))
+    coefficients = draw(GROUP, 99).reshape(1, GROUP)
+    out = draw(size, 50)
+    expected = out.copy()
+    for m in range(count):
+        product = coefficients[0, m] * deltas[m]
+        expected = product if fresh and m == 0 else expected + product
+    kernels.accumulate(out, deltas, kernels.read_only(coefficients), count, fresh)
+    assert same_bits(out, expected)
+
+
+def test_accumulate_takes_each_row_with_its_own_coefficient() -> None:
+    deltas = tuple(kernels.read_only(draw(12, m)) for m in range(GROUP))
+    coefficients = draw(3 * GROUP, 7).reshape(3, GROUP)
+    out = np.empty(12, np.float32)
+    kernels.accumulate(out, deltas, kernels.read_only(coefficients), 2, True)
+    rows = [delta.reshape(3, 4) for delta in deltas]
+    assert same_bits(out, (coefficients[:, :1] * rows[0] + coefficients[:, 1:2] * rows[1]).ravel())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_square_norms_are_the_lanes_in_order(size: int) -> None:
+    values, out = draw(size), np.empty(1, np.float64)
+    kernels.square_norms(kernels.read_only(values), out)
+    assert out[0] == numpy_square_norm(values)
+    assert out[0] == pytest.approx(math.fsum(float(v) ** 2 for v in values), rel=1e-12)
+
+
+def test_square_norms_of_rows_do_not_depend_on_their_neighbours() -> None:
+    values, out, alone = draw(5 * 200), np.empty(5, np.float64), np.empty(1, np.float64)
+    kernels.square_norms(kernels.read_only(values), out)
+    for row in range(5):
+        kernels.square_norms(kernels.read_only(values[200 * row : 200 * row + 200]), alone)
+        assert out[row] == alone[0]
+
+
+@pytest.mark.parametrize("extreme", [3.4028235e38, 1e-45, 0.0])
+def test_square_norms_of_extremes_are_finite(extreme: float) -> None:
+    values, out = np.full(1000, extreme, np.float32), np.empty(1, np.float64)
+    kernels.square_norms(kernels.read_only(values), out)
+    assert out[0] == pytest.approx(1000 * float(np.float32(extreme)) ** 2, rel=1e-12)
+
+
+@given(st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 299))
+@settings(max_examples=30, deadline=None)
+def test_one_broken_value_breaks_the_norm(broken: float, place: int) -> None:
+    values, out = np.ones(300, np.float32), np.empty(1, np.float64)
+    values[place] = broken
+    kernels.square_norms(kernels.read_only(values), out)
+    assert not math.isfinite(out[0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scale_rows(size: int) -> None:
+    values, factors = draw(size * 2), draw(2, 1)
+    expected: FloatArray = (values.reshape(2, size) * factors[:, np.newaxis]).ravel()
+    kernels.scale_rows(values, kernels.read_only(factors))
+    assert same_bits(values, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nesterov_is_its_equation(size: int) -> None:
+    theta, b, delta = draw(size, 1), draw(size, 2), draw(size, 3)
+    lr, mu = np.float32(0.7), np.float32(0.9)
+    next_b: FloatArray = mu * b + delta
+    ahead: FloatArray = delta + mu * next_b
+    next_theta: FloatArray = theta - lr * ahead
+    kernels.nesterov(theta, b, kernels.read_only(delta), lr, mu)
+    assert same_bits(b, next_b) and same_bits(theta, next_theta)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sgd_is_its_equation(size: int) -> None:
+    theta, delta, lr = draw(size, 1), draw(size, 3), np.float32(0.3)
+    expected: FloatArray = theta - lr * delta
+    kernels.sgd(theta, kernels.read_only(delta), lr)
+    assert same_bits(theta, expected)
+
+
+REAL_USE = """
+import numpy as np
+from atoll.numerics import kernels, merge, outer, codec, screen, fragments
+from atoll.protocol.messages import TensorSpec
+
+def kinds():
+    return {name: len(k.signatures) for name, k in vars(kernels).items() if hasattr(k, "signatures")
+            and name != "nearest_bf16"}  # compiled into those that call it
+
+kernels.warm()
+before = kinds()
+assert set(before.values()) == {1}, before
+fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
+x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
+received = np.frombuffer(x.tobytes(), np.float32)
+for rule in merge.RULES:
+    merge.merge(fragment, [x, received], [1.0, 2], y, rule)
+for name in ("nesterov", "sgd"):
+    outer.make_outer(name, 0.7, 0.5).step(received, y, {"momentum": x}, received)
+    outer.make_outer(name, 0.7, 0.5).step(y, y, {"momentum": x}, x)
+bf16, body = codec.make_codec("bf16"), np.zeros(16, np.uint8)
+bf16.encode(received, body), bf16.encode_delta(received, y, body), bf16.decode(np.frombuffer(bytes(16), np.uint8), y)
+codec.round_to_dtype(y, "bfloat16")
+assert screen.Screen([8]).judge(0, received) is None
+assert kinds() == before, kinds()
+"""
+
+
+def test_real_use_needs_no_kernel_that_warm_has_not_met() -> None:
+    subprocess.run([sys.executable, "-c", REAL_USE], check=True, timeout=100)
+
+
+def test_read_only_is_the_same_memory_and_leaves_the_original_writable() -> None:
+    values = np.zeros(3, np.float32)
+    view = kernels.read_only(values)
+    values[0] = 5
+    assert view[0] == 5 and not view.flags.writeable and values.flags.writeable

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from atoll.numerics.fragments import make_plan
+from atoll.numerics.kernels import FloatArray
+from atoll.numerics.screen import Screen
+from atoll.protocol.messages import TensorSpec
+
+
+def of_norm(norm: float, size: int = 4) -> FloatArray:
+    values = np.zeros(size, np.float32)
+    values[0] = norm
+    return values
+
+
+def seasoned(norm: float = 0.3, count: int = 8) -> Screen:
+    screen = Screen([4, 2])
+    assert [screen.judge(0, of_norm(norm)) for _ in range(count)] == [None] * count
+    return screen
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_broken_numbers_are_refused_and_counted(broken: float) -> None:
+    delta = np.ones(4096, np.float32)
+    delta[[0, 77, 4095]] = broken
+    assert Screen([4096]).judge(0, delta) == "3 of 4096 values are not finite"
+
+
+def test_broken_numbers_are_counted_over_the_whole_fragment() -> None:
+    delta = np.full(200_000, np.nan, np.float32)
+    assert Screen([200_000]).judge(0, delta) == "200000 of 200000 values are not finite"
+
+
+def test_the_largest_float_is_finite() -> None:
+    assert Screen([1000]).judge(0, np.full(1000, 3.4028235e38, np.float32)) is None
+
+
+def test_an_absurd_norm_is_refused() -> None:
+    assert seasoned(0.3).judge(0, of_norm(12.3)) == "norm 12.3 is 41 times the running median 0.3 (limit 10)"
+
+
+def test_a_large_norm_within_the_limit_is_accepted() -> None:
+    assert seasoned(0.5).judge(0, of_norm(5.0)) is None
+    assert seasoned(0.5).judge(0, of_norm(5.01)) is not None
+
+
+def test_norms_are_not_judged_before_there_are_enough() -> None:
+    assert seasoned(0.3, count=7).judge(0, of_norm(1e6)) is None
+
+
+def test_each_fragment_has_its_own_usual() -> None:
+    assert seasoned(0.3).judge(1, of_norm(1e6, size=2)) is None
+
+
+def test_a_refused_norm_is_not_remembered() -> None:
+    screen = seasoned(0.3)
+    for _ in range(200):
+        assert screen.judge(0, of_norm(100.0)) is not None
+    assert screen.judge(0, of_norm(0.3)) is None
+
+
+def test_the_usual_follows_what_is_accepted() -> None:
+    screen = seasoned(1.0)
+    for norm in (5.0, 25.0, 125.0):
+        for _ in range(64):
+            assert screen.judge(0, of_norm(norm)) is None
+
+
+def test_zeros_do_not_make_everything_else_absurd() -> None:
+    screen = seasoned(0.0, count=64)
+    assert screen.judge(0, of_norm(1.0)) is None
+
+
+def test_a_learner_that_was_not_heard_for_long_has_more_to_give() -> None:
+    screen = Screen([4])
+    assert [screen.judge(0, of_norm(2.4), steps=24) for _ in range(8)] == [None] * 8
+    assert screen.judge(0, of_norm(100.0), steps=1000) is None
+    refusal = screen.judge(0, of_norm(100.0), steps=24)
+    assert refusal == "norm per step 4.17 is 41.7 times the running median 0.1 (limit 10)"
+
+
+def test_another_length_or_fragment_is_refused() -> None:
+    assert Screen([4, 2]).judge(1, of_norm(1.0, size=4)) == "4 values came, fragment 1 has 2"
+    assert Screen([4, 2]).judge(2, of_norm(1.0)) == "fragment 2 is not one of the plan's 2"
+    assert Screen([4, 2]).judge(-1, of_norm(1.0)) == "fragment -1 is not one of the plan's 2"
+
+
+def test_a_plan_says_the_sizes() -> None:
+    screen = Screen(make_plan([TensorSpec("a", (3, 2), "float32"), TensorSpec("b", (2,), "float32")], 2))
+    assert screen.judge(0, of_norm(1.0, size=6)) is None
+    assert screen.judge(1, of_norm(1.0, size=6)) == "6 values came, fragment 1 has 2"

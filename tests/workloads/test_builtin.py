@@ -1,0 +1,66 @@
+"""The built-in script against a stand-in for the public face: what it hands over, and that its steps train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import atoll
+from atoll.workloads import builtin
+from atoll.workloads.text import Windows
+
+STEPS = 30
+
+
+class Alone:
+    """Trains for `STEPS` steps and notes what the script told it."""
+
+    told: list[tuple[int, float, float]]
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.progress = 0.0
+        Alone.told = []
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def batches(self, dataset: Windows, batch_size: int) -> Iterator[torch.Tensor]:
+        for step in range(STEPS):
+            self.progress = step / STEPS
+            yield dataset.gather(np.arange(step * batch_size, (step + 1) * batch_size) % len(dataset))
+
+    def step(self, tokens: int, loss: torch.Tensor) -> None:
+        Alone.told.append((tokens, float(loss.detach()), self.optimizer.param_groups[0]["lr"]))
+
+
+def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.txt").write_text("one fish two fish red fish blue fish\n" * 200)
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text(f'seed = 1\n[workload]\ndepth = 1\nblock = 32\nbatch = 4\ndata = ["{tmp_path}/data.txt"]\n')
+    scored: list[float | str] = []
+
+    def evaluate(
+        model: torch.nn.Module,
+        score: Callable[[torch.nn.Module], float],
+        sample: Callable[[torch.nn.Module], str],
+    ) -> None:
+        scored.extend((score(model), sample(model)))
+
+    monkeypatch.setattr(atoll, "Learner", Alone, raising=False)
+    monkeypatch.setattr(atoll, "evaluate", evaluate, raising=False)
+    monkeypatch.setenv("ATOLL_RUN_TOML", str(run_toml))
+    builtin.main()
+
+    tokens, losses, rates = zip(*Alone.told, strict=True)
+    assert tokens == (4 * 32,) * STEPS
+    assert losses[-1] < losses[0] - 1
+    assert rates[0] < max(rates) > rates[-1]
+    assert isinstance(scored[0], float) and isinstance(scored[1], str)
