@@ -54,8 +54,8 @@ def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatc
     ) -> None:
         scored.extend((score(model), sample(model)))
 
-    monkeypatch.setattr(atoll, "Learner", Alone, raising=False)
-    monkeypatch.setattr(atoll, "evaluate", evaluate, raising=False)
+    monkeypatch.setitem(vars(atoll), "Learner", Alone)
+    monkeypatch.setitem(vars(atoll), "evaluate", evaluate)
     monkeypatch.setenv("ATOLL_RUN_TOML", str(run_toml))
     builtin.main()
 

@@ -1,0 +1,1 @@
+"""The small process beside every learner that does all its talking. No torch."""

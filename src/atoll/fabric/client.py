@@ -14,7 +14,6 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -225,18 +224,19 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
 
 
 def _control_session(limits: Limits) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-    trace.on_request_redirect.append(_no_redirect)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=2, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[trace],
+        middlewares=[_no_redirect],
     )
 
 
-async def _no_redirect(
-    session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceRequestRedirectParams
-) -> None:
-    raise PeerError("it answered with a redirect: is this a syncer?")
+async def _no_redirect(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A WebSocket's handshake would follow one, whatever else is said."""
+    response = await handler(request)
+    if 300 <= response.status < 400:
+        response.close()
+        raise PeerError("it answered with a redirect: is this a syncer?")
+    return response

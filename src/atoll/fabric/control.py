@@ -107,7 +107,7 @@ class Control:
     async def _write(self, socket: web.WebSocketResponse, channel: Channel, outbox: Outbox) -> None:
         try:
             await outbox.drain(lambda data: self._send(socket, data), self._limits.send_s)
-            await socket.close(message=channel.reason.encode()[:120])
+            await socket.close(message=channel.reason.encode("ascii", "replace")[:120])
         except TimeoutError:
             channel.drop(f"the learner took no message for {self._limits.send_s:g} s")
         except OSError as error:

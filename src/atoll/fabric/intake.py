@@ -12,10 +12,7 @@ from collections.abc import Hashable
 
 from aiohttp import web
 
-from atoll.fabric.wire import DIGEST_HEADER, MIB, Limits, digest, one_line
-
-_INLINE_BYTES = MIB
-"""Larger bodies are digested on a thread, so that 64 MiB do not hold up every control channel for 0.1 s."""
+from atoll.fabric.wire import DIGEST_HEADER, Limits, digest_aside, one_line
 
 
 class Rejected(Exception):
@@ -39,7 +36,7 @@ class Intake:
         self._taken[key] = (learner, into.nbytes)
         try:
             await self._fill(request, into)
-            found = digest(into) if into.nbytes <= _INLINE_BYTES else await asyncio.to_thread(digest, into)
+            found = await digest_aside(into)
         finally:
             del self._taken[key]
         named = request.headers.get(DIGEST_HEADER, "")

@@ -1,8 +1,8 @@
 """Bodies and small JSON on plain HTTP requests: what a courier and an evaluator ask of a syncer.
 
 Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked; a body
-goes straight between the caller's buffer and the socket, 1 MiB at a time; a fragment of another length or digest than the
-syncer named is a PeerError. `Unreachable` is worth another try, a PeerError is the syncer's considered answer.
+goes straight between the caller's buffer and the socket, 1 MiB at a time; a fragment of another length or digest than
+the syncer named is a PeerError. `Unreachable` is worth another try, a PeerError is the syncer's considered answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atoll.fabric.wire import (
     VERSION_HEADER,
     Limits,
     Score,
-    digest,
+    digest_aside,
     one_line,
 )
 from atoll.protocol.errors import PeerError, Unreachable
@@ -72,7 +72,7 @@ async def get_body(
         while chunk := (await response.content.readchunk())[0]:
             into[at : at + len(chunk)] = chunk
             at += len(chunk)
-        found = digest(into) if into.nbytes <= MIB else await asyncio.to_thread(digest, into)
+        found = await digest_aside(into)
     if found != named:
         raise PeerError(f"{url} has digest {found}, the syncer named {named[:32]}")
     return version, round, found

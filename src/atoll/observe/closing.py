@@ -61,11 +61,12 @@ def _figures(summary: Summary, width: int) -> Table:
     ]
     title = f"{summary['run'] or 'the run'}, {span(summary['wall_s'])}"
     table = Table(box=box.ROUNDED, title=plain(title), title_justify="left", show_header=False, width=min(width, 80))
-    for _ in range(2):
+    beside = 2 if width >= 76 else 1
+    for _ in range(beside):
         table.add_column(style="dim", no_wrap=True)
         table.add_column(ratio=1, justify="right", no_wrap=True)
-    for first in range(0, len(facts), 2):
-        table.add_row(*facts[first], *facts[first + 1])
+    for first in range(0, len(facts), beside):
+        table.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return table
 
 

@@ -137,6 +137,11 @@ class Syncer:
         return min(1.0, max(by_steps, by_tokens))
 
     @property
+    def uploader(self) -> str | None:
+        """Who is asked for the first parameters."""
+        return self._uploader
+
+    @property
     def global_step(self) -> int:
         return schedule.global_step(self.committed, self.settings)
 

@@ -26,7 +26,11 @@ def staged(path: Path) -> Iterator[Path]:
     """A name to write to; what lies there at the end becomes `path`, or nothing changes if the block raises."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
+        draft.touch(exist_ok=False)
+        mode = draft.stat().st_mode
         yield draft
+        # Whoever wrote may have made the file anew and private (safetensors does): the umask is the operator's to set.
+        draft.chmod(mode)
         _sync(draft)
         draft.replace(path)
     except BaseException:

@@ -2,6 +2,7 @@
 
     run.toml            what was asked for
     events.jsonl        what happened, one JSON object a line
+    syncer.url          where its syncer listens
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
     summary.json        the figures, once the run is over
@@ -34,7 +35,7 @@ LONGEST_NAME = 64
 _NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
-_OURS = (*_MARKS, "model.safetensors", "learners", "logs")
+_OURS = (*_MARKS, "model.safetensors", "syncer.url", "learners", "logs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def address(self) -> Path:
+        """Where the syncer of this run listens, while it does."""
+        return self.path / "syncer.url"
 
     @property
     def model(self) -> Path:

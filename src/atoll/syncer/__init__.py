@@ -1,0 +1,1 @@
+"""The syncer process: the rules of protocol.syncer, the arithmetic of numerics and the wires of fabric. No torch."""

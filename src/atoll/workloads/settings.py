@@ -18,7 +18,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # Bytes of context per training window.
     batch: int = 8
     # Windows per learner and step.
-    lr: float = 6e-3
+    lr: float = 1e-2
     # Peak learning rate of the inner AdamW; warm-up and cosine follow the progress of the run.
     warmup: float = 0.03
     # Share of the run over which the learning rate rises to its peak.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import LearnerStatus, RunStatus
@@ -149,3 +152,23 @@ def some_notes() -> list[Event]:
         said(50, "refused", learner="learner-1", text="learner-1, round 1100: a value is not finite \x1b[31m[bold]x"),
         said(60, "score", loss=1.83, text="validation loss 1.83 at round 1180"),
     ]
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return small_run()
+
+
+@pytest.fixture
+def notes() -> list[Event]:
+    return some_notes()
+
+
+@pytest.fixture
+def say() -> Callable[..., Event]:
+    return said
+
+
+@pytest.fixture
+def status() -> Callable[..., RunStatus]:
+    return a_status

@@ -1,0 +1,117 @@
+"""A run's settings: TOML into small frozen structs, with good defaults for everything.
+
+    seed = 0
+    [protocol]   the rules: protocol.settings.Settings
+    [outer]      merge and outer optimizer
+    [service]    where the syncer listens, how often the model is scored
+    [workload]   what the built-in workload trains; a user's own script may read what it likes from it
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import tomli_w
+
+from atoll.numerics.outer import OuterOptimizer, make_outer
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.settings import Settings
+
+
+class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How contributions become the next version."""
+
+    merge: Literal["mean", "rda", "rda-row"] = "rda"
+    """Embeddings are merged by the mean under every rule."""
+    optimizer: Literal["nesterov", "sgd"] = "nesterov"
+    lr: float = 0.6
+    """η. docs/LOG.md has the runs behind this and the next."""
+    momentum: float = 0.6
+    """μ."""
+    norm_limit: float = 10.0
+    """A contribution whose norm per step is this many times the running median is refused."""
+
+    def __post_init__(self) -> None:
+        self.make()
+        if not self.norm_limit > 1:
+            raise ConfigError(f"norm_limit = {self.norm_limit} must be above 1: it is a multiple of the usual norm")
+
+    def make(self) -> OuterOptimizer:
+        return make_outer(self.optimizer, self.lr, self.momentum)
+
+
+class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free one."""
+    evaluate_every: int = 100
+    """Rounds between two scores of the global model. 0: it is not scored."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    seed: int = 0
+    protocol: Settings = Settings()
+    outer: Outer = Outer()
+    service: Service = Service()
+    workload: dict[str, Any] = {}
+
+    def toml(self) -> bytes:
+        document = msgspec.to_builtins(self)
+        return tomli_w.dumps(_without_none(document)).encode()
+
+
+def parse(text: str, origin: str) -> Config:
+    try:
+        return convert(tomllib.loads(text), origin)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{origin} is not TOML: {error}") from error
+
+
+def convert(document: dict[str, Any], origin: str) -> Config:
+    try:
+        return msgspec.convert(document, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_explain(str(error))}") from error
+
+
+def load(path: Path) -> Config:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    return parse(text, str(path))
+
+
+def merged(document: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The document with what the command line said on top; None says nothing."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
+    for table, values in changes.items():
+        said = {key: value for key, value in values.items() if value is not None}
+        if said:
+            result.setdefault(table, {}).update(said)
+    return result
+
+
+def _explain(error: str) -> str:
+    """An unknown key with the nearest known one beside it."""
+    found = re.search(r"unknown field `([^`]+)`(?: - at `\$\.?([^`]*)`)?", error)
+    if found is None:
+        return error
+    key, table = found.group(1), found.group(2) or ""
+    structs = {"": Config, "protocol": Settings, "outer": Outer, "service": Service}
+    known = list(structs.get(table, Config).__struct_fields__)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    where = f"[{table}] " if table else ""
+    hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"
+    return f"unknown key {where}'{key}': {hint}"
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return value

@@ -1,0 +1,139 @@
+"""Fragments on their way: encoded and sent, fetched and put where the training process takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from atoll.courier.slots import Incoming, Outgoing
+from atoll.fabric.client import Link
+from atoll.fabric.wire import digest
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import Start
+from atoll.numerics.codec import make_codec, round_to_dtype
+from atoll.numerics.kernels import ByteArray
+from atoll.protocol import effects as fx
+from atoll.protocol import schedule
+from atoll.protocol.errors import PeerError, Unreachable
+from atoll.protocol.settings import Settings
+
+BODY_S = 600.0
+"""The most a body may take; the fabric's minimum rate ends a stuck one long before."""
+RETRY_S = 1.0
+
+
+class Bodies:
+    def __init__(
+        self,
+        box: Mailbox,
+        link: Link,
+        settings: Settings,
+        start: Start,
+        tell: Callable[[fx.LearnerEvent], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.outgoing = Outgoing(list(range(box.layout.slots)))
+        self.incoming = Incoming(box.layout.slots)
+        self._box, self._link, self._start, self._tell = box, link, start, tell
+        self._codec = make_codec(settings.codec)
+        self._group = tasks
+        self._running: set[asyncio.Task[None]] = set()
+        length = self._codec.nbytes(box.layout.largest)
+        self._spare: list[ByteArray] = [
+            np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)
+        ]
+
+    def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    def freed(self, slot: int, incoming: bool) -> None:
+        if incoming:
+            self.incoming.give_back(slot)
+        else:
+            self.outgoing.free.append(slot)
+
+    def into_base(self, slot: int, fragment: int, version: int) -> None:
+        """What the model has adopted is the base from now on. A base half written has no version."""
+        self._box.base_version[fragment] = -1
+        np.copyto(self._box.base(fragment), self._box.incoming(slot, fragment))
+        self._box.base_version[fragment] = version
+        self.incoming.give_back(slot)
+        self.outgoing.adopted(fragment)
+
+    # ---- out ----------------------------------------------------------------------------------------------------
+
+    def upload(self, number: int, attempt: int, fragment: int) -> None:
+        if not self._spare:
+            self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
+            return
+        buffer = self._spare.pop()
+        size = self._box.plan.fragments[fragment].size
+        data = buffer[: self._codec.nbytes(size)]
+        slot = self.outgoing.newest(fragment)
+        self._codec.encode_delta(self._box.base(fragment), self._box.outgoing(slot, fragment), data)
+        self.outgoing.sent(fragment)
+        self._spawn(self._upload(number, attempt, buffer, data))
+
+    async def _upload(self, number: int, attempt: int, buffer: ByteArray, data: ByteArray) -> None:
+        mark = digest(data.data)
+        name, session = self._start.learner, self._start.session
+        try:
+            await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
+        except (PeerError, Unreachable) as error:
+            self._tell(fx.UploadFailed(number, attempt, str(error)))
+        else:
+            self._tell(fx.Uploaded(number, attempt, mark))
+        finally:
+            self._spare.append(buffer)
+
+    def upload_all(self) -> None:
+        self._spawn(self._upload_all())
+
+    async def _upload_all(self) -> None:
+        """Every fragment's base as version 0; again from the one that failed, until the link itself is lost."""
+        for fragment in range(self._box.layout.fragments):
+            data = self._box.base(fragment).view(np.uint8).data
+            mark = digest(data)
+            while self._link.up:
+                try:
+                    await self._link.put_initial(
+                        self._start.learner, self._start.session, fragment, data, mark, BODY_S
+                    )
+                    break
+                except (PeerError, Unreachable):
+                    await asyncio.sleep(RETRY_S)
+
+    # ---- in -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, fragment: int) -> None:
+        self._spawn(self._fetch(fragment))
+
+    async def _fetch(self, fragment: int) -> None:
+        slot = await self.incoming.take()
+        values = self._box.incoming(slot, fragment)
+        try:
+            version, _, _ = await self._link.get_fragment(fragment, values.view(np.uint8).data, BODY_S)
+        except (PeerError, Unreachable) as error:
+            self.incoming.give_back(slot)
+            self._tell(fx.FetchFailed(fragment, str(error)))
+            return
+        self._as_held(fragment, slot)
+        self.incoming.land(fragment, slot)
+        self._tell(fx.Fetched(fragment, version))
+
+    def _as_held(self, fragment: int, slot: int) -> None:
+        """Round to what the model's tensors can hold, so that the base is exactly what is adopted."""
+        values = self._box.incoming(slot, fragment)
+        part = self._box.plan.fragments[fragment]
+        for tensor, start in zip(part.tensors, part.offsets, strict=True):
+            if tensor.dtype != "float32":
+                end = start + int(np.prod(tensor.shape, dtype=np.int64))
+                round_to_dtype(values[start:end], tensor.dtype)
+
+    def _spawn(self, work: object) -> None:
+        task = self._group.create_task(work)  # type: ignore[arg-type]
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)

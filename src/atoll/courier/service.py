@@ -1,0 +1,317 @@
+"""The courier: runs the learner's state machine between the training process and the syncer.
+
+It takes frames from the training process over a local socket and messages from the syncer over the fabric, hands both
+to `protocol.learner`, and carries out what comes back. Everything is done on one event loop; encoding happens at once,
+so that a base never changes under a Δ. When the training process is gone, so is the courier, and the syncer is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections import deque
+
+from atoll.courier.body import Bodies
+from atoll.fabric.client import Link
+from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.channel import (
+    BASE,
+    AdoptOrder,
+    Box,
+    Bye,
+    Channel,
+    Copy,
+    ForgetOrder,
+    Freed,
+    HoldOrder,
+    LetGoOrder,
+    OwnOrder,
+    ReadOrder,
+    Start,
+    Step,
+    StopOrder,
+    ToCourier,
+    Took,
+    Welcomed,
+    decode_to_courier,
+)
+from atoll.numerics.fragments import Plan, make_plan
+from atoll.protocol import effects as fx
+from atoll.protocol import schedule
+from atoll.protocol.errors import AtollError
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import FromSyncer, Hello, Leave, Welcome
+
+PARENT_CHECK_S = 1.0
+
+
+class Courier:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._parent = os.getppid()
+        self._start: Start | None = None
+        self._machine: Learner | None = None
+        self._link: Link | None = None
+        self._box: Mailbox | None = None
+        self._bodies: Bodies | None = None
+        self._plan: Plan | None = None
+        self._held: deque[FromSyncer] = deque(maxlen=4096)
+        """Messages that wait for the shared memory."""
+        self._epoch = 0
+        self._wake: asyncio.TimerHandle | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._unsure: set[int] = set()
+        """Fragments of which a courier before this one may have known more: adopted plainly once."""
+
+    async def run(self) -> None:
+        self._loop.add_reader(self._channel.sock, self._readable)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                watch = tasks.create_task(self._watch_parent())
+                await self._over.wait()
+                watch.cancel()
+                if self._link is not None:
+                    await self._link.close()
+                if self._bodies is not None:
+                    self._bodies.close()
+        finally:
+            self._loop.remove_reader(self._channel.sock)
+
+    # ---- from the training process ------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        for data in self._channel.receive():
+            self._frame(decode_to_courier(data))
+        if self._channel.closed:
+            self._leave("its training process died")
+        else:
+            self._channel.flush()
+
+    def _frame(self, frame: ToCourier) -> None:
+        match frame:
+            case Start():
+                self._start = frame
+                self._machine = Learner(frame.learner, frame.session, frame.tensors)
+                if not frame.boxed:
+                    self._dial()
+            case Box():
+                self._open_box(frame)
+            case Step(stepped):
+                self._handle(stepped)
+            case Copy():
+                self._copied(frame)
+            case Took(slot, adopted, epoch):
+                self._took(slot, adopted, epoch)
+            case Freed(slot, incoming):
+                assert self._bodies is not None
+                self._bodies.freed(slot, incoming)
+            case Bye(reason):
+                self._leave(reason)
+
+    def _dial(self) -> None:
+        assert self._start is not None
+        assert self._tasks is not None
+        self._link = Link(
+            self._start.url,
+            hello=self._hello,
+            on_open=lambda: None,
+            on_message=self._message,
+            on_lost=self._lost,
+        )
+        self._tasks.create_task(self._link.run())
+
+    def _open_box(self, frame: Box) -> None:
+        """The training process has made the shared memory, or hands it to the successor of a dead courier."""
+        assert self._start is not None
+        assert self._machine is not None
+        assert self._tasks is not None
+        fd = self._channel.take_descriptor()
+        self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
+        self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
+        if self._link is None:
+            self._unsure = set(range(len(self._plan.fragments)))
+            whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
+            self._machine.restore(box.run, whole, frame.stepped)
+            self._dial()
+        assert self._link is not None
+        self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
+        while self._held:
+            self._message(self._held.popleft())
+
+    def _copied(self, frame: Copy) -> None:
+        assert self._bodies is not None
+        if frame.epoch != self._epoch:
+            self._bodies.freed(frame.slot, incoming=False)
+            return
+        self._bodies.outgoing.made(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
+        self._handle(fx.Copied(frame.round, frame.fragment, frame.t, frame.steps, frame.tokens, frame.base))
+
+    def _took(self, slot: int, adopted: fx.Adopted, epoch: int) -> None:
+        assert self._bodies is not None
+        if epoch != self._epoch:
+            self._bodies.freed(slot, incoming=True)
+            return
+        self._bodies.into_base(slot, adopted.fragment, adopted.version)
+        self._unsure.discard(adopted.fragment)
+        self._handle(adopted)
+
+    # ---- from the syncer ----------------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        assert self._machine is not None
+        return self._machine.hello()
+
+    def _message(self, message: FromSyncer) -> None:
+        if isinstance(message, Welcome):
+            self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation))
+            if not self._fits(message):
+                self._box = None
+        if self._box is None and self._start is not None and not _ends(message):
+            self._held.append(message)
+            return
+        self._handle(fx.Arrived(message))
+        if isinstance(message, Welcome) and self._box is not None:
+            self._box.run = message.run
+            self._box.set_count("incarnation", message.incarnation)
+
+    def _fits(self, welcome: Welcome) -> bool:
+        return self._box is not None and self._plan is not None and self._plan.fingerprint == welcome.fingerprint
+
+    def _lost(self, reason: str) -> None:
+        self._held.clear()
+        if self._box is not None:
+            self._handle(fx.Cut(reason))
+        else:
+            _say(f"the syncer is out of reach ({reason}); dialling again")
+
+    # ---- the machine --------------------------------------------------------------------------------------------
+
+    def _handle(self, event: fx.LearnerEvent) -> None:
+        if self._machine is None or self._over.is_set():
+            return
+        for effect in self._machine.handle(self._loop.time(), event):
+            self._carry_out(effect)
+        self._channel.flush()
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if self._machine.wake_at is not None:
+            self._wake = self._loop.call_at(self._machine.wake_at, self._handle, fx.Tick())
+
+    def _carry_out(self, effect: fx.LearnerEffect) -> None:
+        assert self._machine is not None
+        match effect:
+            case fx.Say(message):
+                if self._link is not None:
+                    self._link.send(message)
+            case fx.Note(_, text):
+                _say(text)
+            case fx.Stop(reason, final, failed):
+                self._channel.send(StopOrder(reason, final, failed))
+            case _:
+                if self._box is not None and self._bodies is not None:
+                    self._order(effect, self._box, self._bodies)
+
+    def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: Bodies) -> None:
+        """Effects that concern the shared memory."""
+        assert self._machine is not None
+        send, settings = self._channel.send, self._machine.settings
+        match effect:
+            case fx.Read(number, fragment, step):
+                if (slot := bodies.outgoing.take()) is not None:
+                    send(ReadOrder(slot, number, fragment, step, alone=not settings.synchronous))
+            case fx.Hold(number, step):
+                send(HoldOrder(number, schedule.fragment_of(number, settings), step))
+            case fx.LetGo(number):
+                send(LetGoOrder(number))
+            case fx.Adopt():
+                send(self._adopt_order(effect, bodies))
+            case fx.Own():
+                box.base_version[:] = 0
+                send(OwnOrder())
+            case fx.Forget(_, reset):
+                self._epoch += 1
+                box.base_version[:] = -1
+                send(ForgetOrder(self._epoch, reset))
+            case fx.Fetch(fragment, _):
+                bodies.fetch(fragment)
+            case fx.Upload(number, attempt, fragment):
+                bodies.upload(number, attempt, fragment)
+            case fx.UploadAll():
+                bodies.upload_all()
+            case fx.Drop(fragment, t):
+                bodies.outgoing.drop(fragment, t)
+            case fx.Inform(progress, global_step):
+                box.set_measure("progress", progress)
+                box.set_count("global_step", global_step)
+
+    def _adopt_order(self, adopt: fx.Adopt, bodies: Bodies) -> AdoptOrder:
+        assert self._machine is not None
+        rule, minus, steps, tokens = adopt.rule, BASE, 0, 0
+        if adopt.fragment in self._unsure and rule == "carry":
+            rule = "overwrite"
+        if rule == "carry" and adopt.copy_t is not None:
+            key = (adopt.fragment, adopt.copy_t)
+            if key in bodies.outgoing.copies:
+                minus = bodies.outgoing.copies[key]
+                steps, tokens = bodies.outgoing.counters[key]
+            else:
+                rule = "overwrite"
+        return AdoptOrder(
+            slot=bodies.incoming.landed.pop(adopt.fragment),
+            fragment=adopt.fragment,
+            version=adopt.version,
+            round=adopt.round,
+            rule=rule,
+            blend=self._machine.settings.blend,
+            step=adopt.step,
+            minus=minus,
+            minus_steps=steps,
+            minus_tokens=tokens,
+        )
+
+    # ---- leaving ------------------------------------------------------------------------------------------------
+
+    def _leave(self, reason: str) -> None:
+        if self._over.is_set():
+            return
+        if self._link is not None:
+            self._link.send(Leave(reason=reason, clock=self._machine.hello().clock if self._machine else {}))
+        self._over.set()
+
+    async def _watch_parent(self) -> None:
+        """A worker forked off the training process may keep its socket open; its pid does not lie."""
+        while True:
+            await asyncio.sleep(PARENT_CHECK_S)
+            if os.getppid() != self._parent:
+                self._leave("its training process died")
+
+
+def _ends(message: FromSyncer) -> bool:
+    return type(message).__name__ in ("Refused", "Ending", "Finish")
+
+
+def _say(text: str) -> None:
+    print(f"courier: {text}", file=sys.stderr, flush=True)
+
+
+def main(fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; we end with it
+    channel = Channel(socket.socket(fileno=fd))
+
+    async def run() -> None:
+        await Courier(channel).run()
+
+    code = 0
+    try:
+        asyncio.run(run())
+    except* AtollError as errors:
+        _say(str(errors.exceptions[0]))
+        code = 1
+    return code

@@ -1,0 +1,81 @@
+"""Who uses which slot of the shared memory: copies that were ordered, made, sent; versions that wait to be adopted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Slots for copies. A copy that went out is kept until its fragment is adopted: carry subtracts it."""
+
+    free: list[int]
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(fragment, t) → slot."""
+    counters: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(fragment, t) → (steps, tokens) at the copy."""
+    _sent: set[tuple[int, int]] = field(default_factory=set)
+    _dropped: set[tuple[int, int]] = field(default_factory=set)
+
+    def take(self) -> int | None:
+        """A free slot; where there is none, the oldest copy that was only kept for carry gives way."""
+        if not self.free and (kept := sorted(self._dropped & self._sent, key=lambda key: key[1])):
+            self._release(kept[0])
+        return self.free.pop() if self.free else None
+
+    def made(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
+        self.copies[fragment, t] = slot
+        self.counters[fragment, t] = (steps, tokens)
+
+    def newest(self, fragment: int) -> int:
+        """The slot of the fragment's newest copy."""
+        t = max(t for f, t in self.copies if f == fragment and (f, t) not in self._dropped)
+        return self.copies[fragment, t]
+
+    def sent(self, fragment: int) -> None:
+        t = max(t for f, t in self.copies if f == fragment and (f, t) not in self._dropped)
+        self._sent.add((fragment, t))
+
+    def drop(self, fragment: int, t: int) -> None:
+        """Of no more use as an answer."""
+        key = (fragment, t)
+        if key in self._sent:
+            self._dropped.add(key)
+        elif key in self.copies:
+            self._release(key)
+
+    def adopted(self, fragment: int) -> None:
+        """Nothing of what was sent of this fragment is needed any more."""
+        for key in [key for key in self._sent if key[0] == fragment]:
+            self._sent.discard(key)
+            if key in self._dropped:
+                self._release(key)
+
+    def _release(self, key: tuple[int, int]) -> None:
+        self._sent.discard(key)
+        self._dropped.discard(key)
+        self.counters.pop(key, None)
+        self.free.append(self.copies.pop(key))
+
+
+class Incoming:
+    """Slots for versions on their way into the model; a fetch waits for one."""
+
+    def __init__(self, count: int) -> None:
+        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self.landed: dict[int, int] = {}
+        """fragment → slot of a version that has arrived."""
+        for slot in range(count):
+            self._free.put_nowait(slot)
+
+    async def take(self) -> int:
+        return await self._free.get()
+
+    def give_back(self, slot: int) -> None:
+        self._free.put_nowait(slot)
+
+    def land(self, fragment: int, slot: int) -> None:
+        if (old := self.landed.pop(fragment, None)) is not None:
+            self.give_back(old)
+        self.landed[fragment] = slot

@@ -1,0 +1,114 @@
+"""Child processes: started with a log of their own, watched, started again after a wait, up to a limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)
+HEALTHY_S = 60.0
+"""A child that lived this long starts its waits and its limit anew."""
+LIMIT = 5
+"""Deaths in a row after which a child is given up."""
+
+
+@dataclass
+class Child:
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    log: Path
+    nice: int = 0
+    restarts: int = 0
+    given_up: bool = False
+    process: subprocess.Popen[bytes] | None = None
+    _deaths: int = field(default=0, repr=False)
+    _started_at: float = field(default=0.0, repr=False)
+    _restart_at: float | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = self._spawn(log)
+        self._started_at = time.monotonic()
+        self._restart_at = None
+        if self.nice:
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, self.nice)
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """In a session of its own: Ctrl-C is for us, and we end it in good order."""
+        return subprocess.Popen(
+            self.command,
+            env={**os.environ, **self.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ended(self) -> int | None:
+        """Its exit code, told once."""
+        if self.process is None or (code := self.process.poll()) is None:
+            return None
+        self.process = None
+        return code
+
+    def restart_later(self) -> bool:
+        """Plan the next start; False when it died too often."""
+        now = time.monotonic()
+        self._deaths = 1 if now - self._started_at > HEALTHY_S else self._deaths + 1
+        if self._deaths > LIMIT:
+            self.given_up = True
+            return False
+        self._restart_at = now + BACKOFF_S[self._deaths - 1]
+        return True
+
+    def restart_if_due(self) -> bool:
+        if self._restart_at is None or time.monotonic() < self._restart_at:
+            return False
+        self.start()
+        self.restarts += 1
+        return True
+
+    @property
+    def waiting(self) -> bool:
+        return self._restart_at is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running:
+            assert self.process is not None
+            self.process.send_signal(number)
+
+    def kill_all(self) -> None:
+        """The child and whatever it started."""
+        self._restart_at = None
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()
+
+    def last_words(self) -> str:
+        """The last line of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 4096))
+                lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return ""
+        return lines[-1].strip() if lines else ""
+
+
+def describe_exit(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

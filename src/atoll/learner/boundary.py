@@ -1,0 +1,167 @@
+"""What happens in the training process between two steps: count, take in what has arrived, copy what was ordered.
+
+The order matters: adopt first, then copy, then (synchronous runs) wait and adopt what was waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.learner.adopt import adopt
+from atoll.learner.offload import Transfer, make_offload, shaped
+from atoll.learner.partner import Partner
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import (
+    BASE,
+    AdoptOrder,
+    Copy,
+    ForgetOrder,
+    Freed,
+    HoldOrder,
+    LetGoOrder,
+    OwnOrder,
+    ReadOrder,
+    ToTraining,
+    Took,
+)
+from atoll.protocol.effects import Adopted
+from atoll.protocol.settings import Settings
+
+
+class Boundary:
+    def __init__(
+        self, box: Mailbox, settings: Settings, parameters: dict[str, torch.Tensor], partner: Partner
+    ) -> None:
+        self.settings = settings
+        self._box, self._partner = box, partner
+        self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
+        self._offload = make_offload(box, self._own)
+        self._t = 0
+        self._epoch = 0
+        self._reads: dict[int, ReadOrder] = {}
+        self._copying: list[tuple[Transfer, Copy]] = []
+        self._arriving: list[tuple[Transfer, AdoptOrder]] = []
+        self._holds: dict[int, HoldOrder] = {}
+        for fragment, own in enumerate(self._own):
+            torch._foreach_copy_(_host_base(box, fragment), own)
+
+    @property
+    def recovered(self) -> bool:
+        return bool((self._box.adopted >= 0).all())
+
+    def obey(self, frame: ToTraining) -> None:
+        match frame:
+            case ReadOrder():
+                if frame.alone:
+                    self._drop_reads()
+                self._reads[frame.round] = frame
+            case AdoptOrder():
+                self._arriving.append((self._offload.bring(frame.fragment, frame.slot), frame))
+            case HoldOrder():
+                self._holds[frame.round] = frame
+            case LetGoOrder(round):
+                self._holds.pop(round, None)
+            case OwnOrder():
+                self._box.adopted[:] = 0
+            case ForgetOrder(epoch):
+                self._forget(epoch)
+
+    def count(self, tokens: int) -> None:
+        self._box.steps[:] += 1
+        self._box.tokens[:] += tokens
+
+    # ---- copies -------------------------------------------------------------------------------------------------
+
+    def make_copies(self, t: int) -> None:
+        self._t = t
+        for round in [r for r, order in self._reads.items() if order.step <= t]:
+            self._copy(self._reads.pop(round), t)
+        self.settle_done()
+
+    def _copy(self, order: ReadOrder, t: int) -> None:
+        f = order.fragment
+        steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
+        made = Copy(order.slot, order.round, f, t, steps, tokens, int(self._box.adopted[f]), self._epoch)
+        self._copying.append((self._offload.read(f, order.slot), made))
+
+    def settle_done(self) -> None:
+        """Tell the courier of copies that have reached host memory."""
+        while self._copying and self._copying[0][0].done():
+            self._partner.send(self._copying.pop(0)[1])
+
+    def settle(self) -> None:
+        """The same, waiting for those under way."""
+        for transfer, _ in self._copying:
+            transfer.wait()
+        self.settle_done()
+
+    # ---- adoptions ----------------------------------------------------------------------------------------------
+
+    def adopt_ready(self, t: int) -> None:
+        self._t = t
+        waiting = []
+        for transfer, order in self._arriving:
+            if order.step <= t and (transfer.done() or self._holds):
+                self._take(order)
+            else:
+                waiting.append((transfer, order))
+        self._arriving = waiting
+
+    def _take(self, order: AdoptOrder) -> None:
+        f, steps, tokens = order.fragment, 0, 0
+        read: list[torch.Tensor] | None = None
+        if order.rule == "carry":
+            read = self._offload.base(f) if order.minus == BASE else self._offload.outgoing(f, order.minus)
+            steps = int(self._box.steps[f]) - order.minus_steps
+            tokens = int(self._box.tokens[f]) - order.minus_tokens
+        adopt(self._own[f], self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
+        self._box.steps[f], self._box.tokens[f] = steps, tokens
+        self._box.adopted[f] = order.version
+        for round in [r for r, hold in self._holds.items() if hold.fragment == f and r <= order.round]:
+            del self._holds[round]
+        self._partner.send(Took(order.slot, Adopted(f, order.version, self._t, steps, tokens), self._epoch))
+
+    def held(self, t: int) -> bool:
+        return any(hold.step <= t for hold in self._holds.values())
+
+    def idle(self) -> None:
+        """Not training (before the first step, after the last): everything is served at once."""
+        for transfer, order in self._arriving:
+            transfer.wait()
+            self._take(order)
+        self._arriving = []
+        for order in list(self._reads.values()):
+            self._copy(order, self._t)
+        self._reads = {}
+        self.settle()
+
+    # ---- forgetting ---------------------------------------------------------------------------------------------
+
+    def drop_orders(self) -> None:
+        """The courier that gave them is dead; the next one starts with every slot free."""
+        self.settle()
+        for transfer, _ in self._arriving:
+            transfer.wait()
+        self._reads, self._arriving, self._copying, self._holds = {}, [], [], {}
+        self._epoch = 0
+
+    def _forget(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._box.adopted[:] = -1
+        self._drop_reads()
+        for transfer, order in self._arriving:
+            transfer.wait()
+            self._partner.send(Freed(order.slot, incoming=True))
+        self._arriving, self._holds = [], {}
+
+    def _drop_reads(self) -> None:
+        for order in self._reads.values():
+            self._partner.send(Freed(order.slot, incoming=False))
+        self._reads = {}
+
+    def close(self) -> None:
+        self._offload.close()
+
+
+def _host_base(box: Mailbox, fragment: int) -> list[torch.Tensor]:
+    return shaped(torch.from_numpy(box.base(fragment)), box, fragment)

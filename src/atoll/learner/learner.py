@@ -1,0 +1,277 @@
+"""`atoll.Learner`: the public face inside a training script.
+
+Between two steps the training process only counts, starts copies of fragments off the device and takes arrived ones in;
+everything else happens in the courier beside it. No step waits for the network, the syncer or a peer, except in a
+synchronous run, where waiting is what was asked for. If the courier dies another one is started; training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.learner.boundary import Boundary
+from atoll.learner.data import Samples, collect, generator, orders
+from atoll.learner.losses import Losses
+from atoll.learner.model import describe, trained
+from atoll.learner.partner import Partner
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import Box, Bye, ForgetOrder, Start, Step, StopOrder, ToTraining, Welcomed
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.effects import Stepped
+from atoll.protocol.errors import PlanError, RunFailed
+
+JOIN_WAIT_S = 60.0
+"""How long entering waits for the run's parameters before training begins without them."""
+LEAVE_WAIT_S = 10.0
+"""How long leaving early waits for the last steps to be merged."""
+END_WAIT_S = 120.0
+"""How long a learner waits for the run to end once it was told that it ends."""
+
+
+class Learner:
+    """Joins the run it was launched in; alone, without a syncer, it only counts.
+
+    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one; its state is never
+    sent, and reset only when this learner's numbers are broken and it recovers from the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        syncer: str | None = None,
+        name: str | None = None,
+        seed: int | None = None,
+        join_wait_s: float = JOIN_WAIT_S,
+    ) -> None:
+        if os.environ.get("ATOLL_ROLE") == "evaluator":
+            raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
+        self.model, self.optimizer = model, optimizer
+        self._url = syncer or os.environ.get("ATOLL_SYNCER", "")
+        self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
+        self._seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
+        self._join_wait_s = join_wait_s
+        self._session = secrets.token_hex(8)
+        self._partner = Partner()
+        self._boundary: Boundary | None = None
+        self._box: Mailbox | None = None
+        self._losses = Losses()
+        self._t = self._tokens = 0
+        self._busy_s = 0.0
+        self._left_at = 0.0
+        self._done = self._final = False
+        self._stopped = False
+        self._entered = False
+
+    # ---- the face -----------------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """No syncer was named: this is plain training."""
+        return not self._url
+
+    @property
+    def done(self) -> bool:
+        """The run has ended; the training loop should too."""
+        return self._done
+
+    @property
+    def steps(self) -> int:
+        """Steps of this learner's present life."""
+        return self._t
+
+    @property
+    def global_step(self) -> int:
+        """How far the run is, in learner steps. Alone: the own steps."""
+        return self._t if self._box is None else self._box.count("global_step")
+
+    @property
+    def progress(self) -> float:
+        """How much of the run's budget is spent, in [0, 1]: what learning rate schedules should follow."""
+        return 0.0 if self._box is None else min(1.0, self._box.measure("progress"))
+
+    def __enter__(self) -> Learner:
+        self._entered = True
+        if not self.alone:
+            self._tensors = describe(self.model)
+            self._partner.start()
+            self._introduce()
+            self._join()
+        self._left_at = time.perf_counter()
+        return self
+
+    def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
+        """Call after every optimizer step, with the tokens (or samples) it trained on."""
+        if not self._entered:
+            raise RuntimeError("learner.step() outside of 'with atoll.Learner(...) as learner:'")
+        if tokens < 0:
+            raise ValueError(f"tokens = {tokens} is below zero")
+        self._busy_s += time.perf_counter() - self._left_at
+        self._t += 1
+        self._tokens += tokens
+        if not self.alone:
+            self._losses.add(loss)
+            self._at_boundary(tokens)
+        self._left_at = time.perf_counter()
+
+    def batches(self, dataset: Samples, batch_size: int) -> Iterator[Any]:
+        """Batches of a map-style dataset in this learner's own order, until the run is done (alone: one pass)."""
+        incarnation = 1 if self._box is None else self._box.count("incarnation")
+        random = generator(self._seed, self.name, incarnation)
+        for indices in orders(len(dataset), batch_size, random, passes=1 if self.alone else None):
+            if self._done:
+                return
+            yield collect(dataset, indices)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.alone:
+            return
+        try:
+            if kind is None:
+                self._finish()
+            else:
+                self._partner.send(Bye(f"its training script failed: {kind.__name__}"))
+        finally:
+            self._close()
+
+    # ---- joining ------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed=self._box is not None))
+        if self._box is not None and self._boundary is not None:
+            self._partner.send(Box(self._boundary.settings, self._stepped()), self._box.fd)
+
+    def _join(self) -> None:
+        """Wait for the run's parameters; past the patience, train on and take them when they come."""
+        deadline = time.monotonic() + self._join_wait_s
+        while not self._final and (self._boundary is None or not self._boundary.recovered):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                _say(f"no syncer at {self._url} for {self._join_wait_s:g} s: training goes on, joining when it can")
+                return
+            self._partner.wait(min(left, 0.5))
+            self._listen()
+            if self._boundary is not None:
+                self._boundary.idle()
+
+    def _welcomed(self, frame: Welcomed) -> None:
+        """The run's settings are known: cut the model as they say, and share memory with the courier."""
+        plan = make_plan(self._tensors, frame.settings.fragments, frame.settings.plan)
+        if plan.fingerprint != frame.fingerprint:
+            raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
+        if self._box is not None and self._box.plan.fingerprint == plan.fingerprint:
+            return
+        self._box = Mailbox.create(plan, frame.settings)
+        self._box.set_count("incarnation", frame.incarnation)
+        parameters = {name: parameter.data for name, parameter in trained(self.model).items()}
+        self._boundary = Boundary(self._box, frame.settings, parameters, self._partner)
+        self._partner.send(Box(frame.settings, self._stepped()), self._box.fd)
+
+    # ---- between two steps --------------------------------------------------------------------------------------
+
+    def _at_boundary(self, tokens: int) -> None:
+        if self._boundary is not None:
+            self._boundary.count(tokens)
+        self._listen()
+        if self._boundary is not None:
+            self._boundary.adopt_ready(self._t)
+            self._boundary.make_copies(self._t)
+            self._report()
+            self._hold()
+
+    def _hold(self) -> None:
+        """Only a synchronous run ever holds."""
+        assert self._boundary is not None
+        while self._boundary.held(self._t) and not self._done:
+            self._partner.wait(0.5)
+            self._listen()
+            self._boundary.adopt_ready(self._t)
+            self._boundary.settle()
+
+    def _listen(self) -> None:
+        if self._partner.restart_if_dead():
+            _say("the courier died; another one is started, training goes on")
+            if self._boundary is not None:
+                self._boundary.drop_orders()
+            self._introduce()
+            self._report()
+        for frame in self._partner.receive():
+            self._obey(frame)
+        if self._boundary is not None:
+            self._boundary.settle_done()
+
+    def _obey(self, frame: ToTraining) -> None:
+        match frame:
+            case Welcomed():
+                self._welcomed(frame)
+            case StopOrder(reason, final, failed):
+                self._done = True
+                self._final = self._final or final
+                if failed:
+                    raise RunFailed(reason) if "tensor" not in reason else PlanError(reason)
+            case _:
+                assert self._boundary is not None
+                self._boundary.obey(frame)
+                if isinstance(frame, ForgetOrder) and frame.reset and self.optimizer is not None:
+                    self.optimizer.state.clear()
+                    _say("the inner optimizer starts afresh")
+
+    def _report(self) -> None:
+        self._partner.send(Step(self._stepped()))
+
+    def _stepped(self) -> Stepped:
+        steps, tokens = ((), ()) if self._box is None else (tuple(self._box.steps.tolist()), tuple(self._box.tokens.tolist()))
+        return Stepped(
+            t=self._t,
+            steps=steps,
+            tokens=tokens,
+            tokens_total=self._tokens,
+            busy_s=round(self._busy_s, 6),
+            loss=self._losses.latest(),
+            stopped=self._stopped,
+        )
+
+    # ---- leaving ------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
+        self._stopped = True
+        early = not self._done
+        self._report()
+        deadline = time.monotonic() + (LEAVE_WAIT_S if early else END_WAIT_S)
+        while not self._final and time.monotonic() < deadline and self._boundary is not None:
+            self._partner.wait(0.2)
+            self._listen()
+            self._boundary.idle()
+            if early and self._done:
+                early, deadline = False, time.monotonic() + END_WAIT_S
+            if early and not self._box_has_more():
+                break
+        if not self._final:
+            self._partner.send(Bye("it left before the run ended" if early else "the end of the run did not come"))
+
+    def _box_has_more(self) -> bool:
+        return self._box is not None and bool(self._box.steps.any())
+
+    def _close(self) -> None:
+        self._partner.close()
+        if self._boundary is not None:
+            self._boundary.close()
+        if self._box is not None:
+            self._box.close()
+
+
+def _say(text: str) -> None:
+    print(f"atoll: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,64 @@
+"""Which tensors of a model take part, and which models cannot.
+
+Taking part: every trained parameter, once (tied weights are one tensor). Frozen parameters stay out: each learner loads
+its own. Buffers stay out too, so a model whose buffers are learned from data (BatchNorm) is refused: the global model
+would have none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atoll.protocol.errors import PlanError
+from atoll.protocol.messages import TensorSpec
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take part, by name; PlanError names the first one that cannot."""
+    _refuse_running_statistics(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise PlanError("the model has no trained parameters: every one has requires_grad = False")
+    for name, parameter in parameters.items():
+        _check(name, parameter)
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        places = ", ".join(sorted(str(device) for device in devices))
+        raise PlanError(f"the model's parameters lie on several devices ({places}): move it to one with model.to(device)")
+    return parameters
+
+
+def describe(model: nn.Module) -> tuple[TensorSpec, ...]:
+    """What the fragment plan depends on."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return tuple(
+        TensorSpec(name, tuple(p.shape), DTYPES[p.dtype], embedding=id(p) in embeddings)
+        for name, p in trained(model).items()
+    )
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype not in DTYPES:
+        kind = str(parameter.dtype).removeprefix("torch.")
+        raise PlanError(f"parameter '{name}' is {kind}, which Atoll cannot merge: use float32, bfloat16 or float16")
+    if parameter.is_meta:
+        raise PlanError(f"parameter '{name}' has no memory yet (meta device): materialise the model first")
+    if parameter.is_sparse or parameter.layout != torch.strided:
+        raise PlanError(f"parameter '{name}' is sparse, which Atoll cannot merge: use a dense tensor")
+    if type(parameter.data) is not torch.Tensor:
+        kind = type(parameter.data).__name__
+        raise PlanError(f"parameter '{name}' is a {kind}: sharded and quantised parameters are not supported yet")
+    if parameter.numel() == 0:
+        raise PlanError(f"parameter '{name}' is empty: leave it out, or set requires_grad = False")
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise PlanError(
+                f"'{name}' ({type(module).__name__}) keeps running statistics in buffers, which are not merged: "
+                f"use LayerNorm or GroupNorm, or track_running_stats=False"
+            )

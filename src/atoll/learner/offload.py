@@ -1,0 +1,187 @@
+"""Fragments between the device and the shared host memory.
+
+On the CPU a copy is a copy. On CUDA nothing waits: a fragment is gathered on the training stream into a staging buffer
+(a copy inside the device), and travels on a side stream; an event tells when it has arrived. The shared slots are
+page-locked once, so that the copies are real asynchronous ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from atoll.mailbox.box import Mailbox
+from atoll.numerics.kernels import FloatArray
+from atoll.protocol.errors import ConfigError
+
+
+class Transfer(Protocol):
+    """A copy under way."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class Offload(Protocol):
+    def read(self, fragment: int, slot: int) -> Transfer:
+        """Start copying the fragment as it is now into an outgoing slot."""
+        ...
+
+    def bring(self, fragment: int, slot: int) -> Transfer:
+        """Start bringing an incoming slot to where `arrived` gives it."""
+        ...
+
+    def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        """What `bring` brought, on the device, shaped like the parameters."""
+        ...
+
+    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]: ...
+    def base(self, fragment: int) -> list[torch.Tensor]: ...
+    def close(self) -> None: ...
+
+
+class Done:
+    """A copy that was made at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Views:
+    """The shared memory as tensors shaped like the parameters of a fragment; made when first asked for."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box = box
+        self._made: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+
+    def incoming(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        return self._shaped("in", fragment, slot)
+
+    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        return self._shaped("out", fragment, slot)
+
+    def base(self, fragment: int) -> list[torch.Tensor]:
+        return self._shaped("base", fragment, 0)
+
+    def _shaped(self, kind: str, fragment: int, slot: int) -> list[torch.Tensor]:
+        key = (kind, fragment, slot)
+        if key not in self._made:
+            self._made[key] = shaped(torch.from_numpy(self._floats(*key)), self._box, fragment)
+        return self._made[key]
+
+    def _floats(self, kind: str, fragment: int, slot: int) -> FloatArray:
+        if kind == "base":
+            return self._box.base(fragment)
+        return self._box.incoming(slot, fragment) if kind == "in" else self._box.outgoing(slot, fragment)
+
+
+def shaped(flat: torch.Tensor, box: Mailbox, fragment: int) -> list[torch.Tensor]:
+    part = box.plan.fragments[fragment]
+    return [
+        flat[start : start + int(np.prod(tensor.shape, dtype=np.int64))].view(tensor.shape)
+        for tensor, start in zip(part.tensors, part.offsets, strict=True)
+    ]
+
+
+class CpuOffload:
+    def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]]) -> None:
+        self._fragments, self._views = fragments, Views(box)
+        self.outgoing, self.base = self._views.outgoing, self._views.base
+
+    def read(self, fragment: int, slot: int) -> Transfer:
+        torch._foreach_copy_(self._views.outgoing(fragment, slot), self._fragments[fragment])
+        return Done()
+
+    def bring(self, fragment: int, slot: int) -> Transfer:
+        return Done()
+
+    def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        return self._views.incoming(fragment, slot)
+
+    def close(self) -> None:
+        pass
+
+
+class OnStream:
+    """A copy on the side stream, marked by an event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaOffload:
+    def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]], device: torch.device) -> None:
+        self._box, self._fragments, self._device = box, fragments, device
+        self._views = Views(box)
+        self._locked = _page_lock(box)
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
+        self._stages: dict[int, torch.Tensor] = {}
+
+    def read(self, fragment: int, slot: int) -> Transfer:
+        training = torch.cuda.current_stream(self._device)
+        training.wait_stream(self._side)  # the staging buffer may still be on its way out
+        torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._fragments[fragment])
+        self._side.wait_stream(training)
+        host = torch.from_numpy(self._box.outgoing(slot, fragment))
+        with torch.cuda.stream(self._side):
+            host.copy_(self._read_stage[: host.numel()], non_blocking=True)
+        return self._mark()
+
+    def bring(self, fragment: int, slot: int) -> Transfer:
+        host = torch.from_numpy(self._box.incoming(slot, fragment))
+        with torch.cuda.stream(self._side):
+            stage = self._stages.get(slot)
+            if stage is None:
+                stage = torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
+                self._stages[slot] = stage
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+            stage[: host.numel()].copy_(host, non_blocking=True)
+        return self._mark()
+
+    def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        return shaped(self._stages[slot], self._box, fragment)
+
+    def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
+
+    def base(self, fragment: int) -> list[torch.Tensor]:
+        return [view.to(self._device) for view in self._views.base(fragment)]
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._box.slots_memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+    def _mark(self) -> OnStream:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return OnStream(event)
+
+
+def make_offload(box: Mailbox, fragments: list[list[torch.Tensor]]) -> Offload:
+    device = fragments[0][0].device
+    if device.type == "cpu":
+        return CpuOffload(box, fragments)
+    if device.type == "cuda":
+        return CudaOffload(box, fragments, device)
+    raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")
+
+
+def _page_lock(box: Mailbox) -> bool:
+    """Page-lock the slots; without it copies still work, only slower."""
+    memory = box.slots_memory
+    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    return int(code) == 0

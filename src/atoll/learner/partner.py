@@ -1,0 +1,97 @@
+"""The training process's hold on its courier: starts it, watches it, starts another when it dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+
+from atoll.mailbox.channel import Channel, Frame, ToTraining, decode_to_training
+
+RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Waits before a courier is started again; the last one holds for all later ones."""
+HEALTHY_S = 30.0
+"""A courier that lived this long starts the waits anew."""
+
+
+class Partner:
+    """One courier at a time. Nothing in here waits, except `wait` when told to."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._failures = 0
+        self._retry_at = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self._channel is not None and not self._channel.closed
+
+    def start(self) -> None:
+        self._channel, theirs = Channel.pair()
+        with theirs:
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "atoll.courier", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=env,
+            )
+        self._started_at = time.monotonic()
+
+    def restart_if_dead(self) -> bool:
+        """True when a new courier has just been started; it knows nothing yet."""
+        if self.alive:
+            return False
+        now = time.monotonic()
+        if self._process is not None:
+            self._bury(now)
+        if now < self._retry_at:
+            return False
+        self.restarts += 1
+        self.start()
+        return True
+
+    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+        if self._channel is not None and not self._channel.closed:
+            self._channel.send(frame, descriptor)
+
+    def receive(self) -> list[ToTraining]:
+        if self._channel is None or self._channel.closed:
+            return []
+        self._channel.flush()
+        return [decode_to_training(data) for data in self._channel.receive()]
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes or the time is over."""
+        if self._channel is None or self._channel.closed:
+            time.sleep(min(seconds, 0.05))
+        else:
+            select.select([self._channel.sock], [], [], seconds)
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """The courier ends when our end of the socket closes."""
+        if self._channel is not None:
+            self._channel.flush()
+            self._channel.close()
+        if self._process is not None:
+            try:
+                self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _bury(self, now: float) -> None:
+        assert self._process is not None
+        if self._channel is not None:
+            self._channel.close()
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        self._failures = 0 if now - self._started_at > HEALTHY_S else self._failures + 1
+        self._retry_at = now + RESTART_S[min(self._failures, len(RESTART_S)) - 1] if self._failures else now

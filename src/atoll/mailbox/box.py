@@ -1,0 +1,222 @@
+"""The shared memory of one learner and its courier: counters, base versions and fragment buffers, allocated once.
+
+    header      the training process's counters and the courier's news, one writer for each field
+    base        the whole model in fp32: the version last adopted, from which Δ = base − θ is made
+    outgoing    slots for copies read off the device, one fragment each
+    incoming    slots for versions that wait to be adopted
+
+The memory has no name: it is a file descriptor handed to the courier, so nothing is left behind whoever dies. All pages
+are reserved at creation: too little memory is an error before training starts, never a crash in the middle.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.numerics.fragments import Plan
+from atoll.numerics.kernels import FloatArray
+from atoll.protocol import schedule
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.settings import Settings
+
+PAGE = 4096
+COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step")
+MEASURES = ("busy_s", "loss", "progress")
+PER_FRAGMENT = ("steps", "tokens", "adopted", "base_version")
+RUN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything lies; a function of the plan and the settings alone."""
+
+    fragments: int
+    size: int
+    largest: int
+    slots: int
+
+    @staticmethod
+    def of(plan: Plan, settings: Settings) -> Layout:
+        slots = 2 * schedule.flights(settings) + 3
+        return Layout(len(plan.fragments), plan.size, plan.largest, slots)
+
+    @property
+    def header_bytes(self) -> int:
+        cells = len(COUNTS) + len(MEASURES) + len(PER_FRAGMENT) * self.fragments
+        return _pages(8 * cells + RUN_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        return _pages(4 * self.largest)
+
+    @property
+    def base_bytes(self) -> int:
+        return _pages(4 * self.size)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.header_bytes + self.base_bytes + 2 * self.slots * self.slot_bytes
+
+
+class Mailbox:
+    """Views into the shared memory. The training process creates it, the courier attaches to its descriptor."""
+
+    def __init__(self, fd: int, layout: Layout, plan: Plan) -> None:
+        self.fd, self.layout, self.plan = fd, layout, plan
+        self._map = mmap.mmap(fd, layout.total_bytes)
+        memory = np.frombuffer(self._map, dtype=np.uint8)
+        self.memory = memory
+        ints = memory[: 8 * len(COUNTS)].view(np.int64)
+        at = 8 * len(COUNTS)
+        floats = memory[at : at + 8 * len(MEASURES)].view(np.float64)
+        at += 8 * len(MEASURES)
+        self._counts = ints
+        self._measures = floats
+        self._fragments: dict[str, npt.NDArray[np.int64]] = {}
+        for name in PER_FRAGMENT:
+            self._fragments[name] = memory[at : at + 8 * layout.fragments].view(np.int64)
+            at += 8 * layout.fragments
+        self._run = memory[at : at + RUN_BYTES]
+
+    # ---- making and attaching -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def create(plan: Plan, settings: Settings) -> Mailbox:
+        layout = Layout.of(plan, settings)
+        need, have = layout.total_bytes, available_bytes()
+        if have is not None and need > have:
+            raise _too_little(need, have)
+        fd = _anonymous_file()
+        try:
+            os.posix_fallocate(fd, 0, need)
+        except OSError as error:
+            os.close(fd)
+            raise _too_little(need, have) from error
+        box = Mailbox(fd, layout, plan)
+        box.steps[:] = box.tokens[:] = 0
+        box.adopted[:] = box.base_version[:] = -1
+        return box
+
+    def close(self) -> None:
+        """Forget the descriptor; the memory itself goes with the last view of it."""
+        os.close(self.fd)
+
+    # ---- the header ---------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        """Steps since the last adoption, per fragment. Written by the training process."""
+        return self._fragments["steps"]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens since the last adoption, per fragment. Written by the training process."""
+        return self._fragments["tokens"]
+
+    @property
+    def adopted(self) -> npt.NDArray[np.int64]:
+        """The version in the model, per fragment. Written by the training process."""
+        return self._fragments["adopted"]
+
+    @property
+    def base_version(self) -> npt.NDArray[np.int64]:
+        """The version in the base, per fragment; −1 while it is being written. Written by the courier."""
+        return self._fragments["base_version"]
+
+    def count(self, name: str) -> int:
+        return int(self._counts[COUNTS.index(name)])
+
+    def set_count(self, name: str, value: int) -> None:
+        self._counts[COUNTS.index(name)] = value
+
+    def measure(self, name: str) -> float:
+        return float(self._measures[MEASURES.index(name)])
+
+    def set_measure(self, name: str, value: float) -> None:
+        self._measures[MEASURES.index(name)] = value
+
+    @property
+    def run(self) -> str:
+        """The run that the versions belong to. Written by the courier."""
+        return bytes(self._run).rstrip(b"\0").decode()
+
+    @run.setter
+    def run(self, name: str) -> None:
+        data = name.encode()
+        assert len(data) <= RUN_BYTES
+        self._run[:] = np.frombuffer(data.ljust(RUN_BYTES, b"\0"), dtype=np.uint8)
+
+    # ---- the buffers --------------------------------------------------------------------------------------------
+
+    def base(self, fragment: int) -> FloatArray:
+        start = self.layout.header_bytes + 4 * self.plan.starts[fragment]
+        return self._floats(start, self.plan.fragments[fragment].size)
+
+    def outgoing(self, slot: int, fragment: int) -> FloatArray:
+        return self._slot(slot, fragment)
+
+    def incoming(self, slot: int, fragment: int) -> FloatArray:
+        return self._slot(self.layout.slots + slot, fragment)
+
+    @property
+    def slots_memory(self) -> npt.NDArray[np.uint8]:
+        """Every slot, for page-locking."""
+        return self.memory[self.layout.header_bytes + self.layout.base_bytes :]
+
+    def _slot(self, index: int, fragment: int) -> FloatArray:
+        start = self.layout.header_bytes + self.layout.base_bytes + index * self.layout.slot_bytes
+        return self._floats(start, self.plan.fragments[fragment].size)
+
+    def _floats(self, start: int, size: int) -> FloatArray:
+        return self.memory[start : start + 4 * size].view(np.float32)
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had now, by the system and by the control group; None where neither tells."""
+    known = [value for value in (_meminfo(), _cgroup()) if value is not None]
+    return min(known) if known else None
+
+
+def _meminfo() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _cgroup() -> int | None:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def _too_little(need: int, have: int | None) -> ConfigError:
+    there = "" if have is None else f" and {have / 2**20:,.0f} MiB are free"
+    return ConfigError(
+        f"the shared buffers need {need / 2**20:,.0f} MiB of memory{there}: "
+        f"use a smaller model, more fragments or fewer learners on this machine"
+    )
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("atoll-mailbox")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

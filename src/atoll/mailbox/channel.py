@@ -1,0 +1,251 @@
+"""Small messages between the training process and its courier, over a local socket.
+
+    training process → courier    Start  Box  Step  Copy  Took  Freed  Bye
+    courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder  StopOrder
+
+Neither side ever waits to send: what does not fit into the socket waits in memory, in order. A slot is named by its
+number; the courier alone decides who uses which slot for what.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections import deque
+
+import msgspec
+
+from atoll.protocol.effects import Adopted, Stepped
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import AdoptRule, TensorSpec
+from atoll.protocol.settings import Settings
+
+FRAME_LIMIT = 16 * 2**20
+"""A frame may carry the names and shapes of every tensor; more than this is nonsense."""
+BASE, NOTHING = -1, -2
+"""In place of a slot, for carry: subtract the base; subtract nothing."""
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Start(Frame, frozen=True):
+    learner: str
+    session: str
+    url: str
+    tensors: tuple[TensorSpec, ...]
+    boxed: bool = False
+    """A box follows at once: this courier takes over from one that died."""
+
+
+class Box(Frame, frozen=True):
+    """The descriptor of the shared memory comes with this frame."""
+
+    settings: Settings
+    stepped: Stepped
+
+
+class Step(Frame, frozen=True):
+    stepped: Stepped
+
+
+class Copy(Frame, frozen=True):
+    slot: int
+    round: int
+    fragment: int
+    t: int
+    steps: int
+    tokens: int
+    base: int
+    epoch: int
+    """How many times the training process was told to forget; what it did before no longer counts."""
+
+
+class Took(Frame, frozen=True):
+    """A version is in the model; its slot may be copied into the base."""
+
+    slot: int
+    adopted: Adopted
+    epoch: int
+
+
+class Freed(Frame, frozen=True):
+    """An order was dropped undone; its slot is free."""
+
+    slot: int
+    incoming: bool
+
+
+class Bye(Frame, frozen=True):
+    reason: str
+
+
+class Welcomed(Frame, frozen=True):
+    settings: Settings
+    fingerprint: str
+    incarnation: int
+
+
+class ReadOrder(Frame, frozen=True):
+    slot: int
+    round: int
+    fragment: int
+    step: int
+    alone: bool
+    """It takes the place of every copy ordered before and not made yet."""
+
+
+class HoldOrder(Frame, frozen=True):
+    round: int
+    fragment: int
+    step: int
+
+
+class LetGoOrder(Frame, frozen=True):
+    round: int
+
+
+class AdoptOrder(Frame, frozen=True):
+    slot: int
+    fragment: int
+    version: int
+    round: int
+    rule: AdoptRule
+    blend: float
+    step: int
+    minus: int = NOTHING
+    """carry: the outgoing slot to subtract, or BASE."""
+    minus_steps: int = 0
+    minus_tokens: int = 0
+
+
+class OwnOrder(Frame, frozen=True):
+    """The parameters that were sent are the run's version 0."""
+
+
+class ForgetOrder(Frame, frozen=True):
+    epoch: int
+    reset: bool
+    """The inner optimizer starts afresh too."""
+
+
+class StopOrder(Frame, frozen=True):
+    reason: str
+    final: bool
+    failed: bool
+
+
+ToCourier = Start | Box | Step | Copy | Took | Freed | Bye
+ToTraining = Welcomed | ReadOrder | HoldOrder | LetGoOrder | AdoptOrder | OwnOrder | ForgetOrder | StopOrder
+
+
+class Channel:
+    """One end of the socket: whole frames in, whole frames out, never blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.closed = False
+        self._incoming = bytearray()
+        self._waiting: deque[memoryview] = deque()
+        self._descriptors: deque[int] = deque()
+
+    @staticmethod
+    def pair() -> tuple[Channel, socket.socket]:
+        """Our end, and the end to hand to the other process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(ours), theirs
+
+    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+        data = msgspec.msgpack.encode(frame)
+        packet = len(data).to_bytes(4, "little") + data
+        if descriptor is not None:
+            self._send_descriptor(packet, descriptor)
+            return
+        self._waiting.append(memoryview(packet))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits; True when nothing is left."""
+        while self._waiting and not self.closed:
+            try:
+                sent = self.sock.send(self._waiting[0])
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.closed = True
+                return False
+            rest = self._waiting.popleft()[sent:]
+            if rest:
+                self._waiting.appendleft(rest)
+        return not self._waiting
+
+    def receive(self) -> list[bytes]:
+        """Every whole frame that has come; sets `closed` when the other side is gone."""
+        while not self.closed:
+            try:
+                data, ancillary, _, _ = self.sock.recvmsg(1 << 16, 1024)
+            except BlockingIOError:
+                break
+            except OSError:
+                self.closed = True
+                break
+            self._take_descriptors(ancillary)
+            if not data:
+                self.closed = True
+            self._incoming += data
+            if len(data) < 1 << 16:
+                break
+        return self._frames()
+
+    def take_descriptor(self) -> int:
+        if not self._descriptors:
+            raise PeerError("a frame that should carry a descriptor came without one")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        self.closed = True
+        self.sock.close()
+
+    def _frames(self) -> list[bytes]:
+        frames = []
+        while len(self._incoming) >= 4:
+            length = int.from_bytes(self._incoming[:4], "little")
+            if length > FRAME_LIMIT:
+                raise PeerError(f"a frame of {length} bytes between learner and courier; the limit is {FRAME_LIMIT}")
+            if len(self._incoming) < 4 + length:
+                break
+            frames.append(bytes(self._incoming[4 : 4 + length]))
+            del self._incoming[: 4 + length]
+        return frames
+
+    def _send_descriptor(self, packet: bytes, descriptor: int) -> None:
+        """Ancillary data must go with its bytes, so this one send may wait for the socket to drain."""
+        self.sock.setblocking(True)
+        try:
+            while self._waiting:
+                self.sock.sendall(self._waiting.popleft())
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+            sent = self.sock.sendmsg([packet], [rights])
+            self.sock.sendall(packet[sent:])
+        except OSError:
+            self.closed = True
+        finally:
+            if not self.closed:
+                self.sock.setblocking(False)
+
+    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                self._descriptors.extend(numbers)
+
+
+def decode_to_courier(data: bytes) -> ToCourier:
+    return msgspec.msgpack.decode(data, type=ToCourier)
+
+
+def decode_to_training(data: bytes) -> ToTraining:
+    return msgspec.msgpack.decode(data, type=ToTraining)

@@ -1,0 +1,311 @@
+"""The syncer's service: events in, effects out, bytes in between.
+
+The server hands over hellos, messages and bodies; the rules of `protocol.syncer` decide; merging and the outer step run
+beside the event loop when they are large. The first joiner's tensors make the fragment plan; a model that differs is
+refused with the first difference named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.config import Config
+from atoll.fabric.desk import Channel, Served
+from atoll.fabric.server import Server
+from atoll.fabric.wire import Score
+from atoll.numerics.codec import make_codec
+from atoll.numerics.fragments import Plan, difference, make_plan
+from atoll.numerics.screen import Screen
+from atoll.protocol import effects as fx
+from atoll.protocol.errors import AtollError, PeerError
+from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused
+from atoll.protocol.syncer import Syncer
+from atoll.syncer.inbox import Inbox
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.status import Meter
+from atoll.telemetry.events import EventLog
+
+LARGE = 1 << 18
+"""Fragments of more elements than this are decoded and merged beside the event loop."""
+GOODBYE_S = 15.0
+"""How long a finished run stays up for learners that fetch its last versions."""
+LAST_SCORE_S = 120.0
+"""How long it waits for the evaluator's last word."""
+
+
+class SyncerService:
+    """A `fabric.Desk`. Belongs to one event loop."""
+
+    def __init__(self, config: Config, *, run: str, events: EventLog, evaluated: bool = False) -> None:
+        self._config, self._run, self._events = config, run, events
+        self._evaluated = evaluated
+        self._loop = asyncio.get_running_loop()
+        self._channels: dict[str, Channel] = {}
+        self._machine: Syncer | None = None
+        self._plan: Plan | None = None
+        self._tensors: tuple[object, ...] = ()
+        self._wake: asyncio.TimerHandle | None = None
+        self._initial: set[int] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+        self.started = asyncio.Event()
+        self._finished = asyncio.Event()
+        self._scored = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self.meter = Meter(config)
+        self.server = Server(self, host=config.service.host, port=config.service.port)
+        settings = msgspec.to_builtins(config.protocol)
+        data: dict[str, object] = {"run": run, "learners": config.protocol.learners, "settings": settings}
+        events.say("run", f"run {run}: waiting for {config.protocol.learners} learners", data)
+
+    async def run(self, save: Callable[[Parameters], None]) -> None:
+        """Serve until the run is over; `save` writes the finished model down."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            await self.server.start()
+            self.started.set()
+            await self._finished.wait()
+            if self._machine is not None and self._machine.committed > 0:
+                save(self._parameters)
+            await self._goodbye()
+            self._say_finished()
+            await self.server.stop()
+            if self._wake is not None:
+                self._wake.cancel()
+
+    def end(self, reason: str) -> None:
+        """The operator wants the run to end in good order."""
+        if self._machine is None:
+            self._finished.set()
+        else:
+            self._handle(fx.EndAsked(reason))
+
+    async def _goodbye(self) -> None:
+        waits = [(self._emptied, GOODBYE_S)]
+        if self._evaluated:
+            waits.append((self._scored, LAST_SCORE_S))
+        if not self._channels:
+            self._emptied.set()
+        for event, limit_s in waits:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await event.wait()
+            except TimeoutError:
+                self._events.say("warning", f"the run closes without waiting longer than {limit_s:g} s")
+
+    def _say_finished(self) -> None:
+        learners = [] if self._machine is None else [
+            {
+                "learner": one.name,
+                "incarnation": one.incarnation,
+                "t": one.t,
+                "tokens": one.tokens_total,
+                "busy_s": one.busy_s,
+            }
+            for one in self._machine.members.learners.values()
+        ]
+        data = {"learners": learners, "bytes_in": self.server.bytes_in, "bytes_out": self.server.bytes_out}
+        self._events.say("finished", "the run is finished", data)
+
+    # ---- the desk: learners -------------------------------------------------------------------------------------
+
+    def opened(self, channel: Channel, hello: Hello) -> None:
+        try:
+            machine = self._machine or self._begin(hello)
+            self._check_model(hello)
+        except AtollError as error:
+            self._events.say("refused", f"{hello.learner} was refused: {error}", {"learner": hello.learner})
+            channel.send(Refused(reason=str(error), final=True))
+            channel.close(str(error))
+            return
+        before = self._channels.get(channel.learner)
+        if before is not None and before.session == channel.session:
+            self._handle(fx.Lost(channel.learner, "it dialled again"))
+        self._channels[channel.learner] = channel
+        assert machine is self._machine
+        self._handle(fx.Greeted(hello))
+
+    def _begin(self, hello: Hello) -> Syncer:
+        """The first joiner's model is the run's model."""
+        settings = self._config.protocol.resolved(len(hello.tensors))
+        self._plan = make_plan(hello.tensors, settings.fragments, settings.plan)
+        self._tensors = hello.tensors
+        self._parameters = Parameters(self._plan, self._config.outer)
+        self._inbox = Inbox(self._plan, make_codec(settings.codec))
+        self._screen = Screen(self._plan, limit=self._config.outer.norm_limit)
+        self._machine = Syncer(settings, run=self._run, fingerprint=self._plan.fingerprint)
+        text = f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+        self._events.say("plan", text, {"settings": msgspec.to_builtins(settings), "parameters": self._plan.size})
+        return self._machine
+
+    def _check_model(self, hello: Hello) -> None:
+        assert self._plan is not None
+        run = tuple(tensor for part in self._plan.fragments for tensor in part.tensors)
+        if (reason := difference(hello.tensors, run)) is not None:
+            raise PeerError(f"{reason}. The run's own settings are in its run.toml.")
+
+    def received(self, channel: Channel, message: FromLearner) -> None:
+        if self._channels.get(channel.learner) is not channel:
+            return
+        if isinstance(message, Contribution):
+            self._contribution(channel.learner, message)
+        else:
+            self._handle(fx.Received(channel.learner, message))
+
+    def closed(self, channel: Channel, reason: str) -> None:
+        if self._channels.get(channel.learner) is channel:
+            del self._channels[channel.learner]
+            self._handle(fx.Lost(channel.learner, reason))
+        if not self._channels:
+            self._emptied.set()
+
+    # ---- the desk: bodies ---------------------------------------------------------------------------------------
+
+    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
+        if self._machine is None:
+            raise PeerError("the run has not begun")
+        return self._inbox.receive((learner, round, attempt))
+
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
+        self._inbox.arrived((learner, round, attempt), digest)
+
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
+        self._inbox.aborted((learner, round, attempt))
+
+    def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
+        machine = self._machine
+        if machine is None or machine.phase != "empty" or machine.uploader != learner:
+            raise PeerError(f"{learner} was not asked for the first parameters")
+        if self._plan is None or fragment >= len(self._plan.fragments):
+            raise PeerError(f"there is no fragment {fragment}")
+        if fragment == 0:
+            self._initial.clear()
+        return self._parameters.initial(fragment)
+
+    def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
+        assert self._plan is not None
+        if (reason := self._parameters.check_initial(fragment, digest)) is not None:
+            self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
+            self._channels[learner].send(Refused(reason=reason, final=True))
+            self._channels[learner].close(reason)
+            return
+        self._initial.add(fragment)
+        if len(self._initial) == len(self._plan.fragments):
+            self._parameters.begin()
+            self._handle(fx.Initialised(learner))
+
+    def fragment(self, index: int) -> Served:
+        if self._machine is None:
+            raise PeerError("the run has no parameters yet")
+        return self._parameters.serve(index)
+
+    def _contribution(self, learner: str, message: Contribution) -> None:
+        assert self._plan is not None
+        key = (learner, message.round, message.attempt)
+        in_range = 0 <= message.fragment < len(self._plan.fragments)
+        if not in_range or self._plan.fragments[message.fragment].size <= LARGE:
+            self._handle(fx.Delivered(learner, message, self._examine(key, message)))
+        else:
+            self._spawn(self._examine_aside(key, message))
+
+    async def _examine_aside(self, key: tuple[str, int, int], message: Contribution) -> None:
+        refusal = await asyncio.to_thread(self._examine, key, message)
+        self._handle(fx.Delivered(key[0], message, refusal))
+
+    def _examine(self, key: tuple[str, int, int], message: Contribution) -> str | None:
+        """Decode and screen; the reason of a refusal."""
+        try:
+            delta = self._inbox.open(key, message.digest)
+        except PeerError as error:
+            return str(error)
+        if message.probe or message.steps <= 0:
+            return None
+        return self._screen.judge(message.fragment, delta, message.steps)
+
+    # ---- the desk: people and evaluators --------------------------------------------------------------------------
+
+    def status(self) -> bytes:
+        return msgspec.json.encode(self.meter.status(time.time(), self._run, self._machine))
+
+    def manifest(self) -> bytes:
+        if self._machine is None or self._plan is None:
+            raise PeerError("the run has not begun")
+        machine = self._machine
+        return msgspec.json.encode(
+            {
+                "run": self._run,
+                "phase": machine.phase,
+                "round": machine.committed,
+                "plan": self._plan,
+                "evaluate_every": self._config.service.evaluate_every,
+            }
+        )
+
+    def score(self, score: Score) -> None:
+        self.meter.score(score)
+        text = f"validation loss {score.loss:.4f} at round {score.round}"
+        data = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
+        self._events.say("score", text, {**data, "final": score.final})
+        if score.final:
+            self._scored.set()
+
+    # ---- the machine --------------------------------------------------------------------------------------------
+
+    def _handle(self, event: fx.SyncerEvent) -> None:
+        if self._machine is None:
+            return
+        for effect in self._machine.handle(self._loop.time(), event):
+            self._carry_out(effect)
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if self._machine.wake_at is not None:
+            self._wake = self._loop.call_at(self._machine.wake_at, self._handle, fx.Tick())
+
+    def _carry_out(self, effect: fx.SyncerEffect) -> None:
+        match effect:
+            case fx.Send(learner, message):
+                if isinstance(message, Pull):
+                    self._inbox.ask((learner, message.round, message.attempt), message.fragment)
+                if (channel := self._channels.get(learner)) is not None:
+                    channel.send(message)
+            case fx.Merge():
+                self._merge(effect)
+            case fx.Commit(number, fragment, version):
+                self._parameters.commit(fragment, version, number)
+            case fx.Discard(learner, number, attempt):
+                self._inbox.discard((learner, number, attempt))
+            case fx.Expel(learner, reason):
+                if (channel := self._channels.pop(learner, None)) is not None:
+                    channel.close(reason)
+            case fx.Finished():
+                self._finished.set()
+            case fx.Note(kind, text, data):
+                self.meter.note(time.time(), kind, data)
+                self._events.say(kind, text, data)
+
+    def _merge(self, merge: fx.Merge) -> None:
+        assert self._plan is not None
+        if self._plan.fragments[merge.fragment].size <= LARGE:
+            self._loop.call_soon(self._handle, self._staged(merge))
+        else:
+            self._spawn(self._merge_aside(merge))
+
+    async def _merge_aside(self, merge: fx.Merge) -> None:
+        self._handle(await asyncio.to_thread(self._staged, merge))
+
+    def _staged(self, merge: fx.Merge) -> fx.SyncerEvent:
+        began = time.perf_counter()
+        deltas = [self._inbox.delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
+        try:
+            mark = self._parameters.stage(merge.fragment, deltas, [part.weight for part in merge.parts])
+        except ValueError as error:
+            return fx.Unmergeable(merge.round, str(error))
+        return fx.Merged(merge.round, mark, time.perf_counter() - began)
+
+    def _spawn(self, work: object) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)  # type: ignore[arg-type]

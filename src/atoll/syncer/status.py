@@ -1,0 +1,120 @@
+"""The live figures of a run: what /v1/status tells, from the machine's state and a few running sums."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import Any
+
+from atoll.config import Config
+from atoll.fabric.wire import Score
+from atoll.protocol.membership import Learner
+from atoll.protocol.syncer import Syncer
+from atoll.telemetry.status import LearnerStatus, RunStatus
+
+RECENT = 256
+"""Rounds behind the live figures."""
+PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
+
+
+class Meter:
+    def __init__(self, config: Config) -> None:
+        self._learners = config.protocol.learners
+        self._config = config
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._commits: deque[float] = deque(maxlen=RECENT)
+        self._shares: deque[float] = deque(maxlen=RECENT)
+        self._round_of: dict[str, int] = {}
+        self._busy_before: dict[str, float] = {}
+        self._seen: dict[str, deque[tuple[float, int]]] = {}
+        self._score: Score | None = None
+
+    def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
+        if kind == "recovered" and self._began is None:
+            self._began = at
+        elif kind == "round":
+            self._commits.append(at)
+            self._shares.append(len(data["members"]) / max(1, data["live"]))
+            for member in data["members"]:
+                self._round_of[member["learner"]] = data["round"]
+        elif kind in ("lost", "left"):
+            name = data["learner"]
+            self._busy_before[name] = self._busy_before.get(name, 0.0) + data["busy_s"]
+        elif kind == "ending":
+            self._ended = at
+
+    def score(self, score: Score) -> None:
+        self._score = score
+
+    def status(self, now: float, run: str, machine: Syncer | None) -> RunStatus:
+        elapsed = (self._ended or now) - self._began if self._began else 0.0
+        learners = tuple(self._learner(now, one, machine) for one in machine.members.learners.values()) if machine else ()
+        settings = machine.settings if machine else self._config.protocol
+        progress = machine.progress if machine else 0.0
+        gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
+        return RunStatus(
+            run=run,
+            phase=PHASES[machine.phase] if machine else "waiting",
+            elapsed_s=elapsed,
+            left_s=elapsed * (1 - progress) / progress if progress > 0.01 else None,
+            progress=progress,
+            global_step=machine.global_step if machine else 0,
+            round=machine.committed if machine else 0,
+            fragments=settings.fragments,
+            sync_every=settings.sync_every,
+            synchronous=settings.synchronous,
+            quorum=settings.quorum,
+            members=machine.last_members if machine else (),
+            reason=machine.last_reason if machine else "",
+            effective_h=machine.effective_h if machine else None,
+            grace_s=machine.grace_s if machine else 0.0,
+            participation=sum(self._shares) / len(self._shares) if self._shares else None,
+            goodput=self._goodput(machine, elapsed) if machine and elapsed > 0 else None,
+            tokens=machine.members.tokens() if machine else 0,
+            tokens_per_s=sum(one.tokens_per_s for one in learners),
+            median_gap_s=median(gaps) if gaps else None,
+            validation_loss=self._score.loss if self._score else None,
+            validation_round=self._score.round if self._score else None,
+            learners=learners,
+        )
+
+    def _goodput(self, machine: Syncer, elapsed: float) -> float:
+        busy = sum(self._busy_before.values())
+        busy += sum(one.busy_s for one in machine.members.learners.values() if one.connected)
+        return min(1.0, busy / (max(self._learners, 1) * elapsed))
+
+    def _learner(self, now: float, one: Learner, machine: Syncer | None) -> LearnerStatus:
+        assert machine is not None
+        return LearnerStatus(
+            learner=one.name,
+            state=_state(one),
+            incarnation=one.incarnation,
+            step=one.t,
+            tokens=one.tokens_before + one.tokens_total,
+            tokens_per_s=self._rate(now, one),
+            loss=one.loss,
+            version_round=self._round_of.get(one.name, -1),
+            in_last_round=one.name in machine.last_members,
+        )
+
+    def _rate(self, now: float, one: Learner) -> float:
+        """Tokens per second over the last few looks."""
+        seen = self._seen.setdefault(one.name, deque(maxlen=16))
+        if seen and seen[-1][1] > one.tokens_total:
+            seen.clear()
+        if not seen or now - seen[-1][0] > 0.2:
+            seen.append((now, one.tokens_total))
+        (first, few), (last, many) = seen[0], seen[-1]
+        return (many - few) / (last - first) if last > first and one.connected else 0.0
+
+
+def _state(one: Learner) -> str:
+    if not one.connected:
+        return "gone"
+    if one.stopped:
+        return "stopped"
+    for name in ("muted", "stalled"):
+        if getattr(one, name):
+            return name
+    return one.state

@@ -1,0 +1,207 @@
+"""A syncer's server on a free port of this machine with a desk in memory behind it, and learners that dial it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
+
+import aiohttp
+import pytest
+
+from atoll.fabric.client import Link
+from atoll.fabric.server import Channel, Served, Server
+from atoll.fabric.wire import Limits, Score, digest
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Started
+
+WAIT_S = 10.0
+
+
+class MemoryDesk:
+    """Remembers what it is told, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.channels: dict[str, Channel] = {}
+        self.refuse: str | None = None
+        self.buffers: dict[tuple[str, int, int], bytearray] = {}
+        self.initials: dict[int, bytearray] = {}
+        self.fragments: dict[int, bytes] = {}
+        self.held = 0
+        self._news = asyncio.Event()
+
+    def note(self, *what: object) -> None:
+        self.log.append(what)
+        self._news.set()
+
+    def told(self, kind: str) -> list[tuple[object, ...]]:
+        return [entry for entry in self.log if entry[0] == kind]
+
+    async def until(self, kind: str, count: int = 1) -> tuple[object, ...]:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.told(kind)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.told(kind)[count - 1]
+
+    def opened(self, channel: Channel, hello: Hello) -> None:
+        self.note("opened", channel.learner, channel.session)
+        if self.refuse is not None:
+            raise PeerError(self.refuse)
+        self.channels[channel.learner] = channel
+        channel.send(Started(uploader="nobody"))
+
+    def received(self, channel: Channel, message: FromLearner) -> None:
+        self.note("received", channel.learner, message)
+
+    def closed(self, channel: Channel, reason: str) -> None:
+        self.note("closed", channel.learner, channel.session, reason)
+
+    def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
+        self.note("asked", learner, round, attempt)
+        try:
+            return memoryview(self.buffers[learner, round, attempt])
+        except KeyError:
+            raise PeerError(f"round {round} did not ask {learner} for attempt {attempt}") from None
+
+    def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
+        self.note("arrived", learner, round, attempt, digest)
+
+    def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
+        self.note("aborted", learner, round, attempt, reason)
+
+    def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
+        return memoryview(self.initials[fragment])
+
+    def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
+        self.note("initial", learner, fragment, digest)
+
+    def fragment(self, index: int) -> Served:
+        if index not in self.fragments:
+            raise PeerError(f"there is no fragment {index}")
+        self.held += 1
+        data = self.fragments[index]
+        return Served(3, 7, digest(data), memoryview(data), self._release)
+
+    def _release(self) -> None:
+        self.held -= 1
+        self.note("released")
+
+    def status(self) -> bytes:
+        return json.dumps({"round": 7}).encode()
+
+    def manifest(self) -> bytes:
+        return json.dumps({"fragments": len(self.fragments)}).encode()
+
+    def score(self, score: Score) -> None:
+        self.note("score", score)
+
+
+class Learner:
+    """A link with a memory."""
+
+    def __init__(self, url: str, name: str, session: str, limits: Limits) -> None:
+        self.messages: asyncio.Queue[FromSyncer] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.link = Link(
+            url,
+            hello=lambda: Hello(protocol=PROTOCOL, learner=name, session=session),
+            on_open=lambda: None,
+            on_message=self.messages.put_nowait,
+            on_lost=self.lost.put_nowait,
+            limits=limits,
+            jitter=lambda: 0.1,
+        )
+
+    async def heard(self) -> FromSyncer:
+        async with asyncio.timeout(WAIT_S):
+            return await self.messages.get()
+
+    async def lost_it(self) -> str:
+        async with asyncio.timeout(WAIT_S):
+            return await self.lost.get()
+
+
+class Place:
+    """One server and everything a test does around it."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.desk = MemoryDesk()
+        self.limits = Limits()
+        self._stack = stack
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    async def open(self, limits: Limits | None = None, port: int = 0) -> None:
+        self.limits = limits or Limits()
+        self._server = Server(self.desk, host="127.0.0.1", port=port, limits=self.limits)
+        await self._server.start()
+        self._stack.push_async_callback(self._server.stop)
+
+    async def learner(self, name: str = "learner-0", session: str = "s0") -> Learner:
+        learner = Learner(self.url, name, session, self.limits)
+        task = asyncio.create_task(learner.link.run())
+        self._stack.push_async_callback(_ended, task)
+        self._stack.push_async_callback(learner.link.close)
+        return learner
+
+    async def joined(self, name: str = "learner-0", session: str = "s0") -> Learner:
+        learner = await self.learner(name, session)
+        assert isinstance(await learner.heard(), Started)
+        return learner
+
+    async def socket(self) -> aiohttp.ClientWebSocketResponse:
+        """A bare WebSocket, for peers that do not behave."""
+        http = await self._stack.enter_async_context(aiohttp.ClientSession())
+        return await self._stack.enter_async_context(http.ws_connect(f"{self.url}/v1/control"))
+
+    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare TCP connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        self._stack.push_async_callback(_hung_up, writer)
+        return reader, writer
+
+    async def request(
+        self, method: str, path: str, data: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(method, self.url + path, data=data, headers=headers) as answer,
+        ):
+            return answer.status, await answer.text()
+
+
+async def _hung_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        await task
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        yield Place(stack)
+
+
+@pytest.fixture
+def hello() -> Callable[..., Hello]:
+    def make(learner: str = "learner-0", session: str = "s0", protocol: int = PROTOCOL) -> Hello:
+        return Hello(protocol=protocol, learner=learner, session=session)
+
+    return make

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+
+from atoll.fabric.client import Link, get_fragment_once, get_json, post_score
+from atoll.fabric.wire import Limits, Score, digest
+from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Started
+
+if TYPE_CHECKING:
+    from .conftest import Place
+
+BODY = bytes(range(256)) * 16
+LARGE = bytes(range(256)) * (5 << 12)
+
+
+async def test_bodies_go_both_ways(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    for data in (BODY, LARGE):
+        place.desk.buffers["learner-0", 5, 1] = bytearray(len(data))
+        place.desk.initials[0] = bytearray(len(data))
+        place.desk.fragments[0] = data
+        await link.put_contribution("learner-0", "s0", 5, 1, memoryview(data), digest(data), 10)
+        await link.put_initial("learner-0", "s0", 0, memoryview(data), digest(data), 10)
+        into = bytearray(len(data))
+        assert await link.get_fragment(0, memoryview(into), 10) == (3, 7, digest(data))
+        assert into == data == place.desk.buffers["learner-0", 5, 1] == place.desk.initials[0]
+    assert place.desk.held == 0
+
+
+async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    with pytest.raises(PeerError, match="round 9 did not ask learner-0 for attempt 1"):
+        await link.put_contribution("learner-0", "s0", 9, 1, memoryview(LARGE), digest(LARGE), 10)
+    with pytest.raises(PeerError, match="there is no fragment 1"):
+        await link.get_fragment(1, memoryview(bytearray(8)), 10)
+
+
+async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    place.desk.fragments[0] = BODY
+    with pytest.raises(PeerError, match="has 4096 bytes, 4095 were expected"):
+        await link.get_fragment(0, memoryview(bytearray(4095)), 10)
+
+
+async def test_a_body_past_its_deadline_is_unreachable(place: Place) -> None:
+    await place.open()
+    link = (await place.joined()).link
+    place.desk.fragments[0] = BODY
+    with pytest.raises(Unreachable, match="not done within"):
+        await link.get_fragment(0, memoryview(bytearray(4096)), 0)
+
+
+async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Place) -> None:
+    await place.open()
+    learner = await place.joined()
+    port = place.server.port
+    await place.server.stop()
+    assert "the syncer is stopping" in await learner.lost_it()
+    assert not learner.link.up and not learner.link.send(Heartbeat())
+    with pytest.raises(Unreachable):
+        await learner.link.get_fragment(0, memoryview(bytearray(1)), 1)
+    assert "cannot be reached" in await learner.lost_it()
+    await place.open(port=port)
+    assert isinstance(await learner.heard(), Started)
+    assert learner.link.send(Heartbeat())
+    await place.desk.until("received")
+    assert [entry[2] for entry in place.desk.told("opened")] == ["s0", "s0"]
+
+
+async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(place: Place) -> None:
+    await place.open(Limits(backoff_s=0.01, backoff_cap_s=0.04))
+    learner = await place.joined()
+    await place.server.stop()
+    for _ in range(5):
+        await learner.lost_it()
+    assert learner.link._backoff_s == 0.04
+    await place.open(place.limits, port=place.server.port)
+    await learner.heard()
+    assert learner.link._backoff_s == 0.01
+
+
+async def test_closing_sends_what_is_queued(place: Place) -> None:
+    await place.open()
+    learner = await place.joined()
+    for number in range(100):
+        assert learner.link.send(Heartbeat(clock={"a": number}))
+    assert learner.link.send(Leave(reason="done"))
+    await learner.link.close()
+    assert (await place.desk.until("received", 101))[2] == Leave(reason="done")
+    await place.desk.until("closed")
+    assert learner.lost.empty()
+
+
+async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: Place) -> None:
+    await place.open(Limits(send_queue=4))
+    learner = await place.joined()
+    assert [learner.link.send(Heartbeat()) for _ in range(5)] == [True, True, True, True, False]
+    await learner.lost_it()
+    assert isinstance(await learner.heard(), Started)
+
+
+async def test_an_error_in_a_callback_is_ours_and_ends_run(place: Place) -> None:
+    await place.open()
+
+    def wrong(message: object) -> None:
+        raise KeyError("ours")
+
+    link = Link(
+        place.url,
+        hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
+        on_open=lambda: None,
+        on_message=wrong,
+        on_lost=lambda reason: None,
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(10):
+            await link.run()
+    assert caught.group_contains(KeyError)
+    await link.close()
+
+
+async def test_redirects_are_not_followed(place: Place) -> None:
+    await place.open()
+
+    async def away(request: web.Request) -> web.Response:
+        raise web.HTTPFound(place.url + request.path)
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", away)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    link = Link(
+        url,
+        hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
+        on_open=lambda: None,
+        on_message=lambda message: None,
+        on_lost=lost.put_nowait,
+    )
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(link.run())
+        assert "redirect" in await lost.get()
+        await link.close()
+    with pytest.raises(PeerError, match="302"):
+        await get_json(url, "/v1/status")
+    await runner.cleanup()
+    assert place.desk.log == []
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:7077", "https://a:1", "http://a", "http://a:1/x", "http://a:99999"])
+def test_an_address_that_is_none_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"it looks like http://127\.0\.0\.1:7077"):
+        Link(
+            url,
+            hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
+            on_open=lambda: None,
+            on_message=lambda message: None,
+            on_lost=lambda reason: None,
+        )
+
+
+async def test_an_evaluator_needs_no_link(place: Place) -> None:
+    await place.open()
+    place.desk.fragments[0] = BODY
+    assert await get_json(place.url, "/v1/manifest") == {"fragments": 1}
+    into = bytearray(len(BODY))
+    assert await get_fragment_once(place.url, 0, memoryview(into)) == (3, 7, digest(BODY))
+    assert into == BODY
+    await post_score(place.url, Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
+    assert place.desk.told("score") == [("score", Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))]
+    with pytest.raises(PeerError, match="Not Found"):
+        await get_json(place.url, "/v1/nothing")

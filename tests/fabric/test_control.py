@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import pytest
+
+from atoll.fabric.wire import Limits, decode_from_syncer, encode
+from atoll.protocol.messages import PROTOCOL, Ending, Heartbeat, Hello, Leave, Refused, Started
+
+if TYPE_CHECKING:
+    from .conftest import Place
+
+Make = Callable[..., Hello]
+
+
+async def refusal(socket: aiohttp.ClientWebSocketResponse) -> Refused:
+    """The refusal that the channel ends with."""
+    async with asyncio.timeout(10):
+        messages = [decode_from_syncer(frame.data) async for frame in socket]
+    assert isinstance(messages[-1], Refused)
+    return messages[-1]
+
+
+async def test_hello_opens_a_channel_both_ways(place: Place) -> None:
+    await place.open()
+    learner = await place.joined()
+    assert place.desk.log[0] == ("opened", "learner-0", "s0")
+    assert learner.link.send(Heartbeat(clock={"learner-0": 4}))
+    assert await place.desk.until("received") == ("received", "learner-0", Heartbeat(clock={"learner-0": 4}))
+    place.desk.channels["learner-0"].send(Ending(reason="enough"))
+    assert await learner.heard() == Ending(reason="enough")
+    assert place.server.bytes_in > 0 and place.server.bytes_out > 0
+
+
+async def test_another_protocol_is_refused(place: Place, hello: Make) -> None:
+    await place.open()
+    socket = await place.socket()
+    await socket.send_bytes(encode(hello(protocol=PROTOCOL + 1)))
+    answer = await refusal(socket)
+    assert answer.final and f"speaks protocol {PROTOCOL}, the learner {PROTOCOL + 1}" in answer.reason
+    assert place.desk.log == []
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (b"\xc1garbage", "could not be read"),
+        (b"", "could not be read"),
+        (msgspec.msgpack.encode({"type": "Heartbeat", "clock": {}, "extra": 1}), "unknown field `extra`"),
+        (msgspec.msgpack.encode({"type": "Explode"}), "Explode"),
+        (encode(Started(uploader="me")), "Started"),
+        (encode(Hello(protocol=PROTOCOL, learner="learner-0", session="s0")), "second hello"),
+        ("text", "text frame"),
+    ],
+)
+async def test_a_bad_frame_costs_its_sender_the_channel_and_nobody_else(
+    place: Place, hello: Make, frame: bytes | str, says: str
+) -> None:
+    await place.open()
+    other = await place.joined("learner-1")
+    socket = await place.socket()
+    await socket.send_bytes(encode(hello()))
+    await (socket.send_str(frame) if isinstance(frame, str) else socket.send_bytes(frame))
+    assert says in (await refusal(socket)).reason
+    closed = await place.desk.until("closed")
+    assert closed[1] == "learner-0" and says in str(closed[3])
+    assert place.server.bad_frames == 1
+    other.link.send(Heartbeat())
+    assert await place.desk.until("received") == ("received", "learner-1", Heartbeat())
+
+
+async def test_the_first_message_must_be_a_hello(place: Place) -> None:
+    await place.open()
+    socket = await place.socket()
+    await socket.send_bytes(encode(Leave(reason="x")))
+    assert "opens with Hello" in (await refusal(socket)).reason
+    assert place.desk.log == []
+
+
+async def test_a_hello_that_never_comes_ends_the_channel(place: Place) -> None:
+    await place.open(Limits(hello_s=0.05))
+    assert "no hello within 0.05 s" in (await refusal(await place.socket())).reason
+
+
+async def test_a_frame_over_the_limit_closes_the_channel_unread(place: Place, hello: Make) -> None:
+    await place.open(Limits(control_bytes=1000))
+    socket = await place.socket()
+    await socket.send_bytes(encode(hello()))
+    await place.desk.until("opened")
+    await socket.send_bytes(encode(Leave(reason="x" * 2000)))
+    assert "failed" in str((await place.desk.until("closed"))[3])
+    async for _ in socket:
+        pass
+    assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+    assert place.desk.told("received") == []
+
+
+async def test_a_newer_channel_of_the_same_session_replaces_the_older_silently(place: Place, hello: Make) -> None:
+    await place.open()
+    older = await place.socket()
+    await older.send_bytes(encode(hello()))
+    await place.desk.until("opened")
+    newer = await place.socket()
+    await newer.send_bytes(encode(hello()))
+    await place.desk.until("opened", 2)
+    async with asyncio.timeout(10):
+        assert [decode_from_syncer(frame.data) async for frame in older] == [Started(uploader="nobody")]
+    await newer.send_bytes(encode(Heartbeat()))
+    await place.desk.until("received")
+    assert place.desk.told("closed") == []
+    await newer.close()
+    await place.desk.until("closed")
+    assert len(place.desk.told("closed")) == 1
+
+
+async def test_a_newer_session_that_the_desk_refuses_leaves_the_older_channel(place: Place, hello: Make) -> None:
+    await place.open()
+    older = await place.socket()
+    await older.send_bytes(encode(hello()))
+    await place.desk.until("opened")
+    place.desk.refuse = "one is enough"
+    newer = await place.socket()
+    await newer.send_bytes(encode(hello(session="s1")))
+    assert (await refusal(newer)).reason == "one is enough"
+    await older.send_bytes(encode(Heartbeat()))
+    await place.desk.until("received")
+    assert place.desk.told("closed") == []
+
+
+async def test_what_was_sent_before_a_close_still_arrives(place: Place) -> None:
+    await place.open()
+    learner = await place.joined()
+    channel = place.desk.channels["learner-0"]
+    channel.send(Refused(reason="go away"))
+    channel.close("expelled")
+    channel.send(Ending(reason="too late"))
+    assert await learner.heard() == Refused(reason="go away")
+    assert "expelled" in await learner.lost_it()
+    assert await place.desk.until("closed") == ("closed", "learner-0", "s0", "expelled")
+
+
+async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: Place, hello: Make) -> None:
+    await place.open(Limits(send_queue=8))
+    await place.joined("learner-1")
+    socket = await place.socket()
+    await socket.send_bytes(encode(hello()))
+    await place.desk.until("opened", 2)
+    for _ in range(9):
+        place.desk.channels["learner-0"].send(Ending(reason="x"))
+    assert "reads too slowly" in str((await place.desk.until("closed"))[3])
+    assert not place.desk.channels["learner-1"].closing
+
+
+async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> None:
+    await place.open(Limits(ping_s=0.1))
+    http = aiohttp.ClientSession()
+    async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
+        await socket.send_bytes(encode(hello()))
+        await place.desk.until("closed")

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from atoll.fabric.outbox import Outbox
+
+
+async def test_what_goes_in_comes_out_in_order_also_after_closing() -> None:
+    outbox, sent = Outbox(3), list[bytes]()
+
+    async def send(data: bytes) -> None:
+        sent.append(data)
+
+    assert [outbox.put(data) for data in (b"1", b"2", b"3", b"4")] == [True, True, True, False]
+    outbox.close()
+    assert not outbox.put(b"5")
+    await outbox.drain(send, 1.0)
+    assert sent == [b"1", b"2", b"3"]
+
+
+async def test_a_peer_that_takes_nothing_is_a_timeout() -> None:
+    outbox = Outbox(1)
+    outbox.put(b"1")
+
+    async def send(data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await outbox.drain(send, 0.01)

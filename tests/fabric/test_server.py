@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from atoll.fabric.server import Server
+from atoll.fabric.wire import Limits, Score, digest
+from atoll.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .conftest import Place
+
+BODY = bytes(range(256)) * 16
+HEADERS = {"Atoll-Session": "s0", "Atoll-Digest": digest(BODY)}
+PATH = "/v1/contributions/learner-0/5/1"
+
+
+async def ready(place: Place, limits: Limits | None = None) -> None:
+    """A joined learner that is asked for a body of 4096 bytes."""
+    await place.open(limits)
+    await place.joined()
+    place.desk.buffers["learner-0", 5, 1] = bytearray(len(BODY))
+
+
+def error(text: str) -> str:
+    found = json.loads(text)["error"]
+    assert isinstance(found, str) and "\n" not in found
+    return found
+
+
+async def begin(place: Place, sent: bytes, path: str = PATH) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A PUT whose body stops after `sent`, once the server asked its desk for the buffer."""
+    asked = len(place.desk.told("asked"))
+    reader, writer = await place.raw()
+    head = [f"PUT {path} HTTP/1.1", "Host: x", f"Content-Length: {len(BODY)}"]
+    head += [f"{name}: {value}" for name, value in HEADERS.items()]
+    writer.write("\r\n".join([*head, "", ""]).encode() + sent)
+    await writer.drain()
+    await place.desk.until("asked", asked + 1)
+    return reader, writer
+
+
+async def test_a_whole_body_arrives(place: Place) -> None:
+    await ready(place)
+    before = place.server.bytes_in
+    assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
+    assert place.desk.buffers["learner-0", 5, 1] == BODY
+    assert place.desk.told("arrived") == [("arrived", "learner-0", 5, 1, digest(BODY))]
+    assert place.desk.told("aborted") == []
+    assert place.server.bytes_in - before == len(BODY)
+
+
+@pytest.mark.parametrize("body", [BODY[:-1], BODY + b"x", b""], ids=["short", "long", "empty"])
+async def test_a_body_of_another_size_is_refused_naming_both(place: Place, body: bytes) -> None:
+    await ready(place)
+    status, text = await place.request("PUT", PATH, body, HEADERS)
+    assert status == 400
+    assert f"{len(body)} bytes" in error(text) and "exactly 4096 bytes" in error(text)
+    assert place.desk.told("arrived") == []
+    assert len(place.desk.told("aborted")) == 1
+
+
+async def test_a_body_without_a_length_is_refused(place: Place) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield BODY
+
+    await ready(place)
+    status, text = await place.request("PUT", PATH, pieces(), HEADERS)
+    assert status == 400 and "no length" in error(text)
+
+
+async def test_a_body_of_another_digest_is_refused(place: Place) -> None:
+    await ready(place)
+    status, text = await place.request("PUT", PATH, BODY[::-1], HEADERS)
+    assert status == 422 and digest(BODY) in error(text)
+    assert place.desk.told("arrived") == []
+    assert len(place.desk.told("aborted")) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "says"),
+    [
+        ("/v1/contributions/learner-0/6/1", HEADERS, 409, "round 6 did not ask"),
+        (PATH, {**HEADERS, "Atoll-Session": "old"}, 403, "say hello first"),
+        ("/v1/contributions/stranger/5/1", HEADERS, 403, "say hello first"),
+        (PATH, {**HEADERS, "Origin": "http://example.com"}, 403, "web pages may only read"),
+        ("/v1/contributions/learner-0/x/1", HEADERS, 404, "Not Found"),
+        ("/v1/contributions/learner-0/-1/1", HEADERS, 404, "Not Found"),
+    ],
+)
+async def test_a_body_nobody_asked_for_is_refused(
+    place: Place, path: str, headers: dict[str, str], status: int, says: str
+) -> None:
+    await ready(place)
+    found, text = await place.request("PUT", path, BODY, headers)
+    assert (found, says in error(text)) == (status, True)
+    assert place.desk.told("arrived") == []
+
+
+async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: Place) -> None:
+    await ready(place)
+    _, writer = await begin(place, BODY[:100])
+    writer.close()
+    aborted = await place.desk.until("aborted")
+    assert aborted[:4] == ("aborted", "learner-0", 5, 1)
+    assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(body_grace_s=0.05, body_rate=1_000_000), Limits(body_grace_s=60, body_idle_s=0.05)],
+    ids=["rate", "idle"],
+)
+async def test_a_body_that_trickles_is_cut_off(place: Place, limits: Limits) -> None:
+    await ready(place, limits)
+    reader, _ = await begin(place, BODY[:100])
+    async with asyncio.timeout(10):
+        answer = await reader.readuntil(b"}")
+    assert b" 408 " in answer and b"too slowly: 100 of 4096 bytes" in answer
+    assert len(place.desk.told("aborted")) == 1
+
+
+async def test_bodies_beyond_the_budget_of_a_learner_wait(place: Place) -> None:
+    await ready(place, Limits(budget_bytes=len(BODY) + 1))
+    place.desk.buffers["learner-0", 6, 1] = bytearray(len(BODY))
+    _, writer = await begin(place, BODY[:100])
+    status, text = await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS)
+    assert status == 429 and "budget of 4097" in error(text)
+    writer.write(BODY[100:])
+    await place.desk.until("arrived")
+    assert (await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS))[0] == 204
+
+
+async def test_the_same_body_twice_at_once_is_refused_and_the_first_goes_on(place: Place) -> None:
+    await ready(place)
+    _, writer = await begin(place, BODY[:100])
+    status, text = await place.request("PUT", PATH, BODY, HEADERS)
+    assert status == 409 and "already" in error(text)
+    writer.write(BODY[100:])
+    await place.desk.until("arrived")
+    assert place.desk.told("aborted") == []
+
+
+async def test_a_body_of_an_older_session_counts_for_nothing(place: Place) -> None:
+    await ready(place)
+    _, writer = await begin(place, BODY[:100])
+    await place.joined(session="s1")
+    writer.write(BODY[100:])
+    assert "another session" in str((await place.desk.until("aborted"))[4])
+    assert place.desk.told("arrived") == []
+
+
+async def test_initial_parameters_arrive(place: Place) -> None:
+    await ready(place)
+    place.desk.initials[2] = bytearray(len(BODY))
+    assert (await place.request("PUT", "/v1/initial/learner-0/2", BODY, HEADERS))[0] == 204
+    assert place.desk.initials[2] == BODY
+    assert place.desk.told("initial") == [("initial", "learner-0", 2, digest(BODY))]
+
+
+async def test_an_unknown_fragment_is_not_found(place: Place) -> None:
+    await place.open()
+    status, text = await place.request("GET", "/v1/fragments/9")
+    assert (status, error(text)) == (404, "there is no fragment 9")
+
+
+async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place: Place) -> None:
+    await place.open(Limits(send_s=0.1))
+    place.desk.fragments[0] = bytes(64 << 20)
+    _, leaving = await place.raw()
+    leaving.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await leaving.drain()
+    leaving.close()
+    await place.desk.until("released", 1)
+    _, stalling = await place.raw()
+    stalling.transport.pause_reading()  # type: ignore[attr-defined]
+    stalling.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await stalling.drain()
+    await place.desk.until("released", 2)
+    assert place.desk.held == 0
+
+
+async def test_status_manifest_and_scores(place: Place) -> None:
+    await place.open()
+    assert await place.request("GET", "/v1/status") == (200, '{"round": 7}')
+    assert await place.request("GET", "/v1/manifest") == (200, '{"fragments": 0}')
+    body = b'{"round": 4, "loss": 2.5, "cpu_s": 0.1}'
+    assert (await place.request("POST", "/v1/scores", body))[0] == 204
+    assert place.desk.told("score") == [("score", Score(round=4, loss=2.5, cpu_s=0.1))]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{}", 400), (b'{"round": 1, "loss": "x", "cpu_s": 0}', 400), (b" " * 2_000_000, 413)]
+)
+async def test_a_bad_score_is_refused(place: Place, body: bytes, status: int) -> None:
+    await place.open()
+    found, text = await place.request("POST", "/v1/scores", io.BytesIO(body))
+    assert found == status and error(text)
+    assert place.desk.told("score") == []
+
+
+async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
+    await place.open(Limits(header_s=0.05))
+    reader, writer = await place.raw()
+    writer.write(b"GET /v1/st")
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+
+
+async def test_one_connection_too_many_is_closed(place: Place) -> None:
+    await place.open(Limits(connections=2))
+    await place.joined()
+    first, _ = await place.raw()
+    second, _ = await place.raw()
+    async with asyncio.timeout(10):
+        assert await second.read() == b""
+    assert not first.at_eof()
+
+
+async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> None:
+    await place.open()
+    with pytest.raises(ConfigError) as caught:
+        await place.open(port=place.server.port)
+    port = place.server.port
+    assert str(caught.value) == f"port {port} is in use on 127.0.0.1: choose another with --port, or 0 for any"
+
+
+def test_a_port_that_cannot_be_and_a_bind_beyond_this_machine_are_refused(place: Place) -> None:
+    with pytest.raises(ConfigError, match="port = 70000"):
+        Server(place.desk, host="127.0.0.1", port=70000)
+    with pytest.raises(ConfigError, match="binding to 0"):
+        Server(place.desk, host="0.0.0.0", port=0)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.fabric.wire import Limits, check_hello, decode_from_learner, decode_from_syncer, decode_score, digest, encode
+from atoll.protocol.errors import ConfigError, PeerError
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Announce,
+    Contribution,
+    Decline,
+    Ending,
+    Finish,
+    FromLearner,
+    FromSyncer,
+    Heartbeat,
+    Hello,
+    Leave,
+    Member,
+    Progress,
+    Pull,
+    Refused,
+    Started,
+    TensorSpec,
+    Welcome,
+)
+from atoll.protocol.settings import Settings
+
+number = st.integers(0, 2**60)
+numbers = st.lists(number, max_size=4).map(tuple)
+text = st.text(max_size=20)
+clock = st.dictionaries(text, number, max_size=3)
+share = st.floats(0, 1)
+
+from_learner: st.SearchStrategy[FromLearner] = st.one_of(
+    st.builds(
+        Hello,
+        clock=clock,
+        protocol=number,
+        learner=text,
+        session=text,
+        run=text,
+        versions=numbers,
+        t=number,
+        tensors=st.lists(st.builds(TensorSpec, text, numbers, text, st.booleans()), max_size=3).map(tuple),
+    ),
+    st.builds(
+        Progress,
+        clock=clock,
+        t=number,
+        steps=numbers,
+        tokens=numbers,
+        versions=numbers,
+        offer=st.integers(-1, 9),
+        loss=st.none() | share,
+        stopped=st.booleans(),
+    ),
+    st.builds(Heartbeat, clock=clock),
+    st.builds(
+        Contribution,
+        clock=clock,
+        round=number,
+        attempt=number,
+        fragment=number,
+        base=number,
+        t=number,
+        steps=number,
+        tokens=number,
+        digest=text,
+        probe=st.booleans(),
+    ),
+    st.builds(Decline, clock=clock, round=number, attempt=number, reason=text),
+    st.builds(Leave, clock=clock, reason=text),
+)
+from_syncer: st.SearchStrategy[FromSyncer] = st.one_of(
+    st.builds(
+        Welcome,
+        clock=clock,
+        run=text,
+        term=number,
+        incarnation=number,
+        settings=st.just(Settings()),
+        fingerprint=text,
+        versions=numbers,
+        gathering=number,
+        upload=st.booleans(),
+        progress=share,
+    ),
+    st.builds(Refused, clock=clock, reason=text, final=st.booleans()),
+    st.builds(Started, clock=clock, uploader=text, gathering=number),
+    st.builds(Pull, clock=clock, round=number, attempt=number, fragment=number, gathering=number, deadline_s=share),
+    st.builds(
+        Announce,
+        clock=clock,
+        round=number,
+        fragment=number,
+        version=number,
+        members=st.lists(st.builds(Member, text, number, number), max_size=3).map(tuple),
+        gathering=number,
+        digest=text,
+    ),
+    st.builds(Ending, clock=clock, reason=text),
+    st.builds(Finish, clock=clock, reason=text, versions=numbers),
+)
+
+
+@given(from_learner)
+def test_a_learners_message_survives_the_wire(message: FromLearner) -> None:
+    assert decode_from_learner(encode(message)) == message
+
+
+@given(from_syncer)
+def test_the_syncers_message_survives_the_wire(message: FromSyncer) -> None:
+    assert decode_from_syncer(encode(message)) == message
+
+
+def complaint(decode: Callable[[bytes], object], data: bytes) -> str:
+    try:
+        decode(data)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_peer_error_or_a_message(data: bytes) -> None:
+    for decode in (decode_from_learner, decode_from_syncer, decode_score):
+        assert "\n" not in complaint(decode, data)
+
+
+@given(from_learner, st.integers(0, 2000), st.binary(min_size=1, max_size=4))
+def test_damaged_messages_are_a_peer_error_or_a_message(message: FromLearner, at: int, damage: bytes) -> None:
+    data = bytearray(encode(message))
+    data[at % len(data) : at % len(data) + len(damage)] = damage
+    for decode in (decode_from_learner, decode_from_syncer):
+        assert "\n" not in complaint(decode, bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"type": "Heartbeat", "clock": {}, "mood": 1}, "unknown field `mood`"),
+        ({"type": "Pickle", "clock": {}}, "Invalid value 'Pickle'"),
+        ({"type": "Leave", "reason": 5}, "Expected `str`, got `int`"),
+        ({"type": "Leave"}, "missing required field `reason`"),
+        ({"clock": {}}, "type"),
+        ([1, 2], "Expected `object`, got `array`"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_named(fields: object, says: str) -> None:
+    with pytest.raises(PeerError, match=says):
+        decode_from_learner(msgspec.msgpack.encode(fields))
+
+
+def test_settings_that_cannot_be_are_a_peer_error() -> None:
+    good = msgspec.to_builtins(
+        Welcome(run="r", term=1, incarnation=1, settings=Settings(), fingerprint="", versions=(), gathering=0)
+    )
+    good["settings"]["learners"] = 0
+    with pytest.raises(PeerError, match="learners = 0"):
+        decode_from_syncer(msgspec.msgpack.encode(good))
+
+
+def test_deep_nesting_is_a_peer_error() -> None:
+    with pytest.raises(PeerError):
+        decode_from_learner(b"\x81\xa5clock" + b"\x91" * 100_000)
+
+
+def test_another_protocol_is_refused_with_the_fix() -> None:
+    with pytest.raises(PeerError) as caught:
+        check_hello(Hello(protocol=PROTOCOL + 1, learner="a", session="s"))
+    assert str(caught.value) == (
+        f"this syncer speaks protocol {PROTOCOL}, the learner {PROTOCOL + 1}: install the same version of atoll on both"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "x" * 65, "é", "a\n"])
+def test_names_that_are_no_names_are_refused(name: str) -> None:
+    with pytest.raises(PeerError, match="is no name"):
+        check_hello(Hello(protocol=PROTOCOL, learner=name, session="s"))
+    with pytest.raises(PeerError, match="is no name"):
+        check_hello(Hello(protocol=PROTOCOL, learner="a", session=name))
+
+
+def test_the_digest_is_the_same_for_every_kind_of_buffer() -> None:
+    assert (
+        digest(b"abc") == digest(bytearray(b"abc")) == digest(memoryview(b"abc")) == "cf4ab791c62b8d2b2109c90275287816"
+    )
+
+
+def test_limits_are_above_zero() -> None:
+    with pytest.raises(ConfigError, match="hello_s = 0"):
+        Limits(hello_s=0)

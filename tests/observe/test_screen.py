@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from atoll.observe.closing import print_closing
+from atoll.observe.screen import PlainLines, Screen, choose
+from atoll.observe.story import story
+from atoll.observe.summary import summarise
+from atoll.telemetry.events import Event
+from atoll.telemetry.status import RunStatus
+
+Status = Callable[..., RunStatus]
+
+
+def console(width: int = 80, height: int = 40, terminal: bool = True) -> Console:
+    environ = {"TERM": "xterm-256color"}
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=terminal, _environ=environ)
+
+
+def text_of(screen: Screen, width: int) -> str:
+    paper = Console(file=io.StringIO(), width=width, height=40)
+    paper.print(screen.render())
+    assert isinstance(paper.file, io.StringIO)
+    return paper.file.getvalue()
+
+
+def written(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("phase", ["waiting", "training", "ending", "finished"])
+@pytest.mark.parametrize("learners", [0, 1, 4, 8])
+@pytest.mark.parametrize("loss", [None, float("nan")])
+def test_it_renders_in_every_state(
+    status: Status, notes: list[Event], width: int, phase: str, learners: int, loss: float | None
+) -> None:
+    screen = Screen(console(width))
+    with screen:
+        screen.update(status(phase, learners, loss), notes)
+    shown = text_of(screen, width)
+    assert phase in shown
+    assert all(len(line) <= min(width, 120) for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], width: int) -> None:
+    screen = Screen(console(width))
+    screen.update(status(learners=8), notes)
+    shown = text_of(screen, width)
+    for words in (
+        *("first", "63 %", "1:04 gone", "0:38 left", "1,203", "24 fragments", "93 %", "97 %", "24.0 (set 24)"),
+        *("12 ms · quorum 1", "1.83", "9.9M · 84.1k/s", "every live learner reported", "2: learner-0 and learner-1"),
+        *("learner-7", "learner-2 #2", "quarantined", "gone", "joining", "stalled", "muted", "stopped", "tokens/s"),
+        *("0:40  killed", "0:46  recovered", "1:00  score", "✓"),
+    ):
+        assert words in shown, words
+
+
+def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
+    screen = Screen(console(80))
+    screen.update(status(learners=8, loss=10.1234, round=123_456, validation_round=123_450, quorum=8))
+    assert "…" not in text_of(screen, 80)
+
+
+def test_it_is_never_higher_than_the_terminal(status: Status, notes: list[Event]) -> None:
+    screen = Screen(console(80, height=24))
+    screen.update(status(learners=8), notes)
+    assert len(text_of(screen, 80).splitlines()) <= 23
+
+
+def test_before_the_syncer_answers_it_says_so_and_then_keeps_what_it_knew(status: Status) -> None:
+    screen = Screen(console())
+    screen.update(None)
+    assert "starting the syncer" in text_of(screen, 80)
+    screen.update(status())
+    screen.update(None)
+    assert "1,203" in text_of(screen, 80)
+
+
+def test_validation_losses_become_a_sparkline(status: Status) -> None:
+    screen = Screen(console())
+    for number, loss in enumerate((5.0, 3.0, 3.0, 1.0)):
+        screen.update(status(validation_loss=loss, validation_round=number))
+        screen.update(status(validation_loss=loss, validation_round=number))
+    assert "1.00 █▅▅▁ at 3" in text_of(screen, 80)
+
+
+def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: list[Event]) -> None:
+    out = console()
+    screen = Screen(out)
+    screen.update(status(reason="\x1b[2Jgone", run="\x1b]0;x"), notes)
+    assert "\x1b[2J" not in written(out) and "\x1b]0" not in written(out)
+    assert "·[31m[bold]x" in text_of(screen, 80)
+
+
+def test_a_synchronous_run_has_no_grace(status: Status) -> None:
+    screen = Screen(console())
+    screen.update(status(synchronous=True))
+    assert "waits for all live" in text_of(screen, 80)
+
+
+def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, notes: list[Event]) -> None:
+    out = console(terminal=False)
+    now = 0.0
+    with PlainLines(out, every_s=5.0, now=lambda: now) as lines:
+        lines.update(None)
+        lines.update(status("waiting"))
+        lines.update(status(), notes[:2])
+        now = 5.0
+        lines.update(status())
+    assert written(out).splitlines() == [
+        "   0:00  waiting for the first parameters, 4 learners here",
+        "   0:00  recovered   learner-0 has the run's parameters after 0.4 s",
+        "   0:01  joined      learner-2 joined as incarnation 1",
+        "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · 84.1k tokens/s · "
+        "validation 1.83 · left 0:38",
+    ]
+
+
+def test_the_screen_is_for_terminals_only() -> None:
+    assert isinstance(choose(console(terminal=True)), Screen)
+    assert isinstance(choose(console(terminal=False)), PlainLines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_closing_has_figures_story_sample_and_place(events: list[Event], width: int, terminal: bool) -> None:
+    out = console(width, terminal=terminal)
+    summary = summarise(events)
+    print_closing(out, summary, story(summary, events), "def main():\n\treturn \x1b[31m1", Path("atoll-runs/first"))
+    for words in ("goodput", "68 %", "5.50 → 2.25", "what the trained model writes", "def main():", "atoll-runs/first"):
+        assert words in written(out), words
+    assert "\x1b[31m1" not in written(out)
+
+
+def test_the_closing_of_a_run_of_nothing() -> None:
+    out = console()
+    print_closing(out, summarise([]), story(summarise([])))
+    assert "the run, 0 ms" in written(out)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from atoll.observe.story import WARNING, last_sample, story
+from atoll.observe.summary import summarise
+from atoll.telemetry.events import Event
+
+
+def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
+    told = story(summarise(events), events)
+    assert told == [
+        "2 learners made 24 steps on 240 tokens in 10 s; 68 % of learner time went into steps.",
+        "b was killed 4.0 s in and was contributing again 2.0 s after its restart.",
+        "7 rounds with 86 % of the live learners in them; the longest pause between two was 2.0 s (median 1.5 s).",
+        "Of the tokens, 81 % were merged into the model, 8 % were dropped when a learner adopted a newer version "
+        "and 10 % were lost with a learner.",
+        "Validation loss of the global model went from 5.50 to 2.25 nats per byte.",
+        "Warning: 1 contribution refused (the last: not finite).",
+    ]
+
+
+def test_bad_figures_become_warnings(events: list[Event]) -> None:
+    summary = summarise(events)
+    summary |= {"effective_h": 2.0, "participation": 0.4, "validation_loss_start": None, "refusals": 0}
+    summary["settings"] |= {"learners": 3}
+    summary["learners"]["b"]["rounds"] = 0
+    warnings = " ".join(sentence for sentence in story(summary) if sentence.startswith(WARNING))
+    for words in (
+        "synced every 2 learner steps, where 4 were asked for",
+        "only 40 % of the live learners",
+        "b never contributed",
+        "never scored",
+        "only 2 of 3 learners ever joined",
+    ):
+        assert words in warnings
+
+
+def test_a_restart_without_a_kill_is_told(events: list[Event]) -> None:
+    events = [event for event in events if event["kind"] != "killed"]
+    assert "b died and came back; logs/ may say why." in story(summarise(events), events)
+
+
+def test_a_killed_learner_that_never_came_back(events: list[Event]) -> None:
+    summary = summarise(events)
+    for entry in summary["recovery"]:
+        entry["seconds"] = None
+    assert "b was killed 4.0 s in and restarted, but contributed to no round after that." in story(summary)
+    summary["recovery"].pop()
+    assert "b was killed 4.0 s in and was not restarted." in story(summary)
+
+
+def test_a_run_of_nothing_still_has_a_story() -> None:
+    told = story(summarise([]))
+    assert told[0].startswith("0 learners made 0 steps")
+    assert any("no round was committed" in sentence for sentence in told)
+
+
+def test_the_last_sample_is_the_newest(events: list[Event]) -> None:
+    assert last_sample(events) == "last"
+    assert last_sample([]) is None

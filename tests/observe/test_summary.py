@@ -1,0 +1,155 @@
+"""Every figure of a small run, worked out by hand. The run itself is in conftest.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from atoll.observe.summary import summarise
+from atoll.telemetry.events import Event
+
+Say = Callable[..., Event]
+
+BY_HAND: dict[str, Any] = {
+    "run": "small",
+    "reason": "the budget is spent",
+    "goodput": (9.0 + 2.5 + 2.0) / (2 * 10),
+    "merged_share": 390 / (2 * 240),
+    "uptime": 1.0,  # a was there all the time
+    "liveness": (10 + 4 + 4) / (2 * 10),  # b from 2 to 6 and from 8 to 12
+    "participation": round((1 + 1 + 1 + 1 + 0.5 + 1 + 0.5) / 7, 6),
+    "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
+    "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "in_flight": 0},
+    "rounds": 7,
+    "rounds_passed": 1,
+    "restarts": 1,
+    "kills": 1,
+    "refusals": 1,
+    "recovery": [
+        {"learner": "b", "after": "killed", "at_s": 4.0, "seconds": 3.0},
+        {"learner": "b", "after": "restarted", "at_s": 5.0, "seconds": 2.0},
+    ],
+    "bytes_per_token": 2400 / 240,
+    "validation_loss_start": 5.5,
+    "validation_loss_end": 2.25,
+    "evaluator_cpu_s": 2.5,
+    "longest_gap_s": 2.0,  # of 1, 2, 2, 1
+    "median_gap_s": 1.5,
+    "wall_s": 10.0,
+    "total_s": 13.0,
+    "settings": {"learners": 2, "fragments": 2, "sync_every": 4},
+    "learners": {
+        "a": {
+            "steps": 14,
+            "tokens": 140,
+            "busy_s": 9.0,
+            "rounds": 6,
+            "share": round(6 / 7, 6),
+            "incarnations": 1,
+            "longest_absence_s": 3.0,  # its last round before the end is at 9
+            "longest_absence_rounds": 1,
+        },
+        "b": {
+            "steps": 6 + 4,
+            "tokens": 60 + 40,
+            "busy_s": 4.5,
+            "rounds": 5,
+            "share": round(5 / 7, 6),
+            "incarnations": 2,
+            "longest_absence_s": 4.0,  # from 5 to 9
+            "longest_absence_rounds": 1,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("field", sorted(BY_HAND))
+def test_a_figure_is_what_it_is_by_hand(events: list[Event], field: str) -> None:
+    assert summarise(events)[field] == BY_HAND[field]
+
+
+def test_there_is_no_field_that_nobody_worked_out(events: list[Event]) -> None:
+    assert summarise(events).keys() == BY_HAND.keys()
+
+
+def test_the_summary_is_json(events: list[Event]) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(summarise(events))) == summarise(events)
+
+
+def test_the_order_of_lines_from_different_processes_does_not_matter(events: list[Event]) -> None:
+    other = [e for e in events if e["kind"] in ("started", "killed", "restarted", "exited")]
+    shuffled = [e for e in events if e not in other] + other
+    assert summarise(shuffled)["recovery"] == summarise(events)["recovery"]
+    assert summarise(shuffled)["liveness"] == summarise(events)["liveness"]
+
+
+def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:
+    events = [
+        say(0, "recovered", learner="a", incarnation=1),
+        say(2, "recovered", learner="b", incarnation=1),
+        say(3, "left", learner="a", incarnation=1, t=1, tokens=1, busy_s=1.0, unmerged_tokens=0),
+        say(4, "lost", learner="b", incarnation=1, t=1, tokens=1, busy_s=1.0, unmerged_tokens=0),
+        say(6, "joined", learner="b", incarnation=2),
+        say(8, "recovered", learner="b", incarnation=2),
+        say(10, "ending"),
+    ]
+    summary = summarise(events)
+    assert summary["uptime"] == 0.6  # from 0 to 4 and from 8 to 10
+    assert summary["liveness"] == (3 + 2 + 4) / 20  # two at once: so many were allocated
+
+
+def test_a_lost_connection_that_comes_back_loses_no_tokens(events: list[Event], say: Say) -> None:
+    lost = say(10.5, "lost", learner="a", incarnation=1, t=12, tokens=120, busy_s=8.0, unmerged_tokens=30)
+    back = say(10.7, "joined", learner="a", incarnation=1)
+    summary = summarise([*events, lost, back])
+    assert summary["tokens"] == BY_HAND["tokens"]
+    assert summary["learners"]["a"]["busy_s"] == 9.0
+    assert summary["liveness"] == pytest.approx((9.8 + 4 + 4) / 20)
+
+
+def test_a_process_out_of_quarantine_keeps_its_counters(events: list[Event], say: Say) -> None:
+    fenced = say(10.2, "quarantined", learner="b", incarnation=2)
+    again = say(10.8, "recovered", learner="b", incarnation=3)
+    summary = summarise([*events, fenced, again])
+    assert summary["learners"]["b"]["tokens"] == 100
+    assert summary["learners"]["b"]["busy_s"] == 4.5
+    assert summary["learners"]["b"]["incarnations"] == 3
+
+
+def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -> None:
+    cut = [event for event in events if event["at"] <= 1010.0]
+    summary = summarise(cut)
+    tokens = summary["tokens"]
+    assert summary["wall_s"] == 8.0  # to the last round
+    assert summary["bytes_per_token"] is None
+    assert tokens["dropped"] == 0
+    assert tokens["computed"] == 95 + 60 + 15  # a and the second b: what was merged of them
+    assert tokens["computed"] == tokens["merged"] + tokens["lost"] + tokens["in_flight"]
+
+
+def test_a_kill_without_a_return_has_no_recovery_time(events: list[Event]) -> None:
+    dead = [e for e in events if e.get("incarnation") != 2]
+    for event in dead:
+        event["members"] = [m for m in event.get("members", ()) if m["incarnation"] != 2]
+    assert [entry["seconds"] for entry in summarise(dead)["recovery"]] == [None, None]
+
+
+def test_the_tokens_balance_whatever_is_missing(events: list[Event]) -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        some = [event for event in events if dice.random() < 0.7]
+        tokens = summarise(some)["tokens"]
+        assert min(tokens.values()) >= 0
+        known = tokens["merged"] + tokens["lost"] + tokens["dropped"] + tokens["in_flight"]
+        assert known == max(tokens["computed"], tokens["merged"] + tokens["lost"])
+
+
+def test_nothing_at_all_is_a_summary_of_nothing() -> None:
+    summary = summarise([])
+    assert summary.keys() == BY_HAND.keys()
+    assert summary["goodput"] is None and summary["effective_h"] is None and summary["longest_gap_s"] is None
+    assert summary["rounds"] == 0 and summary["learners"] == {}

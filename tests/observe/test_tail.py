@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from atoll.observe.screen import EventTail
+
+
+def test_events_are_read_once_and_only_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = EventTail(path)
+    assert tail.read_new() == []
+    path.write_bytes(b'{"at":1,"kind":"run","text":"x"}\n{"at":2,"ki')
+    assert [event["kind"] for event in tail.read_new()] == ["run"]
+    assert tail.read_new() == []
+    with path.open("ab") as file:
+        file.write(b'nd":"joined","text":"\xc3\xa9"}\n')
+    assert [event["text"] for event in tail.read_new()] == ["é"]
+    assert tail.read_new() == []
+
+
+def test_a_torn_line_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"at":1,"ki\n[]\n{}\n\n{"at":2,"kind":"score","text":""}\n')
+    assert [event["at"] for event in EventTail(path).read_new()] == [2]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from atoll.store.atomic import Appender, staged, write_atomic
+from atoll.telemetry.events import EventLog, parse
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    write_atomic(path, b"old")
+
+    def interrupted() -> None:
+        with staged(path) as draft:
+            draft.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_file_then_folder_are_made_durable_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def spy_fsync(descriptor: int) -> None:
+        done.append("folder" if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path.resolve() else "file")
+        fsync(descriptor)
+
+    def spy_replace(self: Path, target: Path) -> Path:
+        done.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(Path, "replace", spy_replace)
+    write_atomic(tmp_path / "x", b"1")
+    assert done == ["file", "rename", "folder"]
+
+
+def test_two_appenders_never_tear_each_others_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def write(name: str) -> None:
+        with Appender(path) as sink:
+            log = EventLog(sink)
+            for number in range(200):
+                log.say("x", name * 500, {"number": number})
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = list(parse(path.read_bytes().splitlines(keepends=True)))
+    assert len(events) == 400
+    assert {event["text"] for event in events} == {"a" * 500, "b" * 500}
+
+
+def test_a_short_write_is_an_error_and_ends_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    sink = Appender(tmp_path / "events.jsonl")
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    with pytest.raises(OSError, match="3 of 8 bytes"):
+        sink(b"1234567\n")
+    monkeypatch.undo()
+    sink(b"next\n")
+    sink.close()
+    sink.close()
+    assert sink.path.read_bytes() == b"123\nnext\n"
+
+
+def test_only_whole_lines_go_into_an_open_file(tmp_path: Path) -> None:
+    sink = Appender(tmp_path / "x")
+    for line in (b"no end", b"two\nlines\n"):
+        with pytest.raises(AssertionError):
+            sink(line)
+    sink.close()
+    with pytest.raises(AssertionError):
+        sink(b"closed\n")
