@@ -92,11 +92,10 @@ class _Evaluator:
             raise PlanError(reason)
         self._checked = True
 
-    @torch.no_grad()
     async def _fetch(self, plan: Plan) -> None:
         for part in plan.fragments:
             values = np.empty(part.size, dtype=np.float32)
             await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
                 flat = torch.from_numpy(values[start : start + elements(tensor)])
-                self._parameters[tensor.name].copy_(flat.view(tensor.shape))
+                self._parameters[tensor.name].data.copy_(flat.view(tensor.shape))

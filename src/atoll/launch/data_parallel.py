@@ -1,0 +1,112 @@
+"""The baseline on this machine: M ranks that average their gradients at every step. One dies, all die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.config import Config
+from atoll.launch.children import Child, describe_exit
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.store.atomic import Appender, write_atomic
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
+
+TICK_S = 0.2
+Report = dict[str, Any]
+
+
+@dataclass
+class DataParallelRun:
+    config: Config
+    out: RunDir
+    steps: int
+    watch: Callable[[Report], None] = lambda report: None
+
+    async def run(self) -> Report:
+        """The summary of the run."""
+        write_atomic(self.out.settings, self.config.toml())
+        ranks = [self._rank(rank) for rank in range(self.config.protocol.learners)]
+        self._reports: list[Report] = []
+        self._read = 0
+        began = time.time()
+        try:
+            for child in ranks:
+                child.start()
+            while any(child.running for child in ranks):
+                self._take(ranks[0])
+                self._check(ranks)
+                await asyncio.sleep(TICK_S)
+            self._check(ranks)
+            self._take(ranks[0])
+        finally:
+            for child in ranks:
+                child.kill_all()
+        return self._summary(time.time() - began)
+
+    def _check(self, ranks: list[Child]) -> None:
+        for child in ranks:
+            if child.process is not None and (code := child.process.poll()):
+                error = ConfigError if code == 2 else RunFailed
+                raise error(child.last_words() or f"{child.name} died: {describe_exit(code)}")
+
+    def _take(self, first: Child) -> None:
+        """New reports of rank 0, from its log."""
+        lines = first.log.read_bytes().splitlines(keepends=True) if first.log.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
+        with Appender(self.out.events) as sink:
+            events = EventLog(sink)
+            for line in whole[self._read :]:
+                report = json.loads(line)
+                self._reports.append(report)
+                events.say(report["kind"], f"data-parallel {report['kind']}", report)
+                self.watch(report)
+        self._read = len(whole)
+
+    def _summary(self, total_s: float) -> Report:
+        losses = [r["validation_loss"] for r in self._reports if r["kind"] == "validation"]
+        end = next((r for r in self._reports if r["kind"] == "end"), None)
+        if end is None or not losses:
+            raise RunFailed(f"the run ended without its last report; its logs are in {self.out.logs}")
+        return {
+            "algorithm": "data-parallel",
+            "learners": self.config.protocol.learners,
+            "steps": self.steps,
+            "tokens": {"computed": max(r.get("tokens", 0) for r in self._reports)},
+            "validation_loss_start": losses[0],
+            "validation_loss_end": losses[-1],
+            "wall_s": end["train_s"],
+            "total_s": total_s,
+            "sample": end["sample"],
+        }
+
+    def _rank(self, rank: int) -> Child:
+        world = self.config.protocol.learners
+        if rank == 0:
+            self._port = _free_port()
+        threads = str(max(1, (os.cpu_count() or 1) // world))
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "ATOLL_RUN_TOML": str(self.out.settings),
+            "ATOLL_STEPS": str(self.steps),
+            "ATOLL_THREADS": threads,
+            "OMP_NUM_THREADS": threads,
+        }
+        command = [sys.executable, "-m", "atoll.workloads.data_parallel"]
+        return Child(f"rank-{rank}", command, env, self.out.log(f"rank-{rank}"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
