@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import sys
 import tomllib
 from enum import StrEnum
@@ -15,10 +17,10 @@ import typer
 from rich.console import Console
 
 from atoll import __version__
-from atoll.config import Config, convert, merged
+from atoll.config import Config, convert, converted, merged
 from atoll.fabric.client import checked_url, get_json
 from atoll.launch.data_parallel import DataParallelRun
-from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
+from atoll.launch.local import RUNNER, WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.numerics import kernels
 from atoll.observe.closing import print_closing
 from atoll.observe.screen import EventTail, Screen, choose
@@ -90,17 +92,23 @@ def train(
     steps: Annotated[int | None, typer.Option(help="End after this many learner steps.", rich_help_panel=RUN)] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.", rich_help_panel=RUN)] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
-    force: Annotated[bool, typer.Option(help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.", rich_help_panel=RUN)] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order.", rich_help_panel=RUN)] = None,
     port: Annotated[int | None, typer.Option(help="Of the syncer; 0 for any.", rich_help_panel=RUN)] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Rounds between two scores; 0: never.", rich_help_panel=RUN)
     ] = None,
-    algorithm: Annotated[Algorithm, typer.Option(help="Or the baseline.", rich_help_panel=RUN)] = Algorithm.decoupled,
-    demo: Annotated[bool, typer.Option(help="A first run: one learner is killed on the way.", rich_help_panel=RUN)] = False,
+    algorithm: Annotated[
+        Algorithm, typer.Option(help="decoupled, or data-parallel as a baseline.", metavar="NAME", rich_help_panel=RUN)
+    ] = Algorithm.decoupled,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="A first run: one learner is killed on the way.", rich_help_panel=RUN)
+    ] = False,
     kill: Annotated[
-        list[str] | None, typer.Option(help="Kill a learner on the way, as in learner-2@0.4.", rich_help_panel=RUN)
+        list[str] | None, typer.Option(help="Kill a learner on the way: learner-2@0.4.", metavar="NAME@SHARE", rich_help_panel=RUN)
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=RUN)] = False,
     sync: Annotated[bool | None, typer.Option("--sync", help="Learners wait for each other.", rich_help_panel=RULES)] = None,
@@ -159,14 +167,16 @@ def train(
         document["seed"] = seed
     settings = _budgeted(convert(merged(document, changes), str(config or "the command line")), script)
     if script is None:
-        msgspec.convert(settings.workload, WorkloadSettings)
+        converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
+    elif algorithm is Algorithm.data_parallel:
+        raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
+    arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
+    kills = tuple(_kill(text, settings) for text in kill or ()) or ((DEMO_KILL,) if demo else ())
     run_dir = RunDir.create(out, force=force or demo)
     console = Console(stderr=json_)
     if algorithm is Algorithm.data_parallel:
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
-    kills = tuple(_kill(text) for text in kill or ()) or ((DEMO_KILL,) if demo else ())
     _train(settings, run_dir, console, arguments, kills, json_)
 
 
@@ -188,12 +198,14 @@ def _budgeted(config: Config, script: Path | None) -> Config:
     return msgspec.structs.replace(config, protocol=msgspec.structs.replace(config.protocol, steps=STEPS))
 
 
-def _kill(text: str) -> Kill:
-    learner, _, at = text.partition("@")
-    try:
-        return Kill(checked_name(learner), float(at))
-    except ValueError as error:
-        raise ConfigError(f"--kill {text} is not understood: write it as learner-2@0.4") from error
+def _kill(text: str, config: Config) -> Kill:
+    found = re.fullmatch(r"learner-(\d+)@(0?\.\d+|[01])", text)
+    if found is None:
+        raise ConfigError(f"--kill {text} is not understood: write it as learner-2@0.4, the share of the run at its end")
+    if int(found.group(1)) >= config.protocol.learners:
+        last = config.protocol.learners - 1
+        raise ConfigError(f"--kill {text}: there is no such learner; they are learner-0 to learner-{last}")
+    return Kill(f"learner-{int(found.group(1))}", float(found.group(2)))
 
 
 def _train(
@@ -222,9 +234,10 @@ def _train(
 
 
 def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
-    protocol, work = config.protocol, msgspec.convert(config.workload, WorkloadSettings)
+    protocol, work = config.protocol, converted(config.workload, WorkloadSettings, "[workload]")
     per_step = work.batch * work.block * protocol.learners
-    steps = protocol.steps or -(-protocol.tokens // per_step)
+    budgets = (protocol.steps, -(-protocol.tokens // per_step))
+    steps = min(budget for budget in budgets if budget)
     with console.status("starting"):
 
         def watch(report: dict[str, Any]) -> None:
@@ -251,7 +264,7 @@ def syncer(
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
     port: Annotated[int, typer.Option(help="Where to listen; 0 for any.")] = 7077,
-    force: Annotated[bool, typer.Option(help="Replace a run that lies there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.")] = False,
 ) -> None:
     """Start a syncer by hand; learners join with `atoll learn`. Ctrl-C ends the run in good order.
 
@@ -286,8 +299,11 @@ def learn(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script, which uses atoll.Learner.")],
     syncer: Annotated[str, typer.Option(help="Where the syncer listens.", envvar="ATOLL_SYNCER")],
-    name: Annotated[str, typer.Option(help="This learner's name; its own in the run.", envvar="ATOLL_LEARNER")],
-    evaluator: Annotated[bool, typer.Option(help="Score the global model instead (atoll.evaluate).")] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Its own in the run; by default this machine and process.", envvar="ATOLL_LEARNER"),
+    ] = None,
+    evaluator: Annotated[bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")] = False,
 ) -> None:
     """Run a training script as one learner of a run that somebody else started.
 
@@ -297,15 +313,20 @@ def learn(
     """
     arguments = script_arguments(script, context.args)
     os.environ["ATOLL_SYNCER"] = checked_url(syncer)
-    os.environ["ATOLL_LEARNER"] = checked_name(name)
+    os.environ["ATOLL_LEARNER"] = checked_name(name or _own_name())
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
-    os.execv(sys.executable, [sys.executable, *arguments])
+    os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
+
+
+def _own_name() -> str:
+    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")
+    return f"{host[:40] or 'learner'}-{os.getpid()}"
 
 
 @app.command()
 def status(
     run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
-    watch: Annotated[bool, typer.Option(help="Stay and follow it.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay and follow it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """See how a run is doing.
@@ -315,13 +336,18 @@ def status(
       atoll status atoll-runs/first --watch
     """
     url = checked_url(run) if run.startswith("http") else _address(RunDir(Path(run).absolute()))
+    try:
+        now = asyncio.run(_status(url))
+    except Unreachable as error:
+        hint = "is the run over? Then its figures are in summary.json of its folder"
+        raise Unreachable(f"no syncer answers at {url}: {hint}") from error
     if json_:
-        print(msgspec.json.encode(asyncio.run(_status(url))).decode())
+        print(msgspec.json.encode(now).decode())
     elif watch:
         asyncio.run(_follow(url))
     else:
         with Screen(Console()) as screen:
-            screen.update(asyncio.run(_status(url)))
+            screen.update(now)
 
 
 async def _status(url: str) -> RunStatus:
@@ -364,9 +390,6 @@ def main() -> None:
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except msgspec.ValidationError as error:
-        print(f"atoll: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

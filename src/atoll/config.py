@@ -13,7 +13,7 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import tomli_w
@@ -21,6 +21,9 @@ import tomli_w
 from atoll.numerics.outer import OuterOptimizer, make_outer
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
+
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +55,12 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evaluate_every: int = 100
     """Rounds between two scores of the global model. 0: it is not scored."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
+        if self.evaluate_every < 0:
+            raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
+
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int = 0
@@ -59,6 +68,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     outer: Outer = Outer()
     service: Service = Service()
     workload: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)
@@ -73,10 +86,15 @@ def parse(text: str, origin: str) -> Config:
 
 
 def convert(document: dict[str, Any], origin: str) -> Config:
+    return converted(document, Config, origin)
+
+
+def converted(document: dict[str, Any], kind: type[T], origin: str) -> T:
+    """The document as such a struct; ConfigError names the key and what is wrong with it."""
     try:
-        return msgspec.convert(document, Config)
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(str(error))}") from error
+        raise ConfigError(f"{origin}: {_explain(str(error), kind)}") from error
 
 
 def load(path: Path) -> Config:
@@ -92,19 +110,22 @@ def merged(document: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
     for table, values in changes.items():
         said = {key: value for key, value in values.items() if value is not None}
-        if said:
-            result.setdefault(table, {}).update(said)
+        if said and isinstance(result.setdefault(table, {}), dict):  # what is no table is refused later, by its name
+            result[table].update(said)
     return result
 
 
-def _explain(error: str) -> str:
-    """An unknown key with the nearest known one beside it."""
-    found = re.search(r"unknown field `([^`]+)`(?: - at `\$\.?([^`]*)`)?", error)
+def _explain(error: str, kind: type[msgspec.Struct]) -> str:
+    """The place as a person would write it; an unknown key with the nearest known one beside it."""
+    problem, _, place = error.partition(" - at ")
+    *tables, last = place.strip("`$.").split(".")
+    found = re.search(r"unknown field `([^`]+)`", problem)
     if found is None:
-        return error
-    key, table = found.group(1), found.group(2) or ""
-    structs = {"": Config, "protocol": Settings, "outer": Outer, "service": Service}
-    known = list(structs.get(table, Config).__struct_fields__)
+        table = f"[{'.'.join(tables)}] " if tables else ""
+        return f"{table}{last}: {problem[:1].lower()}{problem[1:].replace('`', '')}" if last else problem
+    key, table = found.group(1), last
+    structs = {"protocol": Settings, "outer": Outer, "service": Service}
+    known = list(structs.get(table, kind).__struct_fields__)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     where = f"[{table}] " if table else ""
     hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}"

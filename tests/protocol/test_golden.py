@@ -2,13 +2,19 @@
 outer SGD with η = 2, each fragment every 6 steps, offsets 3 and 6."""
 
 import pytest
-
 from tests.protocol.world import World
 
 
 def histories(steps: int = 9, **settings: object) -> tuple[list[float], list[float]]:
     world = World(
-        learners=2, fragments=2, sync_every=6, synchronous=True, outer_lr=2.0, gradient=lambda t: 2.0, steps=0, **settings
+        learners=2,
+        fragments=2,
+        sync_every=6,
+        synchronous=True,
+        outer_lr=2.0,
+        gradient=lambda t: 2.0,
+        steps=0,
+        **settings,
     )
     world.run_until(seconds=steps + 0.5)
     first, second = (island.history[: steps + 1] for island in world.islands.values())
@@ -60,8 +66,16 @@ def test_overlap_of_one_step_blend_one() -> None:
 def test_blend_one_still_moves_the_global_model(latency_s: float) -> None:
     """Fragment 0: Θ = −11 after step 3; at step 9 Δ = −11 + 17 = 6, Θ = −23."""
     world = World(
-        learners=2, fragments=2, sync_every=6, synchronous=True, outer_lr=2.0, gradient=lambda t: 2.0,
-        overlap=0, adopt="blend", blend=1.0, latency_s=latency_s,
+        learners=2,
+        fragments=2,
+        sync_every=6,
+        synchronous=True,
+        outer_lr=2.0,
+        gradient=lambda t: 2.0,
+        overlap=0,
+        adopt="blend",
+        blend=1.0,
+        latency_s=latency_s,
     )
     world.run_until(round=3)
     assert world.theta[0] == -23

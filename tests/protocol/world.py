@@ -1,21 +1,24 @@
 """A small world of virtual time for the two state machines: real rules, one number per fragment instead of tensors.
 
 Training follows the boundary order of the real training process: adopt what has arrived, make the copies that are due,
-then (synchronous runs) wait. Messages and bodies take `latency_s`; nothing else takes time but the learners' steps.
+then (synchronous runs) wait. Messages and bodies take `latency_s`, with up to `jitter` of it more (seeded; order kept
+on each channel); nothing else takes time but the learners' steps. Invariants are checked at every effect of the syncer.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.protocol.invariants import Invariants
+
 from atoll.protocol import effects as fx
-from atoll.protocol.errors import AtollError
 from atoll.protocol.learner import Learner
-from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
+from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 
@@ -27,6 +30,7 @@ class Copy:
     value: float
     base: float
     fact: fx.Copied
+    sent: bool = False
 
 
 @dataclass
@@ -36,34 +40,55 @@ class Island:
     machine: Learner
     fragments: int
     step_s: float
-    tokens_per_step: int
     theta: list[float]
     gradient: Callable[[int], float]
+    tokens_per_step: int = 10
     alive: bool = True
     linked: bool = False
+    channel: int = 0
+    """Counts its connections: what was sent on an old one never arrives."""
     answers: bool = True
     """False: it reports but its bodies never arrive."""
     broken: bool = False
-    """True: its contributions fail screening."""
+    """True: its contributions fail screening, until its inner optimizer starts afresh."""
+    paused: bool = False
+    """True: it makes no steps; its courier lives."""
+    silent: bool = False
+    """True: what it says never arrives."""
     t: int = 0
     tokens_total: int = 0
-    stopped: bool = False
     done: bool = False
+    """Told to stop."""
+    stopped: bool = False
+    over: bool = False
+    """Told that nothing more will be asked of it."""
+    failed: bool = False
     blocked: bool = False
+    training: bool = False
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     base: list[float] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
+    fetched: dict[int, float] = field(default_factory=dict)
     reads: dict[int, fx.Read] = field(default_factory=dict)
     holds: dict[int, int] = field(default_factory=dict)
     inbox: list[tuple[fx.Adopt, float]] = field(default_factory=list)
     copies: dict[tuple[int, int], Copy] = field(default_factory=dict)
     history: list[tuple[float, ...]] = field(default_factory=list)
-    longest_wait_s: float = 0.0
+    adoptions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(t, fragment, version)."""
+    informed: list[float] = field(default_factory=list)
+    arrives: dict[str, float] = field(default_factory=dict)
+    """Per direction, when the last message arrives."""
 
     def __post_init__(self) -> None:
         self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments
         self.base, self.adopted = list(self.theta), [-1] * self.fragments
+
+    def holding(self, fragment: int | None = None) -> bool:
+        return any(
+            step <= self.t and fragment in (None, number % self.fragments) for number, step in self.holds.items()
+        )
 
 
 class World:
@@ -73,44 +98,57 @@ class World:
         *,
         step_s: float | list[float] = 1.0,
         latency_s: float = 0.0,
+        jitter: float = 0.0,
+        seed: int = 0,
         outer_lr: float = 1.0,
         theta: float = 1.0,
         gradient: Callable[[int], float] = lambda t: 1.0,
+        present: int | None = None,
         **settings: Any,
     ) -> None:
         settings.setdefault("fragments", 2)
+        settings.setdefault("sync_every", max(4, settings["fragments"]))
         self.settings = Settings(learners=learners, **settings).resolved(1000)
         self.syncer = Syncer(self.settings, run="run", fingerprint="plan")
-        self.now, self.latency_s, self.outer_lr = 0.0, latency_s, outer_lr
+        self.invariants = Invariants(self)
+        self.now, self.latency_s, self.jitter, self.outer_lr = 0.0, latency_s, jitter, outer_lr
+        self.random = random.Random(seed)
         self.gradient = gradient
         self.start_theta = theta
         self.theta = [theta] * self.settings.fragments
         self.staged: dict[int, float] = {}
         self.bodies: dict[tuple[str, int, int], float] = {}
+        self.unmergeable: set[tuple[int, int]] = set()
+        """(round, attempt) whose merge comes to nothing."""
+        self.attempts: dict[int, int] = {}
         self.notes: list[tuple[float, fx.Note]] = []
         self.log: list[tuple[float, fx.SyncerEffect]] = []
         self.finished = False
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count()
         self.islands: dict[str, Island] = {}
-        speeds = step_s if isinstance(step_s, list) else [step_s] * learners
-        for index in range(learners):
-            self.join(f"learner-{index}", step_s=speeds[index])
+        self.speeds = step_s if isinstance(step_s, list) else [step_s] * learners
+        for index in range(learners if present is None else present):
+            self.join(f"learner-{index}", step_s=self.speeds[index])
 
     # ---- what a test does to it ---------------------------------------------------------------------------------
 
     def join(self, name: str, step_s: float = 1.0) -> Island:
+        """A new training process under this name."""
         machine = Learner(name, f"session-{next(self._sessions)}", TENSORS)
         theta = [self.start_theta] * self.settings.fragments
-        island = Island(machine, self.settings.fragments, step_s, 10, theta, self.gradient)
+        island = Island(machine, self.settings.fragments, step_s, theta, self.gradient)
+        if (old := self.islands.get(name)) is not None:
+            old.alive = old.linked = False
+            island.channel = old.channel
         self.islands[name] = island
         self.link(name)
         return island
 
     def link(self, name: str) -> None:
         island = self.islands[name]
-        island.linked = True
+        island.linked, island.channel = True, island.channel + 1
         self._tell(fx.Greeted(island.machine.hello()))
 
     def kill(self, name: str) -> None:
@@ -122,8 +160,52 @@ class World:
         if island.linked:
             island.linked = False
             self._tell(fx.Lost(name, reason))
+            self._hear(island, fx.Cut(reason))
+
+    def restart_courier(self, name: str) -> None:
+        """A new machine takes over; the training process drops the orders of the dead one."""
+        island = self.islands[name]
+        self.unlink(name, "courier died")
+        old = island.machine
+        island.machine = Learner(name, old.session, TENSORS)
+        island.machine.restore(old.run, list(island.adopted), self._stepped(island))
+        island.reads, island.holds, island.inbox = {}, {}, []
+        self.link(name)
+        self._if_idle(island)
+
+    def replace_syncer(self, run: str) -> None:
+        """The syncer's process is another one, with another run."""
+        for name in self.islands:
+            if self.islands[name].linked:
+                self.islands[name].linked = False
+                self._hear(self.islands[name], fx.Cut("the syncer died"))
+        self.syncer = Syncer(self.settings, run=run, fingerprint="plan")
+        self.invariants = Invariants(self)
+        self.staged, self.bodies = {}, {}
+        for name, island in self.islands.items():
             if island.alive:
-                self._hear(island, fx.Cut(reason))
+                self.link(name)
+
+    def pause(self, name: str) -> None:
+        self.islands[name].paused = True
+
+    def resume(self, name: str) -> None:
+        island = self.islands[name]
+        if island.paused:
+            island.paused = False
+            self._soon(island)
+            if island.training:
+                self._later(island.step_s, lambda: self._train(island))
+
+    def end(self, reason: str = "asked to") -> None:
+        self._tell(fx.EndAsked(reason))
+
+    def inject(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        """An event from nowhere."""
+        return self._tell(event)
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        self._later(seconds - self.now, action)
 
     def run_until(self, *, round: int | None = None, seconds: float | None = None) -> World:
         limit = self.now + (seconds if seconds is not None else 100_000.0)
@@ -134,15 +216,15 @@ class World:
                 break
             self.now, _, action = heapq.heappop(self._queue)
             action()
-        if seconds is not None:
+        if seconds is not None and not self.finished:
             self.now = max(self.now, limit)
         elif round is not None and self.syncer.committed < round:
             raise AssertionError(f"the world came to rest in round {self.syncer.committed}:\n{self.story()}")
         return self
 
-    def run_to_end(self) -> World:
-        self.run_until(seconds=100_000)
-        assert self.finished, self.story()
+    def run_to_end(self, seconds: float = 100_000) -> World:
+        self.run_until(seconds=seconds)
+        assert self.finished, f"the run does not end: {self.syncer.phase}\n{self.story()}"
         return self
 
     # ---- what a test looks at -----------------------------------------------------------------------------------
@@ -156,23 +238,51 @@ class World:
     def members(self, number: int) -> set[str]:
         return {member["learner"] for member in self.round_note(number)["members"]}
 
+    def sent(self, kind: type[Any], learner: str | None = None) -> list[tuple[float, Any]]:
+        """(when, message) of what the syncer sent."""
+        return [
+            (at, effect.message)
+            for at, effect in self.log
+            if isinstance(effect, fx.Send) and isinstance(effect.message, kind) and learner in (None, effect.learner)
+        ]
+
+    def commits(self) -> list[tuple[float, fx.Commit]]:
+        return [(at, effect) for at, effect in self.log if isinstance(effect, fx.Commit)]
+
+    def merged_steps(self, learner: str, fragment: int) -> int:
+        """Steps of this fragment that went into the model, over all rounds."""
+        return sum(
+            member["steps"]
+            for note in self.said("round")
+            if note.data["fragment"] == fragment
+            for member in note.data["members"]  # type: ignore[attr-defined]
+            if member["learner"] == learner
+        )
+
     def story(self) -> str:
         return "\n".join(f"{at:8.3f} {note.text}" for at, note in self.notes[-40:])
 
     # ---- the syncer's side --------------------------------------------------------------------------------------
 
-    def _later(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + delay, next(self._order), action))
+    def _later(self, delay: float, action: Callable[[], object]) -> None:
+        heapq.heappush(self._queue, (self.now + max(0.0, delay), next(self._order), action))
 
-    def _tell(self, event: fx.SyncerEvent) -> None:
-        for effect in self.syncer.handle(self.now, event):
+    def _delay(self, times: float = 1.0) -> float:
+        return times * self.latency_s * (1 + self.jitter * self.random.random())
+
+    def _tell(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        syncer = self.syncer
+        effects = syncer.handle(self.now, event)
+        self.invariants.check(event, effects)
+        for effect in effects:
             self.log.append((self.now, effect))
             self._carry_out(effect)
-        if (wake := self.syncer.wake_at) is not None:
-            self._later(max(0.0, wake - self.now), lambda: self._wake_syncer(wake))
+        if (wake := syncer.wake_at) is not None:
+            self._later(wake - self.now, lambda: self._wake_syncer(syncer, wake))
+        return effects
 
-    def _wake_syncer(self, wake: float) -> None:
-        if self.syncer.wake_at == wake:
+    def _wake_syncer(self, syncer: Syncer, wake: float) -> None:
+        if syncer is self.syncer and syncer.wake_at == wake:
             self._tell(fx.Tick())
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
@@ -188,10 +298,9 @@ class World:
             case fx.Expel(learner, reason):
                 island = self.islands[learner]
                 island.linked = False
-                if island.alive:
-                    self._later(self.latency_s, lambda: self._hear(island, fx.Cut(reason)))
+                self._later(self._delay(), lambda: self._hear(island, fx.Cut(reason)))
             case fx.Finished():
-                self._later(10 * self.latency_s + 1.0, self._finish)
+                self._later(20 * self.latency_s + 2.0, self._finish)
             case fx.Note():
                 self.notes.append((self.now, effect))
 
@@ -199,28 +308,41 @@ class World:
         self.finished = True
 
     def _merge(self, merge: fx.Merge) -> None:
+        syncer, answer = self.syncer, fx.Merged(merge.round, "digest")
         total = sum(part.weight for part in merge.parts)
         deltas = [part.weight * self.bodies[part.learner, merge.round, part.attempt] for part in merge.parts]
         self.staged[merge.fragment] = self.theta[merge.fragment] - self.outer_lr * sum(deltas) / total
-        self._later(0.0, lambda: self._tell(fx.Merged(merge.round, "digest")))
+        if (merge.round, merge.parts[0].attempt) in self.unmergeable:
+            unmergeable = fx.Unmergeable(merge.round, "the merged norm is absurd")
+            self._later(0.0, lambda: syncer is self.syncer and self._tell(unmergeable))
+        else:
+            self._later(0.0, lambda: syncer is self.syncer and self._tell(answer))
+
+    def _on_channel(self, island: Island, way: str, action: Callable[[], object]) -> None:
+        """In order, and only while this connection lasts."""
+        channel = island.channel
+        at = max(self.now + self._delay(), island.arrives.get(way, 0.0))
+        island.arrives[way] = at
+        self._later(at - self.now, lambda: island.linked and island.channel == channel and action())
 
     def _deliver(self, name: str, message: FromSyncer) -> None:
         island = self.islands[name]
         if island.linked and island.alive:
-            self._later(self.latency_s, lambda: island.alive and self._hear(island, fx.Arrived(message)))
+            self._on_channel(island, "down", lambda: self._hear(island, fx.Arrived(message)))
 
     # ---- the learners' side -------------------------------------------------------------------------------------
 
     def _hear(self, island: Island, event: fx.LearnerEvent) -> None:
         if not island.alive:
             return
-        for effect in island.machine.handle(self.now, event):
+        machine = island.machine
+        for effect in machine.handle(self.now, event):
             self._do(island, effect)
-        if (wake := island.machine.wake_at) is not None:
-            self._later(max(0.0, wake - self.now), lambda: self._wake_learner(island, wake))
+        if (wake := machine.wake_at) is not None:
+            self._later(wake - self.now, lambda: self._wake_learner(island, machine, wake))
 
-    def _wake_learner(self, island: Island, wake: float) -> None:
-        if island.alive and island.machine.wake_at == wake:
+    def _wake_learner(self, island: Island, machine: Learner, wake: float) -> None:
+        if island.machine is machine and machine.wake_at == wake:
             self._hear(island, fx.Tick())
 
     def _do(self, island: Island, effect: fx.LearnerEffect) -> None:
@@ -228,76 +350,121 @@ class World:
             case fx.Say(message):
                 self._say(island, message)
             case fx.Read(round=number):
+                if not self.settings.synchronous:
+                    island.reads.clear()
                 island.reads[number] = effect
-                self._if_idle(island)
+                self._soon(island)
             case fx.Hold(number, step):
                 island.holds[number] = step
+                self._soon(island)
             case fx.LetGo(number):
                 island.holds.pop(number, None)
-                self._if_idle(island)
+                self._soon(island)
             case fx.Fetch(fragment, _):
                 self._fetch(island, fragment)
             case fx.Adopt():
-                value = effect.__dict__ if False else self._fetched[island.machine.session, effect.fragment]
-                island.inbox.append((effect, value))
-                self._if_idle(island)
+                island.inbox.append((effect, island.fetched[effect.fragment]))
+                self._soon(island)
             case fx.Own():
                 island.adopted = [0] * island.fragments
-                self._begin(island)
+                self._soon(island)
             case fx.Forget():
                 island.adopted = [-1] * island.fragments
                 island.broken = island.broken and not effect.reset
-                island.inbox.clear()
+                island.inbox, island.reads, island.holds = [], {}, {}
+                self._soon(island)
             case fx.UploadAll():
-                self.theta = list(island.base)
-                self._later(self.latency_s, lambda: self._tell(fx.Initialised(island.machine.name)))
+                self._upload_all(island)
             case fx.Upload(number, attempt, fragment):
                 self._upload(island, number, attempt, fragment)
-            case fx.Stop(final=final):
-                island.done = True
+            case fx.Drop(fragment, t):
+                if (copy := island.copies.get((fragment, t))) is not None and not copy.sent:
+                    del island.copies[fragment, t]
+            case fx.Inform(progress, _):
+                island.informed.append(progress)
+            case fx.Stop(final=final, failed=failed):
+                island.done, island.over, island.failed = True, island.over or final, failed
                 island.holds.clear()
-                island.stopped = island.stopped or final
-                self._if_idle(island)
+                self._soon(island)
             case fx.Note():
                 self.notes.append((self.now, effect))
 
-    _fetched: dict[tuple[str, int], float] = {}
-
     def _fetch(self, island: Island, fragment: int) -> None:
+        channel, machine = island.channel, island.machine
+
         def arrive() -> None:
-            if island.linked:
-                self._fetched[island.machine.session, fragment] = self.theta[fragment]
+            if island.machine is not machine:
+                return
+            if island.linked and island.channel == channel:
+                island.fetched[fragment] = self.theta[fragment]
                 self._hear(island, fx.Fetched(fragment, self.syncer.versions[fragment]))
             else:
                 self._hear(island, fx.FetchFailed(fragment, "unreachable"))
 
-        self._later(2 * self.latency_s, arrive)
+        self._later(self._delay(2.0), arrive)
 
     def _say(self, island: Island, message: FromLearner) -> None:
+        if island.silent:
+            return
         name = island.machine.name
         event: fx.SyncerEvent = fx.Received(name, message)
-        if type(message).__name__ == "Contribution":
-            refusal = "3 of 4 values are not finite" if island.broken else None
-            event = fx.Delivered(name, message, refusal)  # type: ignore[arg-type]
-        self._later(self.latency_s, lambda: island.linked and self._tell(event))
+        if isinstance(message, Contribution):
+            event = fx.Delivered(name, message, "3 of 4 values are not finite" if island.broken else None)
+        self._on_channel(island, "up", lambda: self._tell(event))
+
+    def _upload_all(self, island: Island) -> None:
+        def arrive() -> None:
+            self.theta = list(island.base)
+            self._tell(fx.Initialised(island.machine.name))
+
+        if island.answers:
+            self._on_channel(island, "body", arrive)
+        else:
+            self._on_channel(island, "body", lambda: self._later(1.0, lambda: self._upload_all(island)))
 
     def _upload(self, island: Island, number: int, attempt: int, fragment: int) -> None:
         if not island.answers:
             return
-        copies = [copy for (f, _), copy in island.copies.items() if f == fragment]
-        copy = max(copies, key=lambda c: c.fact.t)
-        self.bodies[island.machine.name, number, attempt] = copy.base - copy.value
-        self._later(self.latency_s, lambda: self._hear(island, fx.Uploaded(number, attempt, "digest")))
+        copy = max((c for (f, _), c in island.copies.items() if f == fragment), key=lambda c: c.fact.t)
+        copy.sent = True
+        name, delta = island.machine.name, copy.base - copy.value
+
+        def arrive() -> None:
+            self.bodies[name, number, attempt] = delta
+            self._hear(island, fx.Uploaded(number, attempt, "digest"))
+
+        self._on_channel(island, f"body {number}", arrive)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
+    def _soon(self, island: Island) -> None:
+        """Orders take effect once all effects of an event are carried out."""
+        self._later(0.0, lambda: self._if_idle(island))
+
+    def _if_idle(self, island: Island) -> None:
+        """A learner that waits (at a hold, before its first step, after its last) serves at once."""
+        if not island.alive or island.paused:
+            return
+        if not island.training or island.stopped:
+            self._adopt_arrived(island)
+            self._make_copies(island)
+            self._begin(island)
+        elif island.blocked:
+            self._adopt_arrived(island)
+            if not island.holding():
+                self._go_on(island)
+
     def _begin(self, island: Island) -> None:
-        if not island.history and min(island.adopted) >= 0:
+        if not island.training and min(island.adopted) >= 0:
+            island.training = True
             island.history.append(tuple(island.theta))
-            self._later(island.step_s, lambda: self._train(island))
+            if not self._stop_if_done(island):
+                self._later(island.step_s, lambda: self._train(island))
+        elif not island.training and island.done and not island.stopped:
+            self._stop_if_done(island)
 
     def _train(self, island: Island) -> None:
-        if not island.alive or island.stopped:
+        if not island.alive or island.stopped or island.paused or island.blocked:
             return
         island.t += 1
         island.tokens_total += island.tokens_per_step
@@ -305,38 +472,27 @@ class World:
             island.theta[fragment] -= island.gradient(island.t)
             island.steps[fragment] += 1
             island.tokens[fragment] += island.tokens_per_step
-        self._boundary(island)
-
-    def _boundary(self, island: Island) -> None:
         self._adopt_arrived(island)
         self._make_copies(island)
-        island.stopped = island.stopped or island.done
         self._hear(island, self._stepped(island))
         self._adopt_arrived(island)
-        if any(step <= island.t for step in island.holds.values()) and not island.done:
+        if island.holding() and not island.done:
             island.blocked = True
-            return
-        self._go_on(island)
+        else:
+            self._go_on(island)
 
     def _go_on(self, island: Island) -> None:
         island.blocked = False
         island.history.append(tuple(island.theta))
-        if not island.stopped:
+        if not self._stop_if_done(island):
             self._later(island.step_s, lambda: self._train(island))
 
-    def _if_idle(self, island: Island) -> None:
-        """A learner that waits (at a hold, before its first step, after its last) serves at once."""
-        if not island.history or island.stopped:
-            self._adopt_arrived(island)
-            self._make_copies(island)
-            self._begin(island)
-        elif island.blocked:
-            self._adopt_arrived(island)
-            if island.done or not any(step <= island.t for step in island.holds.values()):
-                if island.done:
-                    island.stopped = True
-                    self._hear(island, self._stepped(island))
-                self._go_on(island)
+    def _stop_if_done(self, island: Island) -> bool:
+        if island.done and not island.stopped:
+            island.stopped = True
+            self._hear(island, self._stepped(island))
+            self._soon(island)
+        return island.stopped
 
     def _stepped(self, island: Island) -> fx.Stepped:
         return fx.Stepped(
@@ -349,7 +505,7 @@ class World:
 
     def _make_copies(self, island: Island) -> None:
         for number, read in sorted(island.reads.items()):
-            if island.t >= read.step or island.stopped:
+            if (island.t >= read.step or island.stopped) and island.reads.get(number) is read:
                 del island.reads[number]
                 f = read.fragment
                 fact = fx.Copied(number, f, island.t, island.steps[f], island.tokens[f], island.adopted[f])
@@ -357,26 +513,30 @@ class World:
                 self._hear(island, fact)
 
     def _adopt_arrived(self, island: Island) -> None:
-        for adopt, value in [entry for entry in island.inbox if entry[0].step <= island.t or island.stopped]:
-            island.inbox.remove((adopt, value))
-            self._adopt(island, adopt, value)
+        for entry in list(island.inbox):
+            adopt, value = entry
+            held = island.blocked and island.holding(adopt.fragment)
+            if (adopt.step <= island.t or island.stopped or held) and entry in island.inbox:
+                island.inbox.remove(entry)
+                self._adopt(island, adopt, value)
 
     def _adopt(self, island: Island, adopt: fx.Adopt, value: float) -> None:
         f, own = adopt.fragment, island.theta[adopt.fragment]
         steps = tokens = 0
-        if adopt.rule == "overwrite":
-            island.theta[f] = value
-        elif adopt.rule == "blend":
+        copy = island.copies.get((f, adopt.copy_t)) if adopt.copy_t is not None else None
+        if adopt.rule == "blend":
             island.theta[f] = self.settings.blend * own + (1 - self.settings.blend) * value
-        else:
-            copy = island.copies.get((f, adopt.copy_t)) if adopt.copy_t is not None else None
+        elif adopt.rule == "carry" and (copy is not None or adopt.copy_t is None):
             island.theta[f] = value + own - (copy.value if copy else island.base[f])
             steps = island.steps[f] - (copy.fact.steps if copy else 0)
             tokens = island.tokens[f] - (copy.fact.tokens if copy else 0)
+        else:
+            island.theta[f] = value
         island.base[f], island.adopted[f] = value, adopt.version
         island.steps[f], island.tokens[f] = steps, tokens
+        island.adoptions.append((island.t, f, adopt.version))
+        for key in [key for key in island.copies if key[0] == f and key[1] < island.t]:
+            del island.copies[key]
         for number in [n for n in island.holds if n % island.fragments == f and n <= adopt.round]:
             del island.holds[number]
         self._hear(island, fx.Adopted(f, adopt.version, island.t, steps, tokens))
-        if not isinstance(adopt, AtollError) and not island.history:
-            self._begin(island)

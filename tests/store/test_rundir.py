@@ -25,7 +25,7 @@ def test_a_new_run_gets_its_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mark", ["run.toml", "events.jsonl", "summary.json"])
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, mark: str) -> None:
     (tmp_path / mark).touch()
-    with pytest.raises(ConfigError, match=r"already holds a run: choose another folder with --out, or remove"):
+    with pytest.raises(ConfigError, match=r"already holds a run: choose another folder with --out, or replace"):
         RunDir.create(tmp_path)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
@@ -40,14 +41,20 @@ class Bodies:
         self._codec = make_codec(settings.codec)
         self._group = tasks
         self._running: set[asyncio.Task[None]] = set()
+        self._fetching: set[int] = set()
+        self._initial: asyncio.Task[None] | None = None
         length = self._codec.nbytes(box.layout.largest)
-        self._spare: list[ByteArray] = [
-            np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)
-        ]
+        self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
 
     def close(self) -> None:
         for task in self._running:
             task.cancel()
+
+    def retire(self) -> None:
+        """Other memory takes the place of this one: what was on its way here is fetched again."""
+        self.close()
+        for fragment in sorted(self._fetching):
+            self._tell(fx.FetchFailed(fragment, "the shared memory was made anew"))
 
     def freed(self, slot: int, incoming: bool) -> None:
         if incoming:
@@ -69,12 +76,13 @@ class Bodies:
         if not self._spare:
             self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
             return
+        if (slot := self.outgoing.send(fragment)) is None:
+            self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
+            return
         buffer = self._spare.pop()
         size = self._box.plan.fragments[fragment].size
         data = buffer[: self._codec.nbytes(size)]
-        slot = self.outgoing.newest(fragment)
         self._codec.encode_delta(self._box.base(fragment), self._box.outgoing(slot, fragment), data)
-        self.outgoing.sent(fragment)
         self._spawn(self._upload(number, attempt, buffer, data))
 
     async def _upload(self, number: int, attempt: int, buffer: ByteArray, data: ByteArray) -> None:
@@ -90,25 +98,28 @@ class Bodies:
             self._spare.append(buffer)
 
     def upload_all(self) -> None:
-        self._spawn(self._upload_all())
+        if self._initial is not None:
+            self._initial.cancel()
+        self._initial = self._spawn(self._upload_all())
 
     async def _upload_all(self) -> None:
-        """Every fragment's base as version 0; again from the one that failed, until the link itself is lost."""
+        """Every fragment's base as version 0; one that failed is sent again, until the link is lost."""
         for fragment in range(self._box.layout.fragments):
             data = self._box.base(fragment).view(np.uint8).data
             mark = digest(data)
             while self._link.up:
                 try:
-                    await self._link.put_initial(
-                        self._start.learner, self._start.session, fragment, data, mark, BODY_S
-                    )
+                    await self._link.put_initial(self._start.learner, self._start.session, fragment, data, mark, BODY_S)
                     break
-                except (PeerError, Unreachable):
+                except Unreachable:
                     await asyncio.sleep(RETRY_S)
+                except PeerError:
+                    return  # the run has its parameters, or another was asked
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
     def fetch(self, fragment: int) -> None:
+        self._fetching.add(fragment)
         self._spawn(self._fetch(fragment))
 
     async def _fetch(self, fragment: int) -> None:
@@ -117,12 +128,15 @@ class Bodies:
         try:
             version, _, _ = await self._link.get_fragment(fragment, values.view(np.uint8).data, BODY_S)
         except (PeerError, Unreachable) as error:
+            self._fetching.discard(fragment)
             self.incoming.give_back(slot)
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
+        self._fetching.discard(fragment)
         self._as_held(fragment, slot)
-        self.incoming.land(fragment, slot)
+        self.incoming.landed[fragment] = slot
         self._tell(fx.Fetched(fragment, version))
+        self.incoming.unwanted(fragment)
 
     def _as_held(self, fragment: int, slot: int) -> None:
         """Round to what the model's tensors can hold, so that the base is exactly what is adopted."""
@@ -133,7 +147,8 @@ class Bodies:
                 end = start + int(np.prod(tensor.shape, dtype=np.int64))
                 round_to_dtype(values[start:end], tensor.dtype)
 
-    def _spawn(self, work: object) -> None:
-        task = self._group.create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task

@@ -2,7 +2,8 @@
 
 It takes frames from the training process over a local socket and messages from the syncer over the fabric, hands both
 to `protocol.learner`, and carries out what comes back. Everything is done on one event loop; encoding happens at once,
-so that a base never changes under a Δ. When the training process is gone, so is the courier, and the syncer is told why.
+so that a base never changes under a Δ. When the training process is gone, so is the courier, and the syncer is told
+why. A courier that finds itself in the wrong ends at once: the training process starts another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from typing import Any
 
 from atoll.courier.body import Bodies
 from atoll.fabric.client import Link
@@ -43,9 +45,12 @@ from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner import Learner
-from atoll.protocol.messages import FromSyncer, Hello, Leave, Welcome
+from atoll.protocol.messages import FromSyncer, Hello, Leave, Refused, Welcome
+from atoll.protocol.settings import Settings
 
 PARENT_CHECK_S = 1.0
+RUN_OVER = "the run is over"
+"""What a syncer says to one who comes too late: a failure, but no mistake of the operator's."""
 
 
 class Courier:
@@ -60,6 +65,8 @@ class Courier:
         self._box: Mailbox | None = None
         self._bodies: Bodies | None = None
         self._plan: Plan | None = None
+        self._settings: Settings | None = None
+        """Those that the shared memory was cut by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
         self._epoch = 0
@@ -67,8 +74,10 @@ class Courier:
         self._tasks: asyncio.TaskGroup | None = None
         self._unsure: set[int] = set()
         """Fragments of which a courier before this one may have known more: adopted plainly once."""
+        self._broken: BaseException | None = None
 
     async def run(self) -> None:
+        self._loop.set_exception_handler(self._callback_failed)
         self._loop.add_reader(self._channel.sock, self._readable)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -82,12 +91,25 @@ class Courier:
                     self._bodies.close()
         finally:
             self._loop.remove_reader(self._channel.sock)
+        if self._broken is not None:
+            raise self._broken
+
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a callback would only be logged, and half a courier would live on."""
+        if "handle" in context and (error := context.get("exception")) is not None:
+            self._broken = self._broken or error
+            self._over.set()
+        else:
+            loop.default_exception_handler(context)
 
     # ---- from the training process ------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        for data in self._channel.receive():
-            self._frame(decode_to_courier(data))
+        try:
+            for data in self._channel.receive():
+                self._frame(decode_to_courier(data))
+        except AtollError as error:
+            self._channel.send(StopOrder(str(error), final=True, failed=True, mistake=error.exit_code == 2))
         if self._channel.closed:
             self._leave("its training process died")
         else:
@@ -132,6 +154,9 @@ class Courier:
         assert self._machine is not None
         assert self._tasks is not None
         fd = self._channel.take_descriptor()
+        if self._bodies is not None:
+            self._bodies.retire()
+        self._settings = frame.settings
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
         self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
         if self._link is None:
@@ -141,8 +166,9 @@ class Courier:
             self._dial()
         assert self._link is not None
         self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
+        self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
-            self._message(self._held.popleft())
+            self._deliver(self._held.popleft())
 
     def _copied(self, frame: Copy) -> None:
         assert self._bodies is not None
@@ -172,16 +198,21 @@ class Courier:
             self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation))
             if not self._fits(message):
                 self._box = None
-        if self._box is None and self._start is not None and not _ends(message):
+        if self._box is None and not isinstance(message, Refused):
             self._held.append(message)
-            return
+        else:
+            self._deliver(message)
+
+    def _deliver(self, message: FromSyncer) -> None:
         self._handle(fx.Arrived(message))
         if isinstance(message, Welcome) and self._box is not None:
             self._box.run = message.run
             self._box.set_count("incarnation", message.incarnation)
 
     def _fits(self, welcome: Welcome) -> bool:
-        return self._box is not None and self._plan is not None and self._plan.fingerprint == welcome.fingerprint
+        """Whether the shared memory is cut as this run asks. If not, the training process makes it anew."""
+        same_plan = self._plan is not None and self._plan.fingerprint == welcome.fingerprint
+        return self._box is not None and same_plan and self._settings == welcome.settings
 
     def _lost(self, reason: str) -> None:
         self._held.clear()
@@ -213,7 +244,7 @@ class Courier:
             case fx.Note(_, text):
                 _say(text)
             case fx.Stop(reason, final, failed):
-                self._channel.send(StopOrder(reason, final, failed))
+                self._channel.send(StopOrder(reason, final, failed, mistake=failed and reason != RUN_OVER))
             case _:
                 if self._box is not None and self._bodies is not None:
                     self._order(effect, self._box, self._bodies)
@@ -225,7 +256,12 @@ class Courier:
         match effect:
             case fx.Read(number, fragment, step):
                 if (slot := bodies.outgoing.take()) is not None:
-                    send(ReadOrder(slot, number, fragment, step, alone=not settings.synchronous))
+                    aims = not settings.synchronous and step > self._machine.t
+                    send(ReadOrder(slot, number, fragment, step, alone=aims))
+                else:
+                    _say(
+                        f"DEBUG no slot for round {number}: {bodies.outgoing} {self._machine._copies} {self._machine._pulls}"
+                    )
             case fx.Hold(number, step):
                 send(HoldOrder(number, schedule.fragment_of(number, settings), step))
             case fx.LetGo(number):
@@ -238,6 +274,7 @@ class Courier:
             case fx.Forget(_, reset):
                 self._epoch += 1
                 box.base_version[:] = -1
+                bodies.outgoing.clear()
                 send(ForgetOrder(self._epoch, reset))
             case fx.Fetch(fragment, _):
                 bodies.fetch(fragment)
@@ -291,10 +328,6 @@ class Courier:
             await asyncio.sleep(PARENT_CHECK_S)
             if os.getppid() != self._parent:
                 self._leave("its training process died")
-
-
-def _ends(message: FromSyncer) -> bool:
-    return type(message).__name__ in ("Refused", "Ending", "Finish")
 
 
 def _say(text: str) -> None:

@@ -19,23 +19,26 @@ class Outgoing:
     _dropped: set[tuple[int, int]] = field(default_factory=set)
 
     def take(self) -> int | None:
-        """A free slot; where there is none, the oldest copy that was only kept for carry gives way."""
-        if not self.free and (kept := sorted(self._dropped & self._sent, key=lambda key: key[1])):
-            self._release(kept[0])
+        """A free slot; where there is none, the oldest copy gives way, first of those that were only kept for carry."""
+        if not self.free and self.copies:
+            kept = self._dropped & self._sent
+            self._release(min(kept or self.copies, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
 
     def made(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
+        if (fragment, t) in self.copies:
+            self._release((fragment, t))
         self.copies[fragment, t] = slot
         self.counters[fragment, t] = (steps, tokens)
 
-    def newest(self, fragment: int) -> int:
-        """The slot of the fragment's newest copy."""
-        t = max(t for f, t in self.copies if f == fragment and (f, t) not in self._dropped)
-        return self.copies[fragment, t]
-
-    def sent(self, fragment: int) -> None:
-        t = max(t for f, t in self.copies if f == fragment and (f, t) not in self._dropped)
-        self._sent.add((fragment, t))
+    def send(self, fragment: int) -> int | None:
+        """The slot of the fragment's newest copy, which goes out now; None when it had to give way."""
+        useful = [key for key in self.copies if key[0] == fragment and key not in self._dropped]
+        if not useful:
+            return None
+        newest = max(useful)
+        self._sent.add(newest)
+        return self.copies[newest]
 
     def drop(self, fragment: int, t: int) -> None:
         """Of no more use as an answer."""
@@ -51,6 +54,11 @@ class Outgoing:
             self._sent.discard(key)
             if key in self._dropped:
                 self._release(key)
+
+    def clear(self) -> None:
+        """Nothing that was copied counts any more."""
+        for key in list(self.copies):
+            self._release(key)
 
     def _release(self, key: tuple[int, int]) -> None:
         self._sent.discard(key)
@@ -75,7 +83,7 @@ class Incoming:
     def give_back(self, slot: int) -> None:
         self._free.put_nowait(slot)
 
-    def land(self, fragment: int, slot: int) -> None:
-        if (old := self.landed.pop(fragment, None)) is not None:
-            self.give_back(old)
-        self.landed[fragment] = slot
+    def unwanted(self, fragment: int) -> None:
+        """What has arrived of this fragment, if nobody took it, gives its slot back."""
+        if (slot := self.landed.pop(fragment, None)) is not None:
+            self.give_back(slot)

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from atoll.launch.script import SUPERVISOR
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_S = 60.0
@@ -24,6 +27,8 @@ class Child:
     env: dict[str, str]
     log: Path
     nice: int = 0
+    obeys: bool = False
+    """It takes orders on its standard input, and ends when that closes."""
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None
@@ -43,8 +48,8 @@ class Child:
         """In a session of its own: Ctrl-C is for us, and we end it in good order."""
         return subprocess.Popen(
             self.command,
-            env={**os.environ, **self.env},
-            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self.env, SUPERVISOR: str(os.getpid())},
+            stdin=subprocess.PIPE if self.obeys else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -58,6 +63,8 @@ class Child:
         """Its exit code, told once."""
         if self.process is None or (code := self.process.poll()) is None:
             return None
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         self.process = None
         return code
 
@@ -82,6 +89,13 @@ class Child:
     def waiting(self) -> bool:
         return self._restart_at is not None
 
+    def order(self, line: str) -> None:
+        """A word to a child that obeys; one that is dead does not hear it."""
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.write(f"{line}\n".encode())
+                self.process.stdin.flush()
+
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             assert self.process is not None
@@ -91,11 +105,12 @@ class Child:
         """The child and whatever it started."""
         self._restart_at = None
         if self.process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
+            if self.process.stdin is not None:
+                with suppress(OSError):
+                    self.process.stdin.close()
 
     def last_words(self) -> str:
         """The last line of its log."""

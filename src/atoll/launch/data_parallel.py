@@ -14,6 +14,7 @@ from typing import Any
 
 from atoll.config import Config
 from atoll.launch.children import Child, describe_exit
+from atoll.launch.local import RUNNER
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -36,7 +37,10 @@ class DataParallelRun:
         ranks = [self._rank(rank) for rank in range(self.config.protocol.learners)]
         self._reports: list[Report] = []
         self._read = 0
+        self._rest = b""
         began = time.time()
+        sink = Appender(self.out.events)
+        self._events = EventLog(sink)
         try:
             for child in ranks:
                 child.start()
@@ -49,37 +53,54 @@ class DataParallelRun:
         finally:
             for child in ranks:
                 child.kill_all()
+            sink.close()
         return self._summary(time.time() - began)
 
     def _check(self, ranks: list[Child]) -> None:
         for child in ranks:
             if child.process is not None and (code := child.process.poll()):
                 error = ConfigError if code == 2 else RunFailed
-                raise error(child.last_words() or f"{child.name} died: {describe_exit(code)}")
+                words = child.last_words().removeprefix("atoll: ")
+                raise error(words or f"{child.name} died: {describe_exit(code)}")
 
     def _take(self, first: Child) -> None:
         """New reports of rank 0, from its log."""
-        lines = first.log.read_bytes().splitlines(keepends=True) if first.log.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
-        with Appender(self.out.events) as sink:
-            events = EventLog(sink)
-            for line in whole[self._read :]:
+        with first.log.open("rb") as file:
+            file.seek(self._read)
+            fresh = file.read()
+        self._read += len(fresh)
+        *lines, self._rest = (self._rest + fresh).split(b"\n")
+        for line in lines:
+            if line.startswith(b"{"):
                 report = json.loads(line)
                 self._reports.append(report)
-                events.say(report["kind"], f"data-parallel {report['kind']}", report)
+                self._events.say(report["kind"], f"data-parallel {report['kind']}", report)
                 self.watch(report)
-        self._read = len(whole)
 
     def _summary(self, total_s: float) -> Report:
         losses = [r["validation_loss"] for r in self._reports if r["kind"] == "validation"]
         end = next((r for r in self._reports if r["kind"] == "end"), None)
         if end is None or not losses:
             raise RunFailed(f"the run ended without its last report; its logs are in {self.out.logs}")
+        tokens = max(int(r.get("tokens", 0)) for r in self._reports)
         return {
             "algorithm": "data-parallel",
+            "reason": f"{self.steps:,} steps are done",
             "learners": self.config.protocol.learners,
             "steps": self.steps,
-            "tokens": {"computed": max(r.get("tokens", 0) for r in self._reports)},
+            # Every step merges the gradients of all ranks, or there is no run at all. What nobody measured is null.
+            "rounds": self.steps,
+            "effective_h": 1.0,
+            "participation": 1.0,
+            "merged_share": 1.0,
+            "uptime": 1.0,
+            "liveness": 1.0,
+            "goodput": None,
+            "bytes_per_token": None,
+            "longest_gap_s": None,
+            "median_gap_s": None,
+            "restarts": 0,
+            "tokens": {"computed": tokens, "merged": tokens, "dropped": 0, "lost": 0, "in_flight": 0},
             "validation_loss_start": losses[0],
             "validation_loss_end": losses[-1],
             "wall_s": end["train_s"],
@@ -102,7 +123,7 @@ class DataParallelRun:
             "ATOLL_THREADS": threads,
             "OMP_NUM_THREADS": threads,
         }
-        command = [sys.executable, "-m", "atoll.workloads.data_parallel"]
+        command = [sys.executable, *RUNNER, "-m", "atoll.workloads.data_parallel"]
         return Child(f"rank-{rank}", command, env, self.out.log(f"rank-{rank}"))
 
 

@@ -1,8 +1,15 @@
 """A whole run on this machine: a syncer, M learners, an evaluator, and a supervisor that restarts what dies.
 
 The run is over when the syncer says so. Ctrl-C once: the run ends in good order, its last steps are collected and the
-model is written; twice: everything is killed. A learner that ends with exit code 2 found something wrong with what the
-operator asked for: the run stops and says it. Any other death is an accident, and the learner is started again.
+model is written; twice: everything is killed.
+
+What becomes of a process that ended:
+- a learner with exit code 0 is done; when the last one is, the run ends;
+- a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
+  none is left, the run fails with its words;
+- any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
+- a new syncer listens where the old one did, and learners find it by themselves. It has no journal yet: it begins a new
+  run from the parameters of the first learner that comes back.
 """
 
 from __future__ import annotations
@@ -15,13 +22,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from atoll.config import Config
 from atoll.fabric.client import get_json
 from atoll.launch.children import Child, describe_exit
-from atoll.protocol.errors import ConfigError, PeerError, RunFailed, Unreachable
+from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -32,7 +40,18 @@ START_S = 60.0
 """How long the syncer may take to listen."""
 LAST_S = 30.0
 """How long the others may take to end after the syncer."""
+RUNNER = ["-m", "atoll.launch.script"]
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
+NEW_RUN = (
+    "the syncer died and is started again; without a journal it begins a new run from the parameters of the first "
+    "learner that comes back: rounds, budget and momentum start anew"
+)
+
+
+class Killed(RunFailed):
+    """The operator did not want to wait for a good end."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +80,15 @@ class LocalRun:
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             self._syncer = self._child("syncer", ["-m", "atoll.syncer", str(self.out.path), *self._evaluated])
+            self._syncer.obeys = True
             self._learners: dict[str, Child] = {}
             self._scorer: Child | None = None
+            self._done: set[str] = set()
             self._pending = list(self.kills)
             self._interrupts = 0
+            self._ending = False
+            self._refusal = ""
+            self._failure: AtollError | None = None
             try:
                 await self._through()
             finally:
@@ -77,18 +101,19 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
-        self._syncer.start()
+        self._start(self._syncer)
         self._url = await self._listening()
+        self._syncer.command += ["--port", str(urlsplit(self._url).port)]
         self._start_learners()
-        while self._syncer.running:
+        while (code := self._syncer.ended()) != 0:
+            self._mend_syncer(code)
             status = await self._status()
             self.watch(status)
             self._kill_as_planned(status)
             self._mend()
             await asyncio.sleep(TICK_S)
-        code = self._syncer.ended()
-        if code:
-            raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._syncer.last_words()}")
+        if self._failure is not None:
+            raise self._failure
         await self._leave()
         self.watch(None)
 
@@ -97,8 +122,10 @@ class LocalRun:
         deadline = time.monotonic() + START_S
         while not self.out.address.exists():
             code = self._syncer.ended()
+            if self._interrupts and code is not None:
+                raise Killed("stopped before the run began")
             if code is not None:
-                words = self._syncer.last_words().removeprefix("atoll: ")
+                words = self._words(self._syncer)
                 raise (ConfigError if code == 2 else RunFailed)(words or f"the syncer died ({describe_exit(code)})")
             if time.monotonic() > deadline:
                 raise RunFailed(f"the syncer did not start within {START_S:g} s; its log is {self._syncer.log}")
@@ -107,49 +134,104 @@ class LocalRun:
         return self.out.address.read_text()
 
     def _start_learners(self) -> None:
+        script = [*RUNNER, *self.script]
         for index in range(self.config.protocol.learners):
             name = f"learner-{index}"
-            self._learners[name] = self._child(name, self.script, {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner"})
+            self._learners[name] = self._child(name, script, {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner"})
         if self.evaluator:
-            self._scorer = self._child("evaluator", self.script, {"ATOLL_ROLE": "evaluator"}, nice=10)
+            self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"}, nice=10)
         for child in self._everyone()[1:]:
-            child.start()
-            assert child.process is not None
-            self._events.say("started", f"{child.name} started", {"process": child.name, "pid": child.process.pid})
+            self._start(child)
+
+    def _start(self, child: Child) -> None:
+        child.start()
+        assert child.process is not None
+        self._events.say("started", f"{child.name} started", {"process": child.name, "pid": child.process.pid})
 
     async def _leave(self) -> None:
+        """Scripts may have something to do after the run. The evaluator has not: its last score was waited for."""
+        if self._scorer is not None:
+            self._scorer.kill_all()
         deadline = time.monotonic() + LAST_S
         while any(child.running for child in self._everyone()) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
     async def _status(self) -> RunStatus | None:
+        if not self._syncer.running:
+            return None
         try:
-            return msgspec.convert(await get_json(self._url, "/v1/status", 2.0), RunStatus)
+            status = msgspec.convert(await get_json(self._url, "/v1/status", 2.0), RunStatus)
         except (PeerError, Unreachable):
             return None
+        self._ending = self._ending or status.phase in ("ending", "finished")
+        return status
 
     # ---- accidents --------------------------------------------------------------------------------------------------
 
-    def _mend(self) -> None:
-        for child in [*self._learners.values(), *([self._scorer] if self._scorer else [])]:
-            code = child.ended()
-            if code is not None:
-                self._bury(child, code)
-            elif child.restart_if_due():
-                self._events.say("restarted", f"{child.name} was started again", {"process": child.name})
-        learners = self._learners.values()
-        if all(not child.running and not child.waiting for child in learners) and any(c.given_up for c in learners):
-            raise RunFailed(f"every learner died too often; their logs are in {self.out.logs}")
-
-    def _bury(self, child: Child, code: int) -> None:
-        data: dict[str, object] = {"process": child.name, "code": code}
-        self._events.say("exited", f"{child.name} ended: {describe_exit(code)}", data)
-        if code == 0:
+    def _mend_syncer(self, code: int | None) -> None:
+        if code is None:
+            self._restart_if_due(self._syncer)
             return
-        if code == 2:
-            raise ConfigError(child.last_words().removeprefix("atoll: "))
-        if not child.restart_later():
-            self._events.say("warning", f"{child.name} died too often and is given up: {child.last_words()}", data)
+        self._say_exited(self._syncer, code)
+        if self._interrupts > 1:
+            raise Killed("everything was killed, as asked; the last steps are not in the model")
+        if self._interrupts or not self._syncer.restart_later():
+            raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._words(self._syncer)}")
+        self._ending = False
+        self._events.say("warning", NEW_RUN)
+
+    def _mend(self) -> None:
+        for child in self._everyone()[1:]:
+            code = child.ended()
+            if code is None:
+                self._restart_if_due(child)
+                continue
+            self._say_exited(child, code)
+            if child is self._scorer:
+                self._bury_scorer(child, code)
+            else:
+                self._bury_learner(child, code)
+        if not any(child.running or child.waiting for child in self._learners.values()):
+            self._end_without_learners()
+
+    def _restart_if_due(self, child: Child) -> None:
+        if child.restart_if_due():
+            self._events.say("restarted", f"{child.name} was started again", {"process": child.name})
+
+    def _say_exited(self, child: Child, code: int) -> None:
+        self._events.say("exited", f"{child.name} ended: {describe_exit(code)}", {"process": child.name, "code": code})
+
+    def _bury_learner(self, child: Child, code: int) -> None:
+        if code == 0:
+            self._done.add(child.name)
+        elif code == 2:
+            self._warn(child, f"{child.name} cannot take part: {self._words(child)}")
+            self._refusal = self._refusal or self._words(child)
+        elif not self._ending and not child.restart_later():
+            self._warn(child, f"{child.name} died too often and is given up: {self._words(child)}")
+
+    def _bury_scorer(self, child: Child, code: int) -> None:
+        if code not in (0, 2) and child.restart_later():
+            return
+        if code != 0:
+            self._warn(child, f"the model is not scored any more: {self._words(child)}")
+        self._syncer.order("unscored")
+
+    def _end_without_learners(self) -> None:
+        """The syncer writes down what there is; a run that nobody finished has failed."""
+        if self._ending:
+            return
+        self._ending = True
+        if self._done:
+            self._syncer.order("end every learner has ended")
+            return
+        self._failure = (
+            ConfigError(self._refusal)
+            if self._refusal
+            else RunFailed(f"every learner died too often; their logs are in {self.out.logs}")
+        )
+        self._syncer.order("unscored")
+        self._syncer.order("end no learner is left")
 
     def _kill_as_planned(self, status: RunStatus | None) -> None:
         for kill in [k for k in self._pending if status is not None and status.progress >= k.at]:
@@ -164,7 +246,7 @@ class LocalRun:
         self._interrupts += 1
         if self._interrupts == 1:
             self._events.say("warning", "asked to end: the last steps are collected; once more to kill everything")
-            self._syncer.signal(signal.SIGTERM)
+            self._syncer.order("end the operator asked for it")
         else:
             for child in self._everyone():
                 child.kill_all()
@@ -174,6 +256,12 @@ class LocalRun:
     @property
     def _evaluated(self) -> list[str]:
         return ["--evaluated"] if self.evaluator else []
+
+    def _warn(self, child: Child, text: str) -> None:
+        self._events.say("warning", text, {"process": child.name})
+
+    def _words(self, child: Child) -> str:
+        return child.last_words().removeprefix("atoll: ")
 
     def _everyone(self) -> list[Child]:
         return [self._syncer, *self._learners.values(), *([self._scorer] if self._scorer else [])]

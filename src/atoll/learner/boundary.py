@@ -5,6 +5,8 @@ The order matters: adopt first, then copy, then (synchronous runs) wait and adop
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from atoll.learner.adopt import adopt
@@ -21,8 +23,8 @@ from atoll.mailbox.channel import (
     LetGoOrder,
     OwnOrder,
     ReadOrder,
-    ToTraining,
     Took,
+    ToTraining,
 )
 from atoll.protocol.effects import Adopted
 from atoll.protocol.settings import Settings
@@ -30,7 +32,7 @@ from atoll.protocol.settings import Settings
 
 class Boundary:
     def __init__(
-        self, box: Mailbox, settings: Settings, parameters: dict[str, torch.Tensor], partner: Partner
+        self, box: Mailbox, settings: Settings, parameters: Mapping[str, torch.Tensor], partner: Partner
     ) -> None:
         self.settings = settings
         self._box, self._partner = box, partner
@@ -42,8 +44,11 @@ class Boundary:
         self._copying: list[tuple[Transfer, Copy]] = []
         self._arriving: list[tuple[Transfer, AdoptOrder]] = []
         self._holds: dict[int, HoldOrder] = {}
-        for fragment, own in enumerate(self._own):
-            torch._foreach_copy_(_host_base(box, fragment), own)
+        self._copied: dict[int, tuple[int, int]] = {}
+        """Per fragment, the step and the version at its last copy."""
+        with torch.no_grad():
+            for fragment, own in enumerate(self._own):
+                torch._foreach_copy_(_host_base(box, fragment), own)
 
     @property
     def recovered(self) -> bool:
@@ -53,8 +58,8 @@ class Boundary:
         match frame:
             case ReadOrder():
                 if frame.alone:
-                    self._drop_reads()
-                self._reads[frame.round] = frame
+                    self._drop_reads(after=self._t)
+                self._read(frame)
             case AdoptOrder():
                 self._arriving.append((self._offload.bring(frame.fragment, frame.slot), frame))
             case HoldOrder():
@@ -66,9 +71,15 @@ class Boundary:
             case ForgetOrder(epoch):
                 self._forget(epoch)
 
-    def count(self, tokens: int) -> None:
+    def count(self, t: int, tokens: int) -> None:
+        self._t = t
         self._box.steps[:] += 1
         self._box.tokens[:] += tokens
+
+    def _read(self, order: ReadOrder) -> None:
+        if (older := self._reads.pop(order.round, None)) is not None:
+            self._partner.send(Freed(older.slot, incoming=False))
+        self._reads[order.round] = order
 
     # ---- copies -------------------------------------------------------------------------------------------------
 
@@ -79,10 +90,11 @@ class Boundary:
         self.settle_done()
 
     def _copy(self, order: ReadOrder, t: int) -> None:
-        f = order.fragment
+        f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
-        made = Copy(order.slot, order.round, f, t, steps, tokens, int(self._box.adopted[f]), self._epoch)
+        made = Copy(order.slot, order.round, f, t, steps, tokens, version, self._epoch)
         self._copying.append((self._offload.read(f, order.slot), made))
+        self._copied[f] = (t, version)
 
     def settle_done(self) -> None:
         """Tell the courier of copies that have reached host memory."""
@@ -101,7 +113,9 @@ class Boundary:
         self._t = t
         waiting = []
         for transfer, order in self._arriving:
-            if order.step <= t and (transfer.done() or self._holds):
+            awaited = any(hold.fragment == order.fragment and hold.step <= t for hold in self._holds.values())
+            if awaited or (order.step <= t and transfer.done()):
+                transfer.wait()
                 self._take(order)
             else:
                 waiting.append((transfer, order))
@@ -124,23 +138,26 @@ class Boundary:
     def held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
 
-    def idle(self) -> None:
-        """Not training (before the first step, after the last): everything is served at once."""
+    def idle(self, *, over: bool = False) -> None:
+        """Not training: everything that is due is served at once; after the last step (`over`) all of it is."""
         for transfer, order in self._arriving:
             transfer.wait()
             self._take(order)
         self._arriving = []
-        for order in list(self._reads.values()):
-            self._copy(order, self._t)
-        self._reads = {}
+        for read in list(self._reads.values()):
+            if read.step <= self._t or (over and not self._is_copied(read.fragment)):
+                self._copy(self._reads.pop(read.round), self._t)
         self.settle()
+
+    def _is_copied(self, fragment: int) -> bool:
+        """Whether another copy would hold what the last one does."""
+        return self._copied.get(fragment) == (self._t, int(self._box.adopted[fragment]))
 
     # ---- forgetting ---------------------------------------------------------------------------------------------
 
     def drop_orders(self) -> None:
-        """The courier that gave them is dead; the next one starts with every slot free."""
-        self.settle()
-        for transfer, _ in self._arriving:
+        """The courier that gave them is dead; the next one starts with every slot free and knows of no copy."""
+        for transfer, _ in [*self._copying, *self._arriving]:
             transfer.wait()
         self._reads, self._arriving, self._copying, self._holds = {}, [], [], {}
         self._epoch = 0
@@ -154,12 +171,14 @@ class Boundary:
             self._partner.send(Freed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
 
-    def _drop_reads(self) -> None:
-        for order in self._reads.values():
+    def _drop_reads(self, after: int = -1) -> None:
+        """Those for steps after this one; a copy that is due may have a pull waiting for it."""
+        for order in [order for order in self._reads.values() if order.step > after]:
+            del self._reads[order.round]
             self._partner.send(Freed(order.slot, incoming=False))
-        self._reads = {}
 
     def close(self) -> None:
+        self.drop_orders()
         self._offload.close()
 
 

@@ -36,7 +36,9 @@ def orders(length: int, batch_size: int, random: np.random.Generator, passes: in
     if batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size} is too small: the least is 1")
     if length < batch_size:
-        raise ConfigError(f"the dataset has {length} samples, fewer than one batch of {batch_size}: use a smaller batch")
+        raise ConfigError(
+            f"the dataset has {length} samples, fewer than one batch of {batch_size}: use a smaller batch"
+        )
     done = 0
     while passes is None or done < passes:
         order = random.permutation(length)
@@ -46,6 +48,8 @@ def orders(length: int, batch_size: int, random: np.random.Generator, passes: in
 
 
 def collect(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
+    if isinstance(dataset, torch.Tensor):  # whose own `gather` is something else
+        return dataset[torch.from_numpy(indices).to(dataset.device)]
     if isinstance(dataset, Gathers):
         return dataset.gather(indices)
     return torch.utils.data.default_collate([dataset[int(index)] for index in indices])

@@ -20,9 +20,10 @@ from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import Score
+from atoll.learner.ending import end_script
 from atoll.learner.model import describe, trained
 from atoll.numerics.fragments import Plan, difference, elements
-from atoll.protocol.errors import PeerError, PlanError, Unreachable
+from atoll.protocol.errors import AtollError, PeerError, PlanError, Unreachable
 from atoll.telemetry.status import RunStatus
 
 POLL_S = 0.25
@@ -40,7 +41,10 @@ def evaluate(
     """Score the global model until the run ends: `score(model)` is a loss, `sample(model)` a few lines it wrote."""
     if os.environ.get("ATOLL_ROLE") != "evaluator":
         return
-    asyncio.run(_Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample).run())
+    try:
+        asyncio.run(_Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample).run())
+    except AtollError as error:
+        end_script(str(error), error.exit_code, error)
     sys.exit(0)
 
 
@@ -83,7 +87,9 @@ class _Evaluator:
         text = self._sample(self._model) if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
-        await post_score(self._url, Score(round=round, loss=loss, cpu_s=float(f"{spent:.3f}"), sample=text, final=final))
+        await post_score(
+            self._url, Score(round=round, loss=loss, cpu_s=float(f"{spent:.3f}"), sample=text, final=final)
+        )
         return max(1, int(manifest["evaluate_every"]))
 
     def _check(self, plan: Plan) -> None:

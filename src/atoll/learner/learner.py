@@ -3,13 +3,16 @@
 Between two steps the training process only counts, starts copies of fragments off the device and takes arrived ones in;
 everything else happens in the courier beside it. No step waits for the network, the syncer or a peer, except in a
 synchronous run, where waiting is what was asked for. If the courier dies another one is started; training goes on.
+
+What goes wrong between Atoll and the operator ends the script with one line and an exit code, no traceback: 2 for what
+the operator can mend (model, settings, data), 1 for the rest, 130 for Ctrl-C. The script's own errors pass unchanged.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,6 +23,7 @@ from torch import nn
 
 from atoll.learner.boundary import Boundary
 from atoll.learner.data import Samples, collect, generator, orders
+from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.losses import Losses
 from atoll.learner.model import describe, trained
 from atoll.learner.partner import Partner
@@ -27,7 +31,7 @@ from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Box, Bye, ForgetOrder, Start, Step, StopOrder, ToTraining, Welcomed
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
-from atoll.protocol.errors import PlanError, RunFailed
+from atoll.protocol.errors import AtollError, ConfigError, PlanError, RunFailed
 
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
@@ -71,7 +75,7 @@ class Learner:
         self._left_at = 0.0
         self._done = self._final = False
         self._stopped = False
-        self._entered = False
+        self._inside = self._left = False
 
     # ---- the face -----------------------------------------------------------------------------------------------
 
@@ -101,19 +105,26 @@ class Learner:
         return 0.0 if self._box is None else min(1.0, self._box.measure("progress"))
 
     def __enter__(self) -> Learner:
-        self._entered = True
+        if self._inside or (self._left and not self.alone):
+            raise RuntimeError("a Learner is entered once: make another one for another run")
+        self._inside = True
         if not self.alone:
-            self._tensors = describe(self.model)
-            self._partner.start()
-            self._introduce()
-            self._join()
+            try:
+                self._tensors = describe(self.model)
+                self._partner.start()
+                self._introduce()
+                self._join()
+            except BaseException as error:
+                self._leave(error)
+                raise
         self._left_at = time.perf_counter()
         return self
 
     def step(self, tokens: int, loss: torch.Tensor | float | None = None) -> None:
         """Call after every optimizer step, with the tokens (or samples) it trained on."""
-        if not self._entered:
+        if not self._inside:
             raise RuntimeError("learner.step() outside of 'with atoll.Learner(...) as learner:'")
+        tokens = operator.index(tokens)
         if tokens < 0:
             raise ValueError(f"tokens = {tokens} is below zero")
         self._busy_s += time.perf_counter() - self._left_at
@@ -137,19 +148,21 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.alone:
+            self._inside, self._left = False, True
             return
-        try:
-            if kind is None:
+        if error is None:
+            try:
                 self._finish()
-            else:
-                self._partner.send(Bye(f"its training script failed: {kind.__name__}"))
-        finally:
-            self._close()
+            except BaseException as late:
+                error = late
+        self._leave(error)
+        if error is not None and kind is None:
+            raise error
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed=self._box is not None))
+        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed=self._boundary is not None))
         if self._box is not None and self._boundary is not None:
             self._partner.send(Box(self._boundary.settings, self._stepped()), self._box.fd)
 
@@ -159,7 +172,7 @@ class Learner:
         while not self._final and (self._boundary is None or not self._boundary.recovered):
             left = deadline - time.monotonic()
             if left <= 0:
-                _say(f"no syncer at {self._url} for {self._join_wait_s:g} s: training goes on, joining when it can")
+                say(f"no syncer at {self._url} for {self._join_wait_s:g} s: training goes on, joining when it can")
                 return
             self._partner.wait(min(left, 0.5))
             self._listen()
@@ -171,19 +184,20 @@ class Learner:
         plan = make_plan(self._tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
-        if self._box is not None and self._box.plan.fingerprint == plan.fingerprint:
-            return
+        if self._box is not None and self._boundary is not None:
+            if self._box.plan.fingerprint == plan.fingerprint and self._boundary.settings == frame.settings:
+                return
+            self._drop_box()
         self._box = Mailbox.create(plan, frame.settings)
         self._box.set_count("incarnation", frame.incarnation)
-        parameters = {name: parameter.data for name, parameter in trained(self.model).items()}
-        self._boundary = Boundary(self._box, frame.settings, parameters, self._partner)
+        self._boundary = Boundary(self._box, frame.settings, trained(self.model), self._partner)
         self._partner.send(Box(frame.settings, self._stepped()), self._box.fd)
 
     # ---- between two steps --------------------------------------------------------------------------------------
 
     def _at_boundary(self, tokens: int) -> None:
         if self._boundary is not None:
-            self._boundary.count(tokens)
+            self._boundary.count(self._t, tokens)
         self._listen()
         if self._boundary is not None:
             self._boundary.adopt_ready(self._t)
@@ -201,8 +215,8 @@ class Learner:
             self._boundary.settle()
 
     def _listen(self) -> None:
-        if self._partner.restart_if_dead():
-            _say("the courier died; another one is started, training goes on")
+        if not self._final and self._partner.restart_if_dead():
+            say("the courier died; another one is started, training goes on")
             if self._boundary is not None:
                 self._boundary.drop_orders()
             self._introduce()
@@ -216,23 +230,28 @@ class Learner:
         match frame:
             case Welcomed():
                 self._welcomed(frame)
-            case StopOrder(reason, final, failed):
+            case StopOrder(reason, final, failed, mistake):
                 self._done = True
                 self._final = self._final or final
                 if failed:
-                    raise RunFailed(reason) if "tensor" not in reason else PlanError(reason)
+                    raise ConfigError(reason) if mistake else RunFailed(reason)
             case _:
                 assert self._boundary is not None
                 self._boundary.obey(frame)
                 if isinstance(frame, ForgetOrder) and frame.reset and self.optimizer is not None:
                     self.optimizer.state.clear()
-                    _say("the inner optimizer starts afresh")
+                    say("the inner optimizer starts afresh")
 
     def _report(self) -> None:
-        self._partner.send(Step(self._stepped()))
+        """Counters go on counting: where the courier does not keep up, a later report says it all."""
+        if self._stopped or not self._partner.clogged:
+            self._partner.send(Step(self._stepped()))
 
     def _stepped(self) -> Stepped:
-        steps, tokens = ((), ()) if self._box is None else (tuple(self._box.steps.tolist()), tuple(self._box.tokens.tolist()))
+        steps: tuple[int, ...] = ()
+        tokens: tuple[int, ...] = ()
+        if self._box is not None:
+            steps, tokens = tuple(self._box.steps.tolist()), tuple(self._box.tokens.tolist())
         return Stepped(
             t=self._t,
             steps=steps,
@@ -254,7 +273,7 @@ class Learner:
         while not self._final and time.monotonic() < deadline and self._boundary is not None:
             self._partner.wait(0.2)
             self._listen()
-            self._boundary.idle()
+            self._boundary.idle(over=True)
             if early and self._done:
                 early, deadline = False, time.monotonic() + END_WAIT_S
             if early and not self._box_has_more():
@@ -265,13 +284,27 @@ class Learner:
     def _box_has_more(self) -> bool:
         return self._box is not None and bool(self._box.steps.any())
 
-    def _close(self) -> None:
+    def _leave(self, error: BaseException | None) -> None:
+        """Let everything go; the syncer hears why. Errors that are for the operator end the script here."""
+        if error is not None and not self._final:
+            self._partner.send(Bye(_reason(error)))
+        self._inside, self._left = False, True
         self._partner.close()
+        self._drop_box()
+        if isinstance(error, AtollError):
+            end_script(str(error), error.exit_code, error)
+        if isinstance(error, KeyboardInterrupt):
+            end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
+
+    def _drop_box(self) -> None:
         if self._boundary is not None:
             self._boundary.close()
         if self._box is not None:
             self._box.close()
+        self._boundary = None
 
 
-def _say(text: str) -> None:
-    print(f"atoll: {text}", file=sys.stderr, flush=True)
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"its training script ended with {type(error).__name__}"

@@ -22,7 +22,7 @@ class Losses:
         elif self._pending is None or self._pending[1].query():
             self._settle()
             host = loss.detach().float().to("cpu", non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(loss.device))
             self._pending = (host, event)
 

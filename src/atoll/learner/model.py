@@ -27,7 +27,9 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         places = ", ".join(sorted(str(device) for device in devices))
-        raise PlanError(f"the model's parameters lie on several devices ({places}): move it to one with model.to(device)")
+        raise PlanError(
+            f"the model's parameters lie on several devices ({places}): move it to one with model.to(device)"
+        )
     return parameters
 
 
@@ -41,6 +43,8 @@ def describe(model: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise PlanError(f"parameter '{name}' has no shape yet (a lazy module): run one batch through the model first")
     if parameter.dtype not in DTYPES:
         kind = str(parameter.dtype).removeprefix("torch.")
         raise PlanError(f"parameter '{name}' is {kind}, which Atoll cannot merge: use float32, bfloat16 or float16")

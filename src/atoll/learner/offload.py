@@ -93,6 +93,7 @@ class CpuOffload:
         self._fragments, self._views = fragments, Views(box)
         self.outgoing, self.base = self._views.outgoing, self._views.base
 
+    @torch.no_grad()
     def read(self, fragment: int, slot: int) -> Transfer:
         torch._foreach_copy_(self._views.outgoing(fragment, slot), self._fragments[fragment])
         return Done()
@@ -114,7 +115,7 @@ class OnStream:
         self._event = event
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -125,10 +126,13 @@ class CudaOffload:
         self._box, self._fragments, self._device = box, fragments, device
         self._views = Views(box)
         self._locked = _page_lock(box)
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device)
         self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
         self._stages: dict[int, torch.Tensor] = {}
+        """By slot, what is on its way to the device or has arrived and waits."""
+        self._spare: list[torch.Tensor] = []
 
+    @torch.no_grad()
     def read(self, fragment: int, slot: int) -> Transfer:
         training = torch.cuda.current_stream(self._device)
         training.wait_stream(self._side)  # the staging buffer may still be on its way out
@@ -141,18 +145,26 @@ class CudaOffload:
 
     def bring(self, fragment: int, slot: int) -> Transfer:
         host = torch.from_numpy(self._box.incoming(slot, fragment))
+        stage = self._stages[slot] = self._stage(slot)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))  # an adoption may still read from the stage
         with torch.cuda.stream(self._side):
-            stage = self._stages.get(slot)
-            if stage is None:
-                stage = torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
-                self._stages[slot] = stage
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
             stage[: host.numel()].copy_(host, non_blocking=True)
         return self._mark()
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
+        """The caller's next work on the training stream may read it; what is brought later waits for that."""
         torch.cuda.current_stream(self._device).wait_stream(self._side)
-        return shaped(self._stages[slot], self._box, fragment)
+        stage = self._stages.pop(slot)
+        self._spare.append(stage)
+        return shaped(stage, self._box, fragment)
+
+    def _stage(self, slot: int) -> torch.Tensor:
+        """As many as there are versions on their way at once, and no more: each is as large as the largest fragment."""
+        if slot in self._stages:
+            return self._stages.pop(slot)
+        if self._spare:
+            return self._spare.pop()
+        return torch.empty(self._box.layout.largest, dtype=torch.float32, device=self._device)
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return [view.to(self._device, non_blocking=True) for view in self._views.outgoing(fragment, slot)]
@@ -163,10 +175,10 @@ class CudaOffload:
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._box.slots_memory.ctypes.data)  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self._box.slots_memory.ctypes.data)
 
     def _mark(self) -> OnStream:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._side)
         return OnStream(event)
 
@@ -183,5 +195,5 @@ def make_offload(box: Mailbox, fragments: list[list[torch.Tensor]]) -> Offload:
 def _page_lock(box: Mailbox) -> bool:
     """Page-lock the slots; without it copies still work, only slower."""
     memory = box.slots_memory
-    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     return int(code) == 0

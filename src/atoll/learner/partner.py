@@ -36,7 +36,8 @@ class Partner:
         with theirs:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "atoll.courier", str(theirs.fileno())],
+                # -P: no module in the script's folder takes the place of one of Python's own
+                [sys.executable, "-P", "-m", "atoll.courier", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
@@ -60,6 +61,11 @@ class Partner:
         if self._channel is not None and not self._channel.closed:
             self._channel.send(frame, descriptor)
 
+    @property
+    def clogged(self) -> bool:
+        """The courier does not keep up: what can be left out should be."""
+        return self._channel is not None and self._channel.clogged
+
     def receive(self) -> list[ToTraining]:
         if self._channel is None or self._channel.closed:
             return []
@@ -71,7 +77,9 @@ class Partner:
         if self._channel is None or self._channel.closed:
             time.sleep(min(seconds, 0.05))
         else:
-            select.select([self._channel.sock], [], [], seconds)
+            poll = select.poll()  # select() cannot watch descriptors past 1023
+            poll.register(self._channel.sock, select.POLLIN)
+            poll.poll(1000 * seconds)
 
     def close(self, patience_s: float = 5.0) -> None:
         """The courier ends when our end of the socket closes."""

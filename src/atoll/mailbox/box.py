@@ -106,7 +106,9 @@ class Mailbox:
 
     def close(self) -> None:
         """Forget the descriptor; the memory itself goes with the last view of it."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     # ---- the header ---------------------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 """Small messages between the training process and its courier, over a local socket.
 
     training process → courier    Start  Box  Step  Copy  Took  Freed  Bye
-    courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder  StopOrder
+    courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder
+                                  StopOrder
 
-Neither side ever waits to send: what does not fit into the socket waits in memory, in order. A slot is named by its
-number; the courier alone decides who uses which slot for what.
+Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
+before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
+who uses which slot for what.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class ReadOrder(Frame, frozen=True):
     fragment: int
     step: int
     alone: bool
-    """It takes the place of every copy ordered before and not made yet."""
+    """It takes the place of every copy that was ordered for a later step than the coming one."""
 
 
 class HoldOrder(Frame, frozen=True):
@@ -133,7 +135,9 @@ class ForgetOrder(Frame, frozen=True):
 class StopOrder(Frame, frozen=True):
     reason: str
     final: bool
-    failed: bool
+    failed: bool = False
+    mistake: bool = False
+    """It failed, and the operator can mend it: the model or the settings do not fit."""
 
 
 ToCourier = Start | Box | Step | Copy | Took | Freed | Bye
@@ -148,7 +152,8 @@ class Channel:
         self.sock = sock
         self.closed = False
         self._incoming = bytearray()
-        self._waiting: deque[memoryview] = deque()
+        self._waiting: deque[tuple[memoryview, int | None]] = deque()
+        """Bytes, and the descriptor that goes with the first of them."""
         self._descriptors: deque[int] = deque()
 
     @staticmethod
@@ -157,28 +162,30 @@ class Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return Channel(ours), theirs
 
+    @property
+    def clogged(self) -> bool:
+        """The other side does not keep up with what is sent."""
+        return bool(self._waiting)
+
     def send(self, frame: Frame, descriptor: int | None = None) -> None:
         data = msgspec.msgpack.encode(frame)
-        packet = len(data).to_bytes(4, "little") + data
-        if descriptor is not None:
-            self._send_descriptor(packet, descriptor)
-            return
-        self._waiting.append(memoryview(packet))
+        self._waiting.append((memoryview(len(data).to_bytes(4, "little") + data), descriptor))
         self.flush()
 
     def flush(self) -> bool:
         """Send what waits; True when nothing is left."""
         while self._waiting and not self.closed:
+            packet, descriptor = self._waiting.popleft()
             try:
-                sent = self.sock.send(self._waiting[0])
+                sent = self.sock.sendmsg([packet], _rights(descriptor))
             except BlockingIOError:
+                self._waiting.appendleft((packet, descriptor))
                 return False
             except OSError:
-                self.closed = True
-                return False
-            rest = self._waiting.popleft()[sent:]
-            if rest:
-                self._waiting.appendleft(rest)
+                self._waiting.clear()  # nobody is there to read it; `receive` finds the end
+                return True
+            if sent < len(packet):
+                self._waiting.appendleft((packet[sent:], None))
         return not self._waiting
 
     def receive(self) -> list[bytes]:
@@ -220,21 +227,6 @@ class Channel:
             del self._incoming[: 4 + length]
         return frames
 
-    def _send_descriptor(self, packet: bytes, descriptor: int) -> None:
-        """Ancillary data must go with its bytes, so this one send may wait for the socket to drain."""
-        self.sock.setblocking(True)
-        try:
-            while self._waiting:
-                self.sock.sendall(self._waiting.popleft())
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            sent = self.sock.sendmsg([packet], [rights])
-            self.sock.sendall(packet[sent:])
-        except OSError:
-            self.closed = True
-        finally:
-            if not self.closed:
-                self.sock.setblocking(False)
-
     def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -243,9 +235,15 @@ class Channel:
                 self._descriptors.extend(numbers)
 
 
+def _rights(descriptor: int | None) -> list[tuple[int, int, array.array[int]]]:
+    return [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+
+
 def decode_to_courier(data: bytes) -> ToCourier:
-    return msgspec.msgpack.decode(data, type=ToCourier)
+    frame: ToCourier = msgspec.msgpack.decode(data, type=ToCourier)
+    return frame
 
 
 def decode_to_training(data: bytes) -> ToTraining:
-    return msgspec.msgpack.decode(data, type=ToTraining)
+    frame: ToTraining = msgspec.msgpack.decode(data, type=ToTraining)
+    return frame

@@ -65,11 +65,12 @@ def summarise(events: Iterable[Event]) -> Summary:
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
     losses = [float(e["loss"]) for e in of_kind(timeline, "score") if e.get("loss") is not None]
-    closing = _first(timeline, "ending") or _first(timeline, "finished") or {}
+    closing = _first(timeline, "finished") or {}
+    ending = _first(timeline, "ending") or closing
     wall = part.length
     return {
         "run": header.get("run"),
-        "reason": closing.get("reason") or closing.get("text"),
+        "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
         "goodput": _ratio(sum(w.busy_s for w in work.values()), allocated * wall),
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
         "uptime": _ratio(presence.stepping_s(), wall),

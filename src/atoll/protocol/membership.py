@@ -37,6 +37,8 @@ class Learner:
     t: int = 0
     included_t: int = -1
     offer: int = -1
+    offers_from: int = -1
+    """It has copied the fragment of every round from this one to `offer`."""
     aims: int = -1
     steps: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -63,6 +65,18 @@ class Learner:
     def live(self) -> bool:
         return self.state == "training" and not self.muted and not self.stalled
 
+    def may_give(self, fragment: int) -> bool:
+        """Not while the version that holds its last contribution is still on its way to it."""
+        return bool(self.versions) and self.versions[fragment] >= self.merged[fragment]
+
+    def has_more(self, fragment: int) -> bool:
+        """Whether it has steps of this fragment that no version contains, on a base it may use."""
+        return self.may_give(fragment) and bool(self.steps) and self.steps[fragment] > 0
+
+    def last_merged(self) -> tuple[tuple[int, int], ...]:
+        """Per fragment, the version its last contribution went into and the step it was read at."""
+        return tuple((version, self.synced_t.get(fragment, 0)) for fragment, version in enumerate(self.merged))
+
     def unmerged_tokens(self) -> float:
         """Tokens that no version contains yet, averaged over the fragments."""
         return sum(self.tokens) / self.fragments if self.tokens else 0.0
@@ -75,12 +89,11 @@ class Membership:
         self._settings = settings
         self.learners: dict[str, Learner] = {}
 
-    def greet(self, now: float, hello: Hello) -> tuple[Learner, bool]:
+    def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
         """The learner of this hello, and whether it is a new incarnation."""
         known = self.learners.get(hello.learner)
         if known is not None and known.session == hello.session:
-            known.state = "training" if known.versions and min(known.versions) >= 0 else "joining"
-            known.last_heard = known.last_step_at = now
+            self._come_back(now, known, hello, run)
             return known, False
         learner = Learner(
             name=hello.learner,
@@ -98,6 +111,17 @@ class Membership:
         self.learners[hello.learner] = learner
         return learner, True
 
+    def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
+        """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
+        held = [*(learner.versions or (-1,)), *(hello.versions or (-1,))]
+        recovered = hello.run == run and min(held) >= 0
+        learner.state = "training" if recovered else "joining"
+        learner.versions = hello.versions if recovered else ()
+        learner.last_heard = learner.last_step_at = now
+        learner.t = max(learner.t, hello.t)
+        learner.offer = learner.aims = -1
+        learner.stalled = False
+
     def restart(self, now: float, learner: Learner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
         learner.incarnation += 1
@@ -112,6 +136,8 @@ class Membership:
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
+        if progress.offer > learner.offer + 1 or learner.offer < 0:
+            learner.offers_from = progress.offer
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
         learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
@@ -119,6 +145,10 @@ class Membership:
 
     def live(self) -> list[Learner]:
         return [learner for learner in self._sorted() if learner.live]
+
+    def stepping(self) -> list[Learner]:
+        """Live, and more steps will come."""
+        return [learner for learner in self.live() if not learner.stopped]
 
     def connected(self) -> list[Learner]:
         return [learner for learner in self._sorted() if learner.connected]

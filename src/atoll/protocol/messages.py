@@ -66,6 +66,8 @@ class Progress(Message, frozen=True):
     loss: float | None = None
     stopped: bool = False
     """The training loop has ended: no more steps will come."""
+    incarnation: int = 0
+    """Which of its lives this speaks of: a report from before a recovery says nothing about the time after it."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -112,6 +114,10 @@ class Welcome(Message, frozen=True):
     """The run is empty: send your parameters as version 0."""
     progress: float = 0.0
     global_step: int = 0
+    committed: int = 0
+    """Rounds behind the run."""
+    merged: tuple[tuple[int, int], ...] = ()
+    """Per fragment, the version that holds this incarnation's last contribution, and the step it was read at."""
 
 
 class Refused(Message, frozen=True):

@@ -1,68 +1,302 @@
-"""One round of the syncer: gathering learners, pulling a fragment from frozen members, merging, committed or passed over."""
+"""The rounds of a run, from opening to commit.
+
+A round's way: *gathering* (gathering.py decides when it ends) → *pulling* its fragment from the frozen members, each
+until its deadline → *merging*, in order of t → committed and announced to everyone connected. A round that loses its
+quorum gathers once more; after a second failure it is passed over with the reason.
+
+Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
+up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
+out; one that misses two pulls is muted until a probe succeeds; a deadline that everyone missed makes the next longer.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import deque
+from statistics import median
 
-from atoll.protocol.messages import Contribution
+from atoll.protocol import schedule
+from atoll.protocol.clock import SYNCER
+from atoll.protocol.effects import Commit, Merge, Merged, Part
+from atoll.protocol.gathering import Gathering
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import Announce, Member, Pull
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.round import Round, Seat, weight
+from atoll.protocol.settings import Settings
 
-Stage = Literal["gathering", "pulling", "merging", "void"]
-"""void: failed for good, and waits for its turn to be passed over."""
-SeatState = Literal["asked", "given", "out"]
-
-
-@dataclass(slots=True)
-class Seat:
-    """A frozen member: (learner, incarnation, t_m), and what came of its pull."""
-
-    learner: str
-    incarnation: int
-    t: int
-    included_before: int
-    """Its step at the inclusion before this one, should the round be void."""
-    state: SeatState = "asked"
-    contribution: Contribution | None = None
-    why_out: str = ""
-
-    def give(self, contribution: Contribution) -> None:
-        self.state, self.contribution = "given", contribution
-
-    def leave(self, reason: str) -> None:
-        self.state, self.why_out = "out", reason
+RECENT = 512
+"""Samples behind the live figure of effective H."""
 
 
-@dataclass(slots=True)
-class Round:
-    t: int
-    fragment: int
-    opened_at: float
-    roster: frozenset[str] = frozenset()
-    """Who was live at the opening; the synchronous rule waits for these."""
-    stage: Stage = "gathering"
-    attempt: int = 1
-    quorum_at: float | None = None
-    due_at: float | None = None
-    short_since: float | None = None
-    """Since when fewer learners are live than the quorum asks for."""
-    frozen_at: float = 0.0
-    grace_s: float = 0.0
-    deadline: float = 0.0
-    live: int = 0
-    reason: str = ""
-    seats: dict[str, Seat] = field(default_factory=dict)
+class Rounds:
+    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
+        self.settings, self.members, self.out = settings, members, out
+        self.gathering = Gathering(settings, members)
+        self.open: dict[int, Round] = {}
+        self.versions = [-1] * settings.fragments
+        self.next = 0
+        self.committed = 0
+        """Rounds behind us, empty ones included: the syncer's t."""
+        self.last_members: tuple[str, ...] = ()
+        self.last_reason = ""
+        self._since: deque[int] = deque(maxlen=RECENT)
 
     @property
-    def given(self) -> list[Seat]:
-        """In the fixed order of merging: by learner id."""
-        return [self.seats[name] for name in sorted(self.seats) if self.seats[name].state == "given"]
+    def effective_h(self) -> float | None:
+        """Median learner steps between two syncs of a fragment, of late."""
+        return median(self._since) if self._since else None
 
     @property
-    def asked(self) -> list[Seat]:
-        return [seat for seat in self.seats.values() if seat.state == "asked"]
+    def global_step(self) -> int:
+        return schedule.global_step(self.committed, self.settings)
 
-    def again(self, now: float) -> None:
-        """Back to gathering, for a second and last attempt."""
-        self.stage, self.attempt = "gathering", self.attempt + 1
-        self.opened_at, self.quorum_at, self.short_since = now, None, None
-        self.seats = {}
+    @property
+    def aim(self) -> int:
+        """The round that gathers now, or will next."""
+        first = (r.t for r in self.open.values() if r.stage == "gathering" and r.attempt == 1)
+        return min(first, default=self.next)
+
+    # ---- opening and gathering ----------------------------------------------------------------------------------
+
+    def turn(self, now: float, wakes: list[float]) -> bool:
+        """One pass over the rounds; True when something moved and another pass may move more."""
+        moved = False
+        for round_ in sorted(self.open.values(), key=lambda r: r.t):
+            if round_.stage == "gathering":
+                moved |= self._gather(now, round_, wakes)
+            elif round_.stage == "pulling":
+                moved |= self._collect(now, round_, wakes)
+            elif round_.stage == "void" and round_.t == self.committed:
+                self._pass_over(round_, round_.reason)
+                moved = True
+        return moved
+
+    def open_next(self, now: float) -> None:
+        """The next round gathers while the others transfer."""
+        last = schedule.last_round(self.settings)
+        spent = last is not None and self.next >= last
+        if not spent and not any(r.stage == "gathering" and r.attempt == 1 for r in self.open.values()):
+            self.open_one(now)
+
+    def open_one(self, now: float) -> None:
+        fragment = schedule.fragment_of(self.next, self.settings)
+        if any(round_.fragment == fragment for round_ in self.open.values()):
+            return
+        roster = frozenset(learner.name for learner in self.members.stepping())
+        self.open[self.next] = Round(self.next, fragment, now, roster)
+        self.next += 1
+
+    def skip(self) -> None:
+        """The next round of the last cycle has nothing to collect."""
+        self.next += 1
+        self._count()
+
+    def stop_gathering(self) -> None:
+        """The run ends: rounds under way are finished, those that only gather are not."""
+        under_way = max((r.t for r in self.open.values() if r.stage != "gathering"), default=-1)
+        for round_ in [r for r in self.open.values() if r.stage == "gathering"]:
+            if round_.t > under_way:
+                del self.open[round_.t]
+            else:
+                round_.stage, round_.reason = "void", "the run ends"
+        self.next = max(self.open, default=self.committed - 1) + 1
+        self.gathering.draining = True
+
+    def _gather(self, now: float, round_: Round, wakes: list[float]) -> bool:
+        if self.gathering.is_behind_all(round_):
+            self._pass_over(round_, "every learner has gone past it")
+            return True
+        in_turn = not any(r.t < round_.t and r.stage == "gathering" for r in self.open.values())
+        ready = self.gathering.ready(round_)
+        verdict = self.gathering.judge(now, round_, ready, in_turn=in_turn, wakes=wakes)
+        if not verdict.close:
+            if verdict.until is not None:
+                wakes.append(verdict.until)
+            return False
+        under_way = sum(other.stage != "gathering" for other in self.open.values())
+        if under_way >= schedule.flights(self.settings) and round_.attempt == 1:
+            return False
+        self._freeze(now, round_, ready, verdict.reason)
+        return True
+
+    def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
+        self.gathering.froze(now, round_)
+        deadline_s = self.gathering.estimates.pull_deadline_s(self.settings)
+        round_.stage, round_.frozen_at, round_.deadline = "pulling", now, now + deadline_s
+        round_.reason, round_.live = reason, len(self.members.live())
+        for one in ready:
+            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, one.included_t)
+            one.included_t = one.t
+        pull = Pull(
+            round=round_.t,
+            attempt=round_.attempt,
+            fragment=round_.fragment,
+            gathering=max(round_.t + 1, self.aim),
+            deadline_s=deadline_s,
+        )
+        for one in ready:
+            self.out.send(one.name, pull)
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    def seat(self, learner: Learner, number: int, attempt: int) -> Seat | None:
+        """The seat an answer belongs to, if it is still waited for."""
+        round_ = self.open.get(number)
+        seat = round_.seats.get(learner.name) if round_ else None
+        if round_ is None or seat is None or seat.state != "asked" or round_.attempt != attempt:
+            return None
+        return seat if seat.incarnation == learner.incarnation else None
+
+    def leave_out(self, round_: Round, seat: Seat, reason: str) -> None:
+        seat.leave(reason)
+        self.out.discard(seat.learner, round_.t, round_.attempt)
+
+    def nothing_from(self, round_: Round, seat: Seat, reason: str) -> None:
+        """It has nothing to give: it is asked again after its next step, not before."""
+        seat.included_before = seat.t
+        self.leave_out(round_, seat, reason)
+
+    def unseat(self, learner: Learner, reason: str) -> None:
+        """Nothing more will come from this learner to the rounds that asked it."""
+        for round_ in self.open.values():
+            seat = round_.seats.get(learner.name)
+            if seat is not None and seat.state == "asked":
+                self.leave_out(round_, seat, reason)
+
+    def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
+        """Wait for the members' answers; merge once it is this round's turn."""
+        if now >= round_.deadline and round_.asked:
+            if not round_.given:  # for all we know the deadline was too short: learn from it
+                self.gathering.estimates.sync_s.add(now - round_.frozen_at)
+            for seat in round_.asked:
+                self._miss(round_, seat)
+        if round_.asked:
+            wakes.append(round_.deadline)
+            return False
+        least = 1 if self.gathering.draining else max(1, min(self.settings.quorum, len(round_.seats)))
+        if len(round_.given) < least:
+            reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
+            self.fail(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
+            return True
+        if round_.t == self.committed:
+            round_.stage = "merging"
+            parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
+            self.out.add(Merge(round_.t, round_.fragment, parts))
+        return False
+
+    def _miss(self, round_: Round, seat: Seat) -> None:
+        self.leave_out(round_, seat, "missed its deadline")
+        learner = self.members.learners[seat.learner]
+        if learner.incarnation != seat.incarnation or not learner.connected:
+            return
+        learner.misses += 1
+        if learner.misses >= 2 and not learner.muted:
+            learner.muted = True
+            text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
+            self.out.note("muted", text, learner)
+
+    # ---- the outcome --------------------------------------------------------------------------------------------
+
+    def fail(self, now: float, round_: Round, reason: str) -> None:
+        for seat in round_.seats.values():
+            learner = self.members.learners[seat.learner]
+            if learner.incarnation == seat.incarnation:
+                learner.included_t = min(learner.included_t, seat.included_before)
+            self.out.discard(seat.learner, round_.t, round_.attempt)
+        if round_.attempt == 1 and not self.gathering.draining:
+            self.out.note("again", f"round {round_.t} gathers once more: {reason}", round=round_.t, reason=reason)
+            round_.again(now)
+        else:
+            self._pass_over(round_, reason)
+
+    def _pass_over(self, round_: Round, reason: str) -> None:
+        """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
+        round_.stage, round_.reason = "void", reason
+        if round_.t != self.committed:
+            return
+        del self.open[round_.t]
+        self._count()
+        text = f"round {round_.t} is passed over: {reason}"
+        self.out.note("passed", text, round=round_.t, fragment=round_.fragment, reason=reason)
+        self._announce(round_, ())
+
+    def commit(self, now: float, event: Merged) -> None:
+        round_ = self.open.pop(event.round)
+        assert round_.t == self.committed, "rounds commit in order"
+        self._count()
+        self.versions[round_.fragment] += 1
+        self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
+        self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
+        self._tell(now, round_, event.merge_s)
+        members = tuple(Member(seat.learner, seat.incarnation, seat.answer.t) for seat in round_.given)
+        self._announce(round_, members, event.digest)
+        for seat in round_.given:
+            self.out.discard(seat.learner, round_.t, round_.attempt)
+
+    def _count(self) -> None:
+        self.committed += 1
+        self.out.clock[SYNCER] = self.committed
+
+    def _tell(self, now: float, round_: Round, merge_s: float) -> None:
+        version = self.versions[round_.fragment]
+        members = tuple(self._include(round_, seat, version) for seat in round_.given)
+        self.last_members = tuple(seat.learner for seat in round_.given)
+        self.last_reason = round_.reason
+        self.out.note(
+            "round",
+            f"round {round_.t}: fragment {round_.fragment} is version {version}; {round_.reason}",
+            round=round_.t,
+            fragment=round_.fragment,
+            version=version,
+            attempt=round_.attempt,
+            reason=round_.reason,
+            live=round_.live,
+            members=members,
+            gather_s=round(round_.frozen_at - round_.opened_at, 6),
+            sync_s=round(now - round_.frozen_at, 6),
+            merge_s=round(merge_s, 6),
+            grace_s=round(round_.grace_s, 6),
+            effective_h=self.effective_h,
+        )
+
+    def _include(self, round_: Round, seat: Seat, version: int) -> dict[str, object]:
+        """Book a member's contribution and tell about it."""
+        given, learner = seat.answer, self.members.learners[seat.learner]
+        since: int | None = None
+        if learner.incarnation == seat.incarnation:
+            before = learner.synced_t.get(round_.fragment)
+            since = None if before is None else given.t - before
+            learner.merged[round_.fragment], learner.synced_t[round_.fragment] = version, given.t
+        if since is not None and not self.gathering.draining:
+            self._since.append(since)
+        return {
+            "learner": seat.learner,
+            "incarnation": seat.incarnation,
+            "t": given.t,
+            "steps": given.steps,
+            "tokens": given.tokens,
+            "weight": weight(given),
+            "base": given.base,
+            "since": since,
+        }
+
+    def _announce(self, round_: Round, members: tuple[Member, ...], digest: str = "") -> None:
+        announce = Announce(
+            round=round_.t,
+            fragment=round_.fragment,
+            version=self.versions[round_.fragment],
+            members=members,
+            gathering=self.aim,
+            digest=digest,
+            progress=self.spent(),
+            global_step=self.global_step,
+        )
+        for learner in self.members.connected():
+            self.out.send(learner.name, announce)
+
+    def spent(self) -> float:
+        """How much of the run's budget is spent, in [0, 1]."""
+        last = schedule.last_round(self.settings)
+        by_steps = self.committed / last if last else 0.0
+        by_tokens = self.members.tokens() / self.settings.tokens if self.settings.tokens else 0.0
+        return min(1.0, max(by_steps, by_tokens))

@@ -73,14 +73,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             )
         if self.fragments and self.sync_every and self.fragments > self.sync_every:
             raise ConfigError(
-                f"fragments = {self.fragments} is more than sync_every = {self.sync_every}, so one round per step would "
-                f"not be enough: set fragments to {self.sync_every} or less, or sync_every to {self.fragments} or more"
+                f"fragments = {self.fragments} is more than sync_every = {self.sync_every}, so one round per step "
+                f"would not be enough: set fragments to {self.sync_every} or less, "
+                f"or sync_every to {self.fragments} or more"
             )
         if not 0.0 <= self.blend <= 1.0:
-            raise ConfigError(f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps")
+            raise ConfigError(
+                f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
+            )
         if not 0.0 <= self.grace_share < 1.0:
             raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")
-        for name in ("startup_s", "assemble_s", "patience_s", "heartbeat_s", "lost_after_s", "stalled_after_s", "pull_floor_s"):
+        for name in (
+            "startup_s",
+            "assemble_s",
+            "patience_s",
+            "heartbeat_s",
+            "lost_after_s",
+            "stalled_after_s",
+            "pull_floor_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 seconds")
         if self.lost_after_s < 2 * self.heartbeat_s:

@@ -1,14 +1,38 @@
-"""`python -m atoll.syncer RUN_DIR [--evaluated]`: the syncer of a run whose directory is made; started by a launcher."""
+"""`python -m atoll.syncer RUN_DIR [--evaluated] [--port N]`: the syncer of a run whose directory is made.
+
+Started by a supervisor, which holds its standard input (see `process`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from atoll.config import load
+from atoll.protocol.errors import AtollError
 from atoll.store.rundir import RunDir
 from atoll.syncer.process import serve
 
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m atoll.syncer")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--evaluated", action="store_true", help="wait at the end for the evaluator's last score")
+    parser.add_argument("--port", type=int, help="instead of the one in run.toml")
+    said = parser.parse_args()
+    out = RunDir(said.out)
+    try:
+        config = load(out.settings)
+    except AtollError as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        return error.exit_code
+    if said.port is not None:
+        config = msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
+    return serve(config, out, evaluated=said.evaluated, supervised=True)
+
+
 if __name__ == "__main__":
-    out = RunDir(Path(sys.argv[1]))
-    sys.exit(serve(load(out.settings), out, evaluated="--evaluated" in sys.argv[2:]))
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,8 @@ class Parcel:
     digest: str | None = None
     """Set once the body is whole."""
     receiving: bool = False
+    held: bool = False
+    """Somebody reads it beside the event loop."""
     delta: FloatArray | None = None
     unwanted: bool = False
     """Discarded while it was being received or read: its buffers wait for that to end."""
@@ -36,7 +40,9 @@ class Inbox:
 
     def ask(self, key: Key, fragment: int) -> None:
         """A pull was sent: this contribution, and no other, may arrive."""
-        self._parcels[key] = Parcel(fragment)
+        self.discard(key)
+        parcel = self._parcels.setdefault(key, Parcel(fragment))
+        parcel.unwanted = False
 
     def receive(self, key: Key) -> memoryview:
         parcel = self._parcels.get(key)
@@ -61,6 +67,22 @@ class Inbox:
             parcel.receiving = False
             self._let_go_if_unwanted(key, parcel)
 
+    def opened(self, key: Key) -> bool:
+        """Whether its message has come and was looked at."""
+        parcel = self._parcels.get(key)
+        return parcel is not None and (parcel.held or parcel.delta is not None)
+
+    @contextmanager
+    def hold(self, key: Key) -> Iterator[None]:
+        """While it is read beside the event loop its buffers are not given to another, even if it is discarded."""
+        parcel = self._parcels.get(key)
+        if parcel is not None:
+            parcel.held = True
+        yield
+        if parcel is not None:
+            parcel.held = False
+            self._let_go_if_unwanted(key, parcel)
+
     def open(self, key: Key, mark: str) -> FloatArray:
         """Decode a whole body; PeerError when it is not what its message says."""
         parcel = self._parcels.get(key)
@@ -68,6 +90,7 @@ class Inbox:
             raise PeerError("its body did not arrive")
         if parcel.digest != mark:
             raise PeerError("its body is not the one its message names")
+        assert parcel.delta is None, "a body is opened once"
         size = self._plan.fragments[parcel.fragment].size
         buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
         self._codec.decode(parcel.body[: self._codec.nbytes(size)], buffer[:size])
@@ -85,7 +108,7 @@ class Inbox:
             self._let_go_if_unwanted(key, parcel)
 
     def _let_go_if_unwanted(self, key: Key, parcel: Parcel) -> None:
-        if not parcel.unwanted or parcel.receiving:
+        if not parcel.unwanted or parcel.receiving or parcel.held:
             return
         del self._parcels[key]
         if parcel.body is not None:

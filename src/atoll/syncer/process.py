@@ -1,4 +1,8 @@
-"""The syncer as a process: run directory, signals, exit code."""
+"""The syncer as a process: run directory, signals, a supervisor's orders, exit code.
+
+Under a supervisor, orders come as lines on standard input: `end REASON` ends the run in good order, `unscored` says
+that no evaluator is left to wait for. When standard input closes, the supervisor is gone, and the run ends too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from atoll.config import Config
 from atoll.numerics import kernels
@@ -17,13 +22,22 @@ from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
+OPERATOR = "the operator asked for it"
 
-def serve(config: Config, out: RunDir, *, evaluated: bool, ready: Callable[[str], None] | None = None) -> int:
+
+def serve(
+    config: Config,
+    out: RunDir,
+    *,
+    evaluated: bool,
+    supervised: bool = False,
+    ready: Callable[[str], None] | None = None,
+) -> int:
     """Run a syncer until its run is over. Its address goes to the run directory, and to `ready`."""
     kernels.warm()
     code = 0
     try:
-        asyncio.run(_serve(config, out, evaluated, ready or (lambda url: None)))
+        asyncio.run(_serve(config, out, evaluated, supervised, ready or (lambda url: None)))
     except* AtollError as errors:
         error = _first(errors)
         print(f"atoll: {error}", file=sys.stderr, flush=True)
@@ -31,12 +45,12 @@ def serve(config: Config, out: RunDir, *, evaluated: bool, ready: Callable[[str]
     return code
 
 
-async def _serve(config: Config, out: RunDir, evaluated: bool, ready: Callable[[str], None]) -> None:
+async def _serve(config: Config, out: RunDir, evaluated: bool, supervised: bool, ready: Callable[[str], None]) -> None:
     with Appender(out.events) as sink:
         service = SyncerService(config, run=secrets.token_hex(4), events=EventLog(sink), evaluated=evaluated)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, service.end, "the operator asked for it")
+            loop.add_signal_handler(number, service.end, OPERATOR)
 
         def save(parameters: Parameters) -> None:
             save_model(out.model, dict(parameters.tensors()))
@@ -44,12 +58,47 @@ async def _serve(config: Config, out: RunDir, evaluated: bool, ready: Callable[[
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(save))
             started = tasks.create_task(service.started.wait())
+            beside: list[asyncio.Task[Any]] = [tasks.create_task(_fall_with_callbacks(loop)), started]
+            if supervised:
+                beside.append(tasks.create_task(_obey(service)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
-            started.cancel()
             if not running.done():
                 url = f"http://{service.server.host}:{service.server.port}"
                 write_atomic(out.address, url.encode())
                 ready(url)
+            await asyncio.wait([running])
+            for task in beside:
+                task.cancel()
+
+
+async def _obey(service: SyncerService) -> None:
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    try:
+        while line := await reader.readline():
+            order, _, reason = line.decode(errors="replace").strip().partition(" ")
+            if order == "end":
+                service.end(reason)
+            elif order == "unscored":
+                service.unscored()
+        service.unscored()
+        service.end("its supervisor is gone")
+    finally:
+        transport.close()
+
+
+async def _fall_with_callbacks(loop: asyncio.AbstractEventLoop) -> bool:
+    """A mistake of ours in a timer must not leave a syncer that looks alive and does nothing."""
+    broken: asyncio.Future[bool] = loop.create_future()
+
+    def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and not broken.done():
+            broken.set_exception(context["exception"])
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(fail)
+    return await broken
 
 
 def _first(errors: BaseExceptionGroup[AtollError]) -> AtollError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -22,9 +23,9 @@ from atoll.numerics.fragments import Plan, difference, make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError
-from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused
+from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused, Welcome
 from atoll.protocol.syncer import Syncer
-from atoll.syncer.inbox import Inbox
+from atoll.syncer.inbox import Inbox, Key
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.status import Meter
 from atoll.telemetry.events import EventLog
@@ -50,11 +51,15 @@ class SyncerService:
         self._tensors: tuple[object, ...] = ()
         self._wake: asyncio.TimerHandle | None = None
         self._initial: set[int] = set()
+        self._uploader = ("", "")
+        """The learner and session that is asked for the first parameters."""
+        self._probes: dict[str, Key] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
         self._finished = asyncio.Event()
         self._scored = asyncio.Event()
         self._emptied = asyncio.Event()
+        self._reason = ""
         self.meter = Meter(config)
         self.server = Server(self, host=config.service.host, port=config.service.port)
         settings = msgspec.to_builtins(config.protocol)
@@ -68,7 +73,7 @@ class SyncerService:
             await self.server.start()
             self.started.set()
             await self._finished.wait()
-            if self._machine is not None and self._machine.committed > 0:
+            if self._machine is not None and min(self._machine.versions) >= 0:
                 save(self._parameters)
             await self._goodbye()
             self._say_finished()
@@ -79,35 +84,49 @@ class SyncerService:
     def end(self, reason: str) -> None:
         """The operator wants the run to end in good order."""
         if self._machine is None:
+            self._reason = reason
             self._finished.set()
         else:
             self._handle(fx.EndAsked(reason))
 
+    def unscored(self) -> None:
+        """No evaluator is there any more: nobody waits for its last word."""
+        self._scored.set()
+
     async def _goodbye(self) -> None:
-        waits = [(self._emptied, GOODBYE_S)]
-        if self._evaluated:
-            waits.append((self._scored, LAST_SCORE_S))
+        waits = [(self._emptied, GOODBYE_S, "its last learners")]
+        if self._evaluated and self._machine is not None and min(self._machine.versions) >= 0:
+            waits.append((self._scored, LAST_SCORE_S, "the evaluator's last score"))
         if not self._channels:
             self._emptied.set()
-        for event, limit_s in waits:
+        for event, limit_s, whom in waits:
             try:
                 async with asyncio.timeout(limit_s):
                     await event.wait()
             except TimeoutError:
-                self._events.say("warning", f"the run closes without waiting longer than {limit_s:g} s")
+                self._events.say("warning", f"the run closes without {whom}, after a wait of {limit_s:g} s")
 
     def _say_finished(self) -> None:
-        learners = [] if self._machine is None else [
-            {
-                "learner": one.name,
-                "incarnation": one.incarnation,
-                "t": one.t,
-                "tokens": one.tokens_total,
-                "busy_s": one.busy_s,
-            }
-            for one in self._machine.members.learners.values()
-        ]
-        data = {"learners": learners, "bytes_in": self.server.bytes_in, "bytes_out": self.server.bytes_out}
+        learners = (
+            []
+            if self._machine is None
+            else [
+                {
+                    "learner": one.name,
+                    "incarnation": one.incarnation,
+                    "t": one.t,
+                    "tokens": one.tokens_total,
+                    "busy_s": one.busy_s,
+                }
+                for one in self._machine.members.learners.values()
+            ]
+        )
+        data = {
+            "reason": self._reason,
+            "learners": learners,
+            "bytes_in": self.server.bytes_in,
+            "bytes_out": self.server.bytes_out,
+        }
         self._events.say("finished", "the run is finished", data)
 
     # ---- the desk: learners -------------------------------------------------------------------------------------
@@ -121,10 +140,8 @@ class SyncerService:
             channel.send(Refused(reason=str(error), final=True))
             channel.close(str(error))
             return
-        before = self._channels.get(channel.learner)
-        if before is not None and before.session == channel.session:
-            self._handle(fx.Lost(channel.learner, "it dialled again"))
         self._channels[channel.learner] = channel
+        self._emptied.clear()
         assert machine is self._machine
         self._handle(fx.Greeted(hello))
 
@@ -137,7 +154,9 @@ class SyncerService:
         self._inbox = Inbox(self._plan, make_codec(settings.codec))
         self._screen = Screen(self._plan, limit=self._config.outer.norm_limit)
         self._machine = Syncer(settings, run=self._run, fingerprint=self._plan.fingerprint)
-        text = f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+        text = (
+            f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+        )
         self._events.say("plan", text, {"settings": msgspec.to_builtins(settings), "parameters": self._plan.size})
         return self._machine
 
@@ -176,26 +195,30 @@ class SyncerService:
         self._inbox.aborted((learner, round, attempt))
 
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
-        machine = self._machine
-        if machine is None or machine.phase != "empty" or machine.uploader != learner:
+        if not self._waits_for_initial(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
         if self._plan is None or fragment >= len(self._plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        if fragment == 0:
-            self._initial.clear()
         return self._parameters.initial(fragment)
 
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
         assert self._plan is not None
+        channel = self._channels.get(learner)
+        if channel is None or not self._waits_for_initial(learner, channel.session):
+            raise PeerError(f"{learner} is not asked for the first parameters any more")
         if (reason := self._parameters.check_initial(fragment, digest)) is not None:
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
-            self._channels[learner].send(Refused(reason=reason, final=True))
-            self._channels[learner].close(reason)
+            channel.send(Refused(reason=reason, final=True))
+            channel.close(reason)
             return
         self._initial.add(fragment)
         if len(self._initial) == len(self._plan.fragments):
             self._parameters.begin()
             self._handle(fx.Initialised(learner))
+
+    def _waits_for_initial(self, learner: str, session: str) -> bool:
+        empty = self._machine is not None and self._machine.phase == "empty"
+        return empty and (learner, session) == self._uploader
 
     def fragment(self, index: int) -> Served:
         if self._machine is None:
@@ -205,17 +228,20 @@ class SyncerService:
     def _contribution(self, learner: str, message: Contribution) -> None:
         assert self._plan is not None
         key = (learner, message.round, message.attempt)
+        if self._inbox.opened(key):
+            return  # said twice: once is what counts
         in_range = 0 <= message.fragment < len(self._plan.fragments)
         if not in_range or self._plan.fragments[message.fragment].size <= LARGE:
             self._handle(fx.Delivered(learner, message, self._examine(key, message)))
         else:
             self._spawn(self._examine_aside(key, message))
 
-    async def _examine_aside(self, key: tuple[str, int, int], message: Contribution) -> None:
-        refusal = await asyncio.to_thread(self._examine, key, message)
+    async def _examine_aside(self, key: Key, message: Contribution) -> None:
+        with self._inbox.hold(key):
+            refusal = await asyncio.to_thread(self._examine, key, message)
         self._handle(fx.Delivered(key[0], message, refusal))
 
-    def _examine(self, key: tuple[str, int, int], message: Contribution) -> str | None:
+    def _examine(self, key: Key, message: Contribution) -> str | None:
         """Decode and screen; the reason of a refusal."""
         try:
             delta = self._inbox.open(key, message.digest)
@@ -268,9 +294,13 @@ class SyncerService:
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
         match effect:
             case fx.Send(learner, message):
+                channel = self._channels.get(learner)
                 if isinstance(message, Pull):
-                    self._inbox.ask((learner, message.round, message.attempt), message.fragment)
-                if (channel := self._channels.get(learner)) is not None:
+                    self._ask(learner, message)
+                elif isinstance(message, Welcome) and message.upload and channel is not None:
+                    self._uploader = (learner, channel.session)
+                    self._initial.clear()  # what another one sent is worth nothing
+                if channel is not None:
                     channel.send(message)
             case fx.Merge():
                 self._merge(effect)
@@ -281,11 +311,19 @@ class SyncerService:
             case fx.Expel(learner, reason):
                 if (channel := self._channels.pop(learner, None)) is not None:
                     channel.close(reason)
-            case fx.Finished():
+            case fx.Finished(reason):
+                self._reason = reason
                 self._finished.set()
             case fx.Note(kind, text, data):
                 self.meter.note(time.time(), kind, data)
                 self._events.say(kind, text, data)
+
+    def _ask(self, learner: str, pull: Pull) -> None:
+        key = (learner, pull.round, pull.attempt)
+        if pull.probe:
+            self._inbox.discard(self._probes.get(learner, key))  # whatever came of it: one probe at a time
+            self._probes[learner] = key
+        self._inbox.ask(key, pull.fragment)
 
     def _merge(self, merge: fx.Merge) -> None:
         assert self._plan is not None
@@ -306,6 +344,6 @@ class SyncerService:
             return fx.Unmergeable(merge.round, str(error))
         return fx.Merged(merge.round, mark, time.perf_counter() - began)
 
-    def _spawn(self, work: object) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
-        self._tasks.create_task(work)  # type: ignore[arg-type]
+        self._tasks.create_task(work)

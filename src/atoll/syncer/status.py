@@ -14,6 +14,8 @@ from atoll.telemetry.status import LearnerStatus, RunStatus
 
 RECENT = 256
 """Rounds behind the live figures."""
+BEHIND = 64
+"""Versions of a fragment whose rounds are remembered."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -25,7 +27,8 @@ class Meter:
         self._ended: float | None = None
         self._commits: deque[float] = deque(maxlen=RECENT)
         self._shares: deque[float] = deque(maxlen=RECENT)
-        self._round_of: dict[str, int] = {}
+        self._versions: dict[int, deque[tuple[int, int]]] = {}
+        """Per fragment its newest (version, round): enough for whoever is not far behind."""
         self._busy_before: dict[str, float] = {}
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._score: Score | None = None
@@ -36,8 +39,8 @@ class Meter:
         elif kind == "round":
             self._commits.append(at)
             self._shares.append(len(data["members"]) / max(1, data["live"]))
-            for member in data["members"]:
-                self._round_of[member["learner"]] = data["round"]
+            known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
+            known.append((data["version"], data["round"]))
         elif kind in ("lost", "left"):
             name = data["learner"]
             self._busy_before[name] = self._busy_before.get(name, 0.0) + data["busy_s"]
@@ -49,7 +52,9 @@ class Meter:
 
     def status(self, now: float, run: str, machine: Syncer | None) -> RunStatus:
         elapsed = (self._ended or now) - self._began if self._began else 0.0
-        learners = tuple(self._learner(now, one, machine) for one in machine.members.learners.values()) if machine else ()
+        learners = (
+            tuple(self._learner(now, one, machine) for one in machine.members.learners.values()) if machine else ()
+        )
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
@@ -94,9 +99,19 @@ class Meter:
             tokens=one.tokens_before + one.tokens_total,
             tokens_per_s=self._rate(now, one),
             loss=one.loss,
-            version_round=self._round_of.get(one.name, -1),
+            version_round=self._adopted(one),
             in_last_round=one.name in machine.last_members,
         )
+
+    def _adopted(self, one: Learner) -> int:
+        """The newest round whose version it has adopted."""
+        rounds = [
+            round
+            for fragment, version in enumerate(one.versions)
+            for known, round in self._versions.get(fragment, ())
+            if known <= version
+        ]
+        return max(rounds, default=-1)
 
     def _rate(self, now: float, one: Learner) -> float:
         """Tokens per second over the last few looks."""

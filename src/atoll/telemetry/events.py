@@ -12,7 +12,7 @@ folds over these lines. Several processes append to the same file; a line is wri
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
 | score | syncer | round, loss, cpu_s, sample |
-| ending, finished | syncer | finished: learners (learner, t, tokens, busy_s), bytes_in, bytes_out |
+| ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
 | courier, warning | learner | |
 """

@@ -1,0 +1,103 @@
+"""Who is ready for a round, and whether it may freeze its members now.
+
+Asynchronous: at least K learners have made a new step since their last inclusion, the pace says that the round is due
+(pace.py), and the grace window is over or every learner is there (grace.py). Synchronous: every learner that was live
+when the round opened, and still is, has copied the fragment. At the end of a run: whoever has steps left.
+
+Nobody is asked for a fragment while the version that holds its last contribution is still on its way to it. A learner
+whose training loop has ended is asked for its last steps but not waited for.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol import schedule
+from atoll.protocol.grace import Estimates, grace_s
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.pace import Pace
+from atoll.protocol.quorum import Verdict, effective_quorum, judge, judge_all
+from atoll.protocol.round import Round
+from atoll.protocol.settings import Settings
+
+
+class Gathering:
+    def __init__(self, settings: Settings, members: Membership) -> None:
+        self.settings, self.members = settings, members
+        self.estimates = Estimates()
+        self.pace = Pace(schedule.interval(settings))
+        self.draining = False
+        """The run ends: the last steps are collected, unpaced."""
+        self._short_since: float | None = None
+        """Since when fewer learners step than the quorum asks for."""
+
+    @property
+    def grace_s(self) -> float:
+        return grace_s(self.members.step_s(), self.estimates, self.settings)
+
+    def watch(self, now: float) -> None:
+        """The live learners may have changed."""
+        stepping = self.members.stepping()
+        self.pace.members({one.name: one.t for one in stepping})
+        if len(stepping) >= self.settings.quorum:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = now
+
+    def ready(self, round_: Round) -> list[Learner]:
+        return [one for one in self.members.live() if self._is_ready(one, round_)]
+
+    def _is_ready(self, one: Learner, round_: Round) -> bool:
+        if not one.may_give(round_.fragment):
+            return False
+        if self.draining or one.stopped:
+            return one.stopped and one.has_more(round_.fragment)
+        if self.settings.synchronous:
+            return one.offers_from <= round_.t <= one.offer
+        return one.t > one.included_t
+
+    def judge(self, now: float, round_: Round, ready: list[Learner], *, in_turn: bool, wakes: list[float]) -> Verdict:
+        if self.draining:
+            return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
+        if self.settings.synchronous:
+            return judge_all(ready=len(ready), awaited=self._awaited(round_, ready))
+        quorum = self._quorum(now, wakes)
+        if len(ready) >= quorum and round_.quorum_at is None:
+            round_.quorum_at = now
+        if round_.due_at is None and in_turn and (round_.attempt > 1 or self.pace.is_due()):
+            round_.due_at = now
+        live = len(self.members.stepping())
+        return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
+
+    def froze(self, now: float, round_: Round) -> None:
+        """Book what the gathering took."""
+        quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
+        if not self.draining and not self.settings.synchronous:
+            self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
+        round_.grace_s = max(0.0, now - max(quorum_at, due_at))
+        if round_.attempt == 1:
+            self.pace.froze()
+
+    def is_behind_all(self, round_: Round) -> bool:
+        """Synchronous: whether every learner has gone past a round that none of them can give to."""
+        stepping = self.members.stepping()
+        past = self.settings.synchronous and not self.draining and bool(stepping)
+        return past and not any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
+
+    def _awaited(self, round_: Round, ready: list[Learner]) -> int:
+        names = round_.roster - {one.name for one in ready}
+        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.members.stepping())
+
+    def _quorum(self, now: float, wakes: list[float]) -> int:
+        if self._short_since is None:
+            return self.settings.quorum
+        wakes.append(self._short_since + self.settings.patience_s)
+        live, waited_s = len(self.members.stepping()), now - self._short_since
+        return effective_quorum(self.settings.quorum, live, waited_s, self.settings.patience_s)
+
+    def _grace_ends(self, round_: Round) -> float | None:
+        if round_.quorum_at is None or round_.due_at is None:
+            return None
+        return max(round_.quorum_at, round_.due_at) + self.grace_s
+
+
+def _may_yet_copy(one: Learner, round_: Round) -> bool:
+    return one.offer < round_.t and one.aims <= round_.t

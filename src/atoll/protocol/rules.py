@@ -1,0 +1,37 @@
+"""What a learner's report or contribution must keep to; each function says what is wrong with it, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.protocol.membership import Learner
+from atoll.protocol.messages import Contribution, Progress
+from atoll.protocol.round import Round
+
+
+def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
+    """An honest learner never sends such a report: its channel is closed."""
+    fragments = len(versions)
+    if not len(report.steps) == len(report.tokens) == len(report.versions) == fragments:
+        return f"a report of {len(report.steps)} fragments in a run of {fragments}"
+    if min(*report.steps, *report.tokens, report.t, report.tokens_total) < 0:
+        return "a report with counters below zero"
+    if report.t < learner.t or report.tokens_total < learner.tokens_total:
+        return f"its counters went back: step {report.t} after step {learner.t}"
+    if any(held > newest for held, newest in zip(report.versions, versions, strict=True)):
+        return "a report of versions that this run never committed"
+    return None
+
+
+def against_the_rules(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
+    """Why a contribution may not be merged."""
+    least = learner.merged[round_.fragment]
+    if given.fragment != round_.fragment:
+        return f"it is fragment {given.fragment}, the round takes {round_.fragment}"
+    if not 0 <= given.base <= newest:
+        return f"its base is version {given.base}, which this run never committed"
+    if given.base < least:
+        return f"its base is version {given.base}, but version {least} already contains its steps"
+    if given.steps < 0 or given.tokens < 0:
+        return f"its counters are below zero: {given.steps} steps, {given.tokens} tokens"
+    return None

@@ -1,0 +1,107 @@
+"""What a learner holds of the run's versions: announced, fetched, adopted.
+
+Rules kept here, each with its test: versions may be skipped, never taken twice or backwards; after a reconnect every
+version it lacks is fetched; with adopt = "carry" the copy that a version already contains is named, also when its
+announcement was lost with the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atoll.protocol.effects import Fetch, LearnerEffect
+from atoll.protocol.messages import Announce, Welcome
+
+RETRY_S = 0.5
+"""After a failed fetch."""
+
+
+@dataclass(slots=True)
+class Versions:
+    do: Callable[[LearnerEffect], None]
+    held: list[int] = field(default_factory=list)
+    """Adopted, per fragment."""
+    newest: list[int] = field(default_factory=list)
+    """Announced, per fragment."""
+    adopting: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Handed to the training process: fragment → (version, round)."""
+    retry_at: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, int] = field(default_factory=dict)
+    """Per fragment, the round of its newest version."""
+    _fetching: set[int] = field(default_factory=set)
+    _merged: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Per fragment, the version that holds this learner's last contribution, and the step of the copy."""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.held) and min(self.held) >= 0
+
+    def complete_with(self, fragment: int) -> bool:
+        """Whether all are held or handed over once this one is."""
+        return all(v >= 0 or f == fragment or f in self.adopting for f, v in enumerate(self.held))
+
+    def owed(self, fragment: int) -> int | None:
+        """The version that holds this learner's last contribution, while it is not adopted."""
+        version, _ = self._merged.get(fragment, (-1, 0))
+        return version if version > self.held[fragment] else None
+
+    def copy_in(self, fragment: int, version: int) -> int | None:
+        """The step of the own copy that `version` contains and what is held does not."""
+        merged = self._merged.get(fragment)
+        return merged[1] if merged is not None and self.held[fragment] < merged[0] <= version else None
+
+    def welcomed(self, welcome: Welcome) -> None:
+        self.newest = list(welcome.versions)
+        fragments = len(self.newest)
+        for fragment, (version, t) in enumerate(welcome.merged):
+            if version > self.held[fragment]:
+                self._merged[fragment] = (version, t)
+        for number in range(max(0, welcome.committed - fragments), welcome.committed):
+            self.rounds[number % fragments] = number
+
+    def announced(self, announce: Announce, own_t: int | None) -> None:
+        fragment, version = announce.fragment, announce.version
+        self.newest[fragment] = max(self.newest[fragment], version)
+        if own_t is not None:
+            self._merged[fragment] = (version, own_t)
+        if announce.members:
+            self.rounds[fragment] = announce.round
+
+    def lacks(self, fragment: int) -> bool:
+        return self.newest[fragment] > self.held[fragment]
+
+    def fetch_missing(self) -> None:
+        for fragment, version in enumerate(self.newest):
+            busy = fragment in self._fetching or fragment in self.adopting or fragment in self.retry_at
+            if self.lacks(fragment) and not busy:
+                self._fetching.add(fragment)
+                self.do(Fetch(fragment, version))
+
+    def fetched(self, fragment: int, version: int) -> bool:
+        """Whether it is news, to be handed over."""
+        self._fetching.discard(fragment)
+        if version <= self.held[fragment] or fragment in self.adopting:
+            return False
+        self.newest[fragment] = max(self.newest[fragment], version)
+        self.adopting[fragment] = (version, self.rounds.get(fragment, -1))
+        return True
+
+    def failed(self, now: float, fragment: int) -> None:
+        self._fetching.discard(fragment)
+        self.retry_at[fragment] = now + RETRY_S
+
+    def adopted(self, fragment: int, version: int) -> int | None:
+        """The round of the version just taken; None for an adoption from before a recovery."""
+        handed, number = self.adopting.get(fragment, (version, -1))
+        if handed != version or (fragment not in self.adopting and self.held[fragment] < 0):
+            return None
+        self.adopting.pop(fragment, None)
+        self.held[fragment] = max(self.held[fragment], version)
+        return number
+
+    def forget(self, fragments: int) -> None:
+        self.held = [-1] * fragments
+        self.adopting.clear()
+        self.rounds.clear()
+        self._merged.clear()

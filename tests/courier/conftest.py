@@ -1,0 +1,223 @@
+"""A real syncer and a real courier in this process; the test plays the training process on the other end of the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.config import convert
+from atoll.courier.service import Courier
+from atoll.learner.boundary import Boundary
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import Box, Channel, Frame, Start, Step, StopOrder, Welcomed, decode_to_training
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.effects import Stepped
+from atoll.protocol.messages import TensorSpec
+from atoll.syncer.service import SyncerService
+from atoll.telemetry.events import EventLog
+
+WAIT_S = 20.0
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Run:
+    """A syncer on a free port, with plain sums as its outer step: Θ ← Θ − η · mean(Δ)."""
+
+    def __init__(self, lr: float, port: int, **rules: object) -> None:
+        outer = {"merge": "mean", "optimizer": "sgd", "lr": lr, "momentum": 0.0}
+        base = {"learners": 1, "overlap": 0, "codec": "fp32", "grace": False}
+        document: dict[str, Any] = {"protocol": {**base, **rules}, "outer": outer, "service": {"port": port}}
+        self.events: list[dict[str, Any]] = []
+        self.deltas: list[tuple[int, np.ndarray]] = []
+        log = EventLog(lambda line: self.events.append(json.loads(line)))
+        self.service = SyncerService(convert(document, "the test"), run=f"run-{id(self):x}", events=log)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.ensure_future(self.service.run(lambda parameters: None))
+        async with asyncio.timeout(WAIT_S):
+            await self.service.started.wait()
+
+    async def stop(self) -> None:
+        """As if it were killed."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError, BaseExceptionGroup):
+                await self._task
+            await self.service.server.stop()
+            self._task = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.server.port}"
+
+    def theta(self) -> dict[str, np.ndarray]:
+        return {name: values.copy() for name, values in self.service._parameters.tensors().items()}
+
+    def watch_deltas(self) -> None:
+        """Remember every contribution that is merged."""
+        parameters = self.service._parameters
+        stage = parameters.stage
+
+        def staged(fragment: int, deltas: Any, weights: Any) -> str:
+            self.deltas += [(fragment, delta.copy()) for delta in deltas]
+            return stage(fragment, deltas, weights)
+
+        parameters.stage = staged  # type: ignore[method-assign]
+
+    def said(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+class Training:
+    """What the training process does, one step at a time."""
+
+    def __init__(self, url: str, parameters: dict[str, torch.Tensor], name: str = "learner-0") -> None:
+        self.parameters, self.t, self.tokens = parameters, 0, 0
+        tensors = tuple(TensorSpec(n, tuple(p.shape), DTYPES[p.dtype]) for n, p in parameters.items())
+        self.start = Start(name, f"session-of-{name}", url, tensors)
+        self.box: Mailbox | None = None
+        self.boundary: Boundary | None = None
+        self.welcomes: list[Welcomed] = []
+        self.stops: list[StopOrder] = []
+        self.done = False
+        self._readable = asyncio.Event()
+
+    # ---- its courier --------------------------------------------------------------------------------------------
+
+    def hire(self) -> None:
+        """Start a courier; after the first one, hand it the memory."""
+        self.channel, theirs = Channel.pair()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.channel.sock, self._readable.set)
+        self.courier = Courier(Channel(theirs))
+        self.task = asyncio.ensure_future(self.courier.run())
+        self.send(Start(**{f: getattr(self.start, f) for f in Start.__struct_fields__ if f != "boxed"}, boxed=self.boxed))
+        if self.box is not None and self.boundary is not None:
+            self.boundary.drop_orders()
+            self.send(Box(self.boundary.settings, self.stepped()), self.box.fd)
+
+    @property
+    def boxed(self) -> bool:
+        return self.box is not None
+
+    async def kill_courier(self) -> None:
+        """No goodbye: its tasks end, its sockets close."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, BaseExceptionGroup):
+            await self.task
+        for session in (self.courier._link._control, self.courier._link._bodies):  # type: ignore[union-attr]
+            if session is not None:
+                await session.close()
+        self.courier._channel.close()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        if self.channel.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.channel.sock)
+        self.channel.close()
+
+    # ---- talking ------------------------------------------------------------------------------------------------
+
+    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+        self.channel.send(frame, descriptor)
+
+    def listen(self) -> None:
+        self._readable.clear()
+        for data in self.channel.receive():
+            match frame := decode_to_training(data):
+                case Welcomed():
+                    self._welcomed(frame)
+                case StopOrder():
+                    self.stops.append(frame)
+                case _:
+                    assert self.boundary is not None
+                    self.boundary.obey(frame)
+
+    def _welcomed(self, frame: Welcomed) -> None:
+        self.welcomes.append(frame)
+        if self.boundary is not None and self.boundary.settings == frame.settings:
+            return
+        plan = make_plan(self.start.tensors, frame.settings.fragments)
+        self.box = Mailbox.create(plan, frame.settings)
+        self.boundary = Boundary(self.box, frame.settings, self.parameters, self)  # type: ignore[arg-type]
+        self.send(Box(frame.settings, self.stepped()), self.box.fd)
+
+    async def until(self, true: Callable[[], bool], idle: bool = True) -> None:
+        """Serve the courier, between steps, until something is true."""
+        async with asyncio.timeout(WAIT_S):
+            while not true():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await self._readable.wait()
+                self.listen()
+                if idle and self.boundary is not None:
+                    self.boundary.idle()
+
+    async def join(self) -> None:
+        self.hire()
+        await self.until(lambda: self.boundary is not None and self.boundary.recovered)
+
+    def stepped(self, stopped: bool = False) -> Stepped:
+        steps = () if self.box is None else tuple(self.box.steps.tolist())
+        tokens = () if self.box is None else tuple(self.box.tokens.tolist())
+        return Stepped(self.t, steps, tokens, tokens_total=self.tokens, stopped=stopped)
+
+    def step(self, change: float, tokens: int = 10) -> None:
+        """Every parameter changes by so much; then the boundary, as the learner does it."""
+        assert self.boundary is not None
+        self.t, self.tokens = self.t + 1, self.tokens + tokens
+        for parameter in self.parameters.values():
+            parameter += change
+        self.boundary.count(self.t, tokens)
+        self.listen()
+        self.boundary.adopt_ready(self.t)
+        self.boundary.make_copies(self.t)
+        self.send(Step(self.stepped()))
+
+    def stop(self) -> None:
+        self.send(Step(self.stepped(stopped=True)))
+
+    def versions(self) -> list[int]:
+        assert self.box is not None
+        return [int(version) for version in self.box.adopted]
+
+
+class Stage:
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+
+    async def run(self, lr: float = 1.0, port: int = 0, **rules: object) -> Run:
+        run = Run(lr, port, **rules)
+        await run.start()
+        self._stack.push_async_callback(run.stop)
+        return run
+
+    def training(self, run: Run, parameters: dict[str, torch.Tensor] | None = None, name: str = "learner-0") -> Training:
+        own = parameters or {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([[4.0, 5.0]])}
+        training = Training(run.url, own, name)
+        self._stack.push_async_callback(_over, training)
+        return training
+
+
+async def _over(training: Training) -> None:
+    training.hang_up()
+    async with asyncio.timeout(WAIT_S):
+        with suppress(BaseException):
+            await training.task
+    training.courier._channel.close()
+    if training.box is not None:
+        training.box.close()
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        yield Stage(stack)

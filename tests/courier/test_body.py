@@ -1,0 +1,238 @@
+"""Bodies between shared memory and a link that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from atoll.courier import body as module
+from atoll.courier.body import Bodies
+from atoll.fabric.wire import digest
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import Start
+from atoll.numerics.fragments import make_plan
+from atoll.protocol import effects as fx
+from atoll.protocol.errors import AtollError, PeerError, Unreachable
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+
+TENSORS = (TensorSpec("a", (4,), "float32"), TensorSpec("b", (2,), "bfloat16"), TensorSpec("c", (2,), "float16"))
+
+
+class FakeLink:
+    """Answers with `errors` first, then with success."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.errors: list[AtollError] = []
+        self.contributions: dict[tuple[int, int], bytes] = {}
+        self.initial: list[int] = []
+        self.fragment = np.array([1.0, 2.0, 3.0, 4.0], dtype=np.float32)
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def _through(self) -> None:
+        await self.open.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+
+    async def put_contribution(
+        self, learner: str, session: str, round: int, attempt: int, data: memoryview, digest: str, deadline_s: float
+    ) -> None:
+        await self._through()
+        self.contributions[round, attempt] = bytes(data)
+
+    async def put_initial(
+        self, learner: str, session: str, fragment: int, data: memoryview, digest: str, deadline_s: float
+    ) -> None:
+        await self._through()
+        self.initial.append(fragment)
+
+    async def get_fragment(self, index: int, into: memoryview, deadline_s: float) -> tuple[int, int, str]:
+        await self._through()
+        into[:] = self.fragment.view(np.uint8).data[: into.nbytes]
+        return 7, 21, "digest"
+
+
+class Place:
+    def __init__(self, tasks: asyncio.TaskGroup, codec: str) -> None:
+        settings = Settings(fragments=3, sync_every=3, overlap=1, codec=codec).resolved(3)  # type: ignore[arg-type]
+        self.box = Mailbox.create(make_plan(TENSORS, 3), settings)
+        self.link = FakeLink()
+        self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
+        self.takes = True
+        start = Start("learner-0", "session", "", TENSORS)
+        self.bodies = Bodies(self.box, self.link, settings, start, self._tell, tasks)  # type: ignore[arg-type]
+
+    def _tell(self, event: fx.LearnerEvent) -> None:
+        self.events.put_nowait(event)
+        if isinstance(event, fx.Fetched) and self.takes:
+            self.bodies.incoming.landed.pop(event.fragment)
+
+    def copy(self, fragment: int, t: int, value: float) -> None:
+        slot = self.bodies.outgoing.take()
+        assert slot is not None
+        self.box.outgoing(slot, fragment)[:] = value
+        self.bodies.outgoing.made(fragment, t, slot, 1, 1)
+
+    async def told(self) -> fx.LearnerEvent:
+        async with asyncio.timeout(10):
+            return await self.events.get()
+
+    def free_incoming(self) -> int:
+        return self.bodies.incoming._free.qsize()
+
+
+@asynccontextmanager
+async def place(codec: str = "fp32") -> AsyncIterator[Place]:
+    async with asyncio.TaskGroup() as tasks:
+        made = Place(tasks, codec)
+        yield made
+        made.bodies.close()
+        made.box.close()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+async def test_an_answer_is_base_minus_copy(codec: str) -> None:
+    async with place(codec) as here:
+        here.box.base(0)[:] = [1.0, 2.0, 3.0, 4.0]
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        here.box.base(0)[:] = 0.0  # a base that changes afterwards changes nothing
+        sent = await here.told()
+        data = here.link.contributions[9, 1]
+        assert sent == fx.Uploaded(9, 1, digest(data))
+        if codec == "fp32":
+            assert np.frombuffer(data, np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
+        else:
+            halves = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+            assert halves.view(np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize("error", [PeerError("not asked for"), Unreachable("gone")])
+async def test_an_answer_that_does_not_arrive_is_told(error: AtollError) -> None:
+    async with place() as here:
+        here.link.errors = [error]
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        assert await here.told() == fx.UploadFailed(9, 1, str(error))
+
+
+async def test_without_a_copy_or_a_buffer_the_answer_fails_and_nothing_else() -> None:
+    async with place() as here:
+        here.bodies.upload(9, 1, 0)
+        assert await here.told() == fx.UploadFailed(9, 1, "its copy gave way to newer ones")
+        here.link.open.clear()
+        here.copy(0, 5, 0.5)
+        for attempt in range(3):
+            here.bodies.upload(9, attempt, 0)
+        assert await here.told() == fx.UploadFailed(9, 2, "earlier answers are still on their way")
+        here.link.open.set()
+        assert {type(await here.told()) for _ in range(2)} == {fx.Uploaded}
+        here.bodies.upload(9, 3, 0)
+        assert isinstance(await here.told(), fx.Uploaded), "buffers come back"
+
+
+async def test_version_0_is_every_base_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    async with place() as here:
+        here.link.errors = [Unreachable("once"), Unreachable("twice")]
+        here.bodies.upload_all()
+        await done(here)
+        assert here.link.initial == [0, 1, 2]
+
+
+async def test_version_0_that_is_not_wanted_any_more_is_given_up() -> None:
+    async with place() as here:
+        here.link.errors = [PeerError("the run has its parameters")]
+        here.bodies.upload_all()
+        await done(here)
+        assert here.link.initial == []
+
+
+async def test_version_0_is_sent_by_one_at_a_time() -> None:
+    async with place() as here:
+        here.link.open.clear()
+        here.bodies.upload_all()
+        await asyncio.sleep(0)
+        here.bodies.upload_all()
+        here.link.open.set()
+        await done(here)
+        assert here.link.initial == [0, 1, 2]
+
+
+async def done(here: Place) -> None:
+    async with asyncio.timeout(10):
+        while here.bodies._running:
+            await asyncio.sleep(0)
+
+
+async def test_a_fetched_version_waits_in_its_slot_and_becomes_the_base_when_taken() -> None:
+    async with place() as here:
+        free, here.takes = here.free_incoming(), True
+        slots: list[int] = []
+        tell = here._tell
+        here.bodies._tell = lambda event: (slots.append(here.bodies.incoming.landed[0]), tell(event))[1]
+        here.bodies.fetch(0)
+        assert await here.told() == fx.Fetched(0, 7)
+        [slot] = slots
+        assert here.box.incoming(slot, 0).tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert here.free_incoming() == free - 1
+        here.bodies.into_base(slot, 0, 7)
+        assert here.box.base(0).tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert here.box.base_version[0] == 7
+        assert here.free_incoming() == free
+
+
+async def test_a_version_that_nobody_wants_gives_its_slot_back() -> None:
+    async with place() as here:
+        here.takes = False
+        free = here.free_incoming()
+        for _ in range(free + 3):
+            here.bodies.fetch(0)
+            assert await here.told() == fx.Fetched(0, 7)
+        await done(here)
+        assert here.free_incoming() == free
+
+
+async def test_a_fetch_that_fails_gives_its_slot_back() -> None:
+    async with place() as here:
+        free = here.free_incoming()
+        here.link.errors = [Unreachable("gone")]
+        here.bodies.fetch(1)
+        assert await here.told() == fx.FetchFailed(1, "gone")
+        assert here.free_incoming() == free
+
+
+@pytest.mark.parametrize("fragment", [1, 2])
+async def test_a_version_is_rounded_to_what_the_tensors_can_hold(fragment: int) -> None:
+    async with place() as here:
+        here.takes = False
+        here.link.fragment = np.array([1.0 + 2**-12, 0.1], dtype=np.float32)
+        [tensor] = here.box.plan.fragments[fragment].tensors
+        seen: list[list[float]] = []
+        here.bodies._tell = lambda event: seen.append(
+            here.box.incoming(here.bodies.incoming.landed[fragment], fragment).tolist()
+        )
+        here.bodies.fetch(fragment)
+        await done(here)
+        [values] = seen
+        assert values[0] == 1.0
+        assert values[1] == (0.10009765625 if tensor.dtype == "bfloat16" else 0.0999755859375)
+
+
+async def test_memory_made_anew_lets_what_was_on_its_way_be_fetched_again() -> None:
+    async with place() as here:
+        here.link.open.clear()
+        here.bodies.fetch(2)
+        here.bodies.fetch(0)
+        await asyncio.sleep(0)
+        here.bodies.retire()
+        assert [await here.told(), await here.told()] == [
+            fx.FetchFailed(0, "the shared memory was made anew"),
+            fx.FetchFailed(2, "the shared memory was made anew"),
+        ]

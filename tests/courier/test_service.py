@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.mailbox.channel import Bye, Copy, StopOrder, decode_to_training
+from atoll.protocol import effects as fx
+from tests.courier.conftest import WAIT_S, Run, Stage, Training
+
+
+def base(training: Training) -> dict[str, list[float]]:
+    """What the base says, by tensor."""
+    assert training.box is not None
+    plan = training.box.plan
+    return {
+        tensor.name: training.box.base(part.index)[start : start + int(np.prod(tensor.shape))].tolist()
+        for part in plan.fragments
+        for tensor, start in zip(part.tensors, part.offsets, strict=True)
+    }
+
+
+def flat(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: parameter.float().reshape(-1).tolist() for name, parameter in parameters.items()}
+
+
+async def stepping(training: Training, until: int, change: float = -0.5) -> None:
+    """Steps at an easy pace until every fragment has at least that version."""
+    async with asyncio.timeout(WAIT_S):
+        while min(training.versions()) < until:
+            training.step(change)
+            at = training.t
+            await training.until(lambda at=at: training.courier._machine.t >= at, idle=False)  # type: ignore[misc,union-attr]
+            await asyncio.sleep(0.01)
+
+
+async def test_the_first_joiner_gives_the_run_its_parameters(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    assert {name: values.reshape(-1).tolist() for name, values in run.theta().items()} == flat(training.parameters)
+    assert training.versions() == [0, 0]
+    assert training.box is not None and training.box.base_version.tolist() == [0, 0]
+    assert training.box.run == training.courier._machine.run != ""  # type: ignore[union-attr]
+    assert training.box.count("incarnation") == 1
+
+
+async def test_a_second_joiner_takes_them(stage: Stage) -> None:
+    run = await stage.run(learners=2)
+    first = stage.training(run)
+    await first.join()
+    other = {name: torch.zeros_like(parameter) for name, parameter in first.parameters.items()}
+    second = stage.training(run, other, name="learner-1")
+    await second.join()
+    await second.until(lambda: second.box.base_version.tolist() == [0, 0])  # type: ignore[union-attr]
+    assert flat(second.parameters) == base(second) == flat(first.parameters)
+
+
+async def test_a_step_is_reported(stage: Stage) -> None:
+    run = await stage.run(quorum=2, learners=2)
+    training = stage.training(run)
+    await training.join()
+    training.step(0.25, tokens=12)
+    learner = run.service._machine.members.learners["learner-0"]  # type: ignore[union-attr]
+    await training.until(lambda: learner.t == 1)
+    assert (learner.tokens_total, learner.steps, learner.tokens) == (12, (1, 1), (12, 12))
+
+
+async def test_a_pull_is_answered_with_base_minus_theta_and_the_new_version_becomes_the_base(stage: Stage) -> None:
+    run = await stage.run(fragments=1, sync_every=1)
+    training = stage.training(run)
+    await training.join()
+    run.watch_deltas()
+    before = base(training)
+    training.step(0.25)
+    after = flat(training.parameters)
+    await training.until(lambda: training.versions() == [1])
+    [(fragment, delta)] = run.deltas
+    expected = [b - a for name in ("a", "b") for b, a in zip(before[name], after[name], strict=True)]
+    assert (fragment, delta.tolist()) == (0, expected)
+    await training.until(lambda: training.box.base_version.tolist() == [1])  # type: ignore[union-attr]
+    assert flat(training.parameters) == base(training) == after, "with η = 1 the run takes what its only learner has"
+
+
+async def test_every_fragment_goes_round(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=3)
+    rounds = run.said("round")
+    assert [event["fragment"] for event in rounds[:4]] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend", "carry"])
+async def test_every_adoption_rule_goes_round(stage: Stage, rule: str) -> None:
+    run = await stage.run(adopt=rule)
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=3)
+    assert all(np.isfinite(values).all() for values in run.theta().values())
+
+
+async def test_bf16_tensors_adopt_exactly_what_the_base_says(stage: Stage) -> None:
+    run = await stage.run(lr=0.3)
+    parameters = {"a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(), "b": torch.tensor([0.1, 0.7])}
+    training = stage.training(run, parameters)
+    await training.join()
+    assert flat(training.parameters) == base(training)
+    await stepping(training, until=2, change=-0.125)
+    training.stop()
+    assert training.box is not None
+    for part in training.box.plan.fragments:
+        f, at = part.index, int(training.box.steps[part.index])
+        if at == 0 and training.box.base_version[f] == training.box.adopted[f]:
+            assert base(training)[part.tensors[0].name] == flat(training.parameters)[part.tensors[0].name]
+
+
+async def test_when_the_training_process_is_gone_the_syncer_is_told_and_the_courier_ends(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    training.hang_up()
+    async with asyncio.timeout(WAIT_S):
+        await training.task
+        while not run.said("left"):
+            await asyncio.sleep(0.01)
+    assert "its training process died" in run.said("left")[0]["text"]
+
+
+async def test_a_goodbye_is_passed_on_even_if_the_socket_closes_at_once(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    training.step(0.5)
+    training.send(Bye("it was interrupted"))
+    training.hang_up()
+    async with asyncio.timeout(WAIT_S):
+        await training.task
+        while not run.said("left"):
+            await asyncio.sleep(0.01)
+    assert "it was interrupted" in run.said("left")[0]["text"]
+
+
+async def test_a_new_courier_goes_on_where_the_dead_one_stood(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=1)
+    await training.kill_courier()
+    held = training.versions()
+    training.hire()
+    await training.until(lambda: len(training.welcomes) == 2, idle=False)
+    assert training.welcomes[1].incarnation == 1
+    assert training.versions() == held, "nothing was forgotten"
+    rounds = len(run.said("round"))
+    await stepping(training, until=max(held) + 2)
+    assert len(run.said("round")) > rounds
+    assert len(run.said("recovered")) == 1 and not run.said("refused")
+
+
+async def test_a_base_that_was_half_written_is_fetched_again_before_it_counts(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=2)
+    await training.kill_courier()
+    assert training.box is not None
+    training.box.base_version[1] = -1
+    training.box.base(1)[:] = 1e30
+    training.hire()
+    await training.until(lambda: training.box.base_version[1] >= 2)  # type: ignore[union-attr]
+    assert (np.abs(training.box.base(1)) < 1e3).all()
+    await stepping(training, until=max(training.versions()) + 2)
+    assert not run.said("refused")
+
+
+async def test_at_the_end_the_last_steps_are_merged_and_the_model_is_the_runs(stage: Stage) -> None:
+    run = await stage.run(lr=0.5, steps=6)
+    training = stage.training(run)
+    await training.join()
+    async with asyncio.timeout(WAIT_S):
+        while not training.stops:
+            training.step(-0.25)
+            await training.until(lambda at=training.t: training.courier._machine.t >= at, idle=False)  # type: ignore[misc,union-attr]
+            await asyncio.sleep(0.01)
+    training.stop()
+    await training.until(lambda: any(stop.final for stop in training.stops))
+    assert not any(stop.failed for stop in training.stops)
+    assert {name: values.reshape(-1).tolist() for name, values in run.theta().items()} == flat(training.parameters)
+
+
+async def test_a_model_that_differs_is_the_operators_mistake(stage: Stage) -> None:
+    run = await stage.run()
+    await stage.training(run).join()
+    other = stage.training(run, {"a": torch.zeros(4)}, name="learner-1")
+    other.hire()
+    await other.until(lambda: bool(other.stops))
+    [stop] = other.stops
+    assert stop.failed and stop.final and stop.mistake
+    assert "'a' is (4,) here, (3,) in the run" in stop.reason
+
+
+async def test_to_come_too_late_is_no_mistake(stage: Stage) -> None:
+    training = stage.training(await stage.run())
+    await training.join()
+    training.courier._carry_out(fx.Stop("the run is over", final=True, failed=True))
+    async with asyncio.timeout(WAIT_S):
+        await training._readable.wait()
+    frames = [decode_to_training(data) for data in training.channel.receive()]
+    assert StopOrder("the run is over", final=True, failed=True, mistake=False) in frames
+
+
+async def test_a_courier_in_the_wrong_ends_with_its_error(stage: Stage) -> None:
+    training = stage.training(await stage.run())
+    training.hire()
+    training.send(Copy(0, 0, 0, 0, 0, 0, 0, 0))
+    with pytest.raises(AssertionError):
+        async with asyncio.timeout(WAIT_S):
+            await training.task
+
+
+async def second_run(stage: Stage, first: Run, **rules: object) -> Run:
+    """Another syncer on the same port."""
+    port = first.service.server.port
+    await first.stop()
+    return await stage.run(port=port, **rules)
+
+
+async def test_a_new_run_begins_with_the_parameters_of_the_learner_that_comes_back(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=2)
+    theta = run.theta()
+    again = await second_run(stage, run)
+    await training.until(lambda: training.versions() == [0, 0] and bool(again.said("initial")), idle=False)
+    assert len(training.welcomes) == 2, "the shared memory stays"
+    assert all(np.allclose(again.theta()[name], theta[name], atol=2.0) for name in theta)
+    await stepping(training, until=2)
+    assert not again.said("refused")
+
+
+@pytest.mark.parametrize("rules", [{"codec": "bf16"}, {"fragments": 1}])
+async def test_a_new_run_of_other_rules_makes_the_shared_memory_anew(stage: Stage, rules: dict[str, object]) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    await stepping(training, until=1)
+    old = training.box
+    again = await second_run(stage, run, **rules)
+    await training.until(lambda: training.box is not old and training.boundary.recovered)  # type: ignore[union-attr]
+    await stepping(training, until=2)
+    assert not again.said("refused")
+    assert old is not None
+    old.close()

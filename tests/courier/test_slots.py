@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.courier.slots import Incoming, Outgoing
+
+
+def made(slots: Outgoing, fragment: int, t: int) -> int:
+    slot = slots.take()
+    assert slot is not None
+    slots.made(fragment, t, slot, steps=t, tokens=10 * t)
+    return slot
+
+
+def test_a_slot_is_given_to_one_at_a_time() -> None:
+    slots = Outgoing([0, 1, 2])
+    assert {slots.take(), slots.take(), slots.take()} == {0, 1, 2}
+    assert slots.take() is None
+
+
+def test_the_newest_copy_goes_out() -> None:
+    slots = Outgoing([0, 1, 2])
+    made(slots, 0, 1)
+    newest = made(slots, 0, 2)
+    made(slots, 1, 3)
+    assert slots.send(0) == newest
+    slots.drop(0, 2)
+    assert slots.send(2) is None
+
+
+def test_a_copy_that_was_not_sent_is_free_once_dropped() -> None:
+    slots = Outgoing([0])
+    made(slots, 0, 1)
+    slots.drop(0, 1)
+    assert slots.free == [0] and not slots.copies and not slots.counters
+
+
+def test_a_copy_that_went_out_is_kept_for_carry_until_its_fragment_is_adopted() -> None:
+    slots = Outgoing([0, 1])
+    slot = made(slots, 0, 1)
+    slots.send(0)
+    slots.drop(0, 1)
+    assert slots.copies[0, 1] == slot and slots.counters[0, 1] == (1, 10)
+    assert slots.send(0) is None, "of no more use as an answer"
+    slots.adopted(1)
+    assert (0, 1) in slots.copies
+    slots.adopted(0)
+    assert not slots.copies and sorted(slots.free) == [0, 1]
+
+
+def test_a_copy_that_is_adopted_before_it_is_dropped_is_free_after_both() -> None:
+    slots = Outgoing([0])
+    made(slots, 0, 1)
+    slots.send(0)
+    slots.adopted(0)
+    slots.drop(0, 1)
+    assert slots.free == [0]
+
+
+def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_oldest() -> None:
+    slots = Outgoing([0, 1, 2])
+    oldest = made(slots, 0, 1)
+    kept = made(slots, 1, 2)
+    slots.send(1)
+    slots.drop(1, 2)
+    made(slots, 2, 3)
+    assert slots.take() == kept
+    assert slots.take() == oldest
+    assert slots.send(0) is None
+
+
+def test_a_second_copy_of_the_same_step_frees_the_first() -> None:
+    slots = Outgoing([0, 1])
+    first = made(slots, 0, 1)
+    second = made(slots, 0, 1)
+    assert slots.free == [first] and slots.send(0) == second
+
+
+def test_after_forgetting_every_copy_is_free() -> None:
+    slots = Outgoing([0, 1, 2])
+    for t in range(3):
+        made(slots, t, t)
+    slots.send(1)
+    slots.drop(1, 1)
+    slots.clear()
+    assert sorted(slots.free) == [0, 1, 2]
+    assert slots.send(0) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "send", "drop", "adopted", "clear"]), st.integers(0, 2), st.integers(0, 9))
+    )
+)
+def test_no_slot_is_ever_lost_or_given_twice(acts: list[tuple[str, int, int]]) -> None:
+    slots = Outgoing(list(range(4)))
+    for t, (act, fragment, back) in enumerate(acts):
+        if act == "take":
+            made(slots, fragment, t)
+        elif act == "send":
+            slots.send(fragment)
+        elif act == "drop":
+            slots.drop(fragment, t - back)
+        elif act == "adopted":
+            slots.adopted(fragment)
+        else:
+            slots.clear()
+        assert sorted([*slots.free, *slots.copies.values()]) == [0, 1, 2, 3]
+        assert slots.copies.keys() == slots.counters.keys()
+
+
+async def test_a_fetch_waits_for_a_slot() -> None:
+    slots = Incoming(1)
+    first = await slots.take()
+    waiting = asyncio.ensure_future(slots.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    slots.give_back(first)
+    assert await waiting == first
+
+
+async def test_what_nobody_took_gives_its_slot_back() -> None:
+    slots = Incoming(1)
+    slots.landed[3] = await slots.take()
+    slots.unwanted(3)
+    slots.unwanted(3)
+    assert await slots.take() == 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await slots.take()

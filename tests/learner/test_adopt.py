@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atoll.learner.adopt import adopt
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.tensor([1.0, 2.0], dtype=dtype, requires_grad=True), torch.tensor([[4.0]], dtype=dtype)]
+
+
+NEW = [torch.tensor([3.0, 6.0]), torch.tensor([[0.0]])]
+READ = [torch.tensor([0.5, 0.5]), torch.tensor([[5.0]])]
+
+
+def test_overwrite_takes_the_new_values() -> None:
+    own = parameters()
+    adopt(own, NEW, "overwrite")
+    assert own[0].tolist() == [3.0, 6.0] and own[1].tolist() == [[0.0]]
+
+
+def test_blend_keeps_a_share_of_the_own() -> None:
+    own = parameters()
+    adopt(own, NEW, "blend", blend=0.25)
+    assert own[0].tolist() == [0.25 * 1 + 0.75 * 3, 0.25 * 2 + 0.75 * 6]
+    assert own[1].tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize(("blend", "expected"), [(1.0, [1.0, 2.0]), (0.0, [3.0, 6.0])])
+def test_blend_at_its_ends(blend: float, expected: list[float]) -> None:
+    own = parameters()
+    adopt(own, NEW, "blend", blend=blend)
+    assert own[0].tolist() == expected
+
+
+def test_carry_adds_what_was_learned_since_the_copy() -> None:
+    own = parameters()
+    adopt(own, NEW, "carry", read=READ)
+    assert own[0].tolist() == [3.0 + 0.5, 6.0 + 1.5]
+    assert own[1].tolist() == [[-1.0]]
+
+
+def test_the_inputs_are_left_alone() -> None:
+    new, read = [tensor.clone() for tensor in NEW], [tensor.clone() for tensor in READ]
+    for rule in ("blend", "carry"):
+        adopt(parameters(), new, rule, blend=0.5, read=read)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(new + read, NEW + READ, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    own, new, read = torch.randn(1000).to(dtype), torch.randn(1000), torch.randn(1000)
+    for rule, exact in (
+        ("overwrite", new),
+        ("blend", 0.3 * own.float() + 0.7 * new),
+        ("carry", own.float() - read + new),
+    ):
+        mine = own.clone()
+        adopt([mine], [new], rule, blend=0.3, read=[read])  # type: ignore[arg-type]
+        assert mine.dtype == dtype
+        assert torch.equal(mine, exact.to(dtype)), rule
+
+
+def test_non_contiguous_and_mixed_parameters_go_together() -> None:
+    base = torch.zeros(3, 2)
+    own = [base.T, torch.zeros(2, dtype=torch.bfloat16), torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)]
+    new = [torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0]), torch.arange(48.0).view(4, 3, 2, 2)]
+    for rule in ("overwrite", "carry"):
+        adopt(own, new, rule, read=[tensor.float() for tensor in own])  # type: ignore[arg-type]
+        assert torch.equal(base, torch.arange(6.0).view(2, 3).T)
+        assert all(torch.equal(mine.float(), values) for mine, values in zip(own, new, strict=True))
+
+
+def test_no_gradient_is_made_or_lost() -> None:
+    own = parameters()
+    own[0].grad = torch.ones(2)
+    adopt(own, NEW, "carry", read=READ)
+    assert own[0].requires_grad and own[0].is_leaf
+    assert own[0].grad.tolist() == [1.0, 1.0]

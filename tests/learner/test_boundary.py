@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atoll.learner.boundary import Boundary
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import (
+    BASE,
+    AdoptOrder,
+    Copy,
+    ForgetOrder,
+    Freed,
+    HoldOrder,
+    LetGoOrder,
+    OwnOrder,
+    ReadOrder,
+    Took,
+)
+from atoll.protocol.effects import Adopted
+from tests.learner.small import Remembers, boxed
+
+
+class Place:
+    """Two fragments of one number each: w0 and w1."""
+
+    def __init__(self) -> None:
+        self.w = {"w0": torch.tensor([1.0]), "w1": torch.tensor([2.0])}
+        self.box, settings = boxed(self.w, 2)
+        self.partner = Remembers()
+        self.boundary = Boundary(self.box, settings, self.w, self.partner)  # type: ignore[arg-type]
+        self.t = 0
+
+    def step(self, tokens: int = 10, change: float = 0.0) -> None:
+        """One training step and its boundary, as the learner does it."""
+        self.t += 1
+        for w in self.w.values():
+            w += change
+        self.boundary.count(self.t, tokens)
+        self.boundary.adopt_ready(self.t)
+        self.boundary.make_copies(self.t)
+
+    def adopts(self, fragment: int, version: int, value: float, slot: int = 0, **order: object) -> None:
+        self.box.incoming(slot, fragment)[:] = value
+        base: dict[str, object] = {"round": 0, "rule": "overwrite", "blend": 0.5, "step": 0}
+        self.boundary.obey(AdoptOrder(slot, fragment, version, **{**base, **order}))  # type: ignore[arg-type]
+
+    def reads(self, slot: int, round: int, step: int, alone: bool = False) -> None:
+        self.boundary.obey(ReadOrder(slot, round, round % 2, step, alone))
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def counters(box: Mailbox) -> tuple[list[int], list[int], list[int]]:
+    return box.steps.tolist(), box.tokens.tolist(), box.adopted.tolist()
+
+
+def test_at_first_the_base_is_the_model_and_no_version_is_held(place: Place) -> None:
+    assert place.box.base(0).tolist() == [1.0] and place.box.base(1).tolist() == [2.0]
+    assert not place.boundary.recovered
+
+
+def test_steps_and_tokens_count_for_every_fragment(place: Place) -> None:
+    place.step(tokens=10)
+    place.step(tokens=5)
+    assert counters(place.box) == ([2, 2], [15, 15], [-1, -1])
+
+
+def test_owning_makes_the_base_version_0_and_keeps_the_counters(place: Place) -> None:
+    place.step()
+    place.boundary.obey(OwnOrder())
+    assert place.boundary.recovered
+    assert counters(place.box) == ([1, 1], [10, 10], [0, 0])
+
+
+def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.reads(slot=3, round=1, step=2)
+    place.step(change=0.5)
+    assert place.partner.told() == []
+    place.step(change=0.5)
+    assert place.partner.told() == [Copy(3, 1, 1, t=2, steps=2, tokens=20, base=0, epoch=0)]
+    assert place.box.outgoing(3, 1).tolist() == [3.0]
+
+
+def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: Place) -> None:
+    place.step()
+    place.reads(slot=0, round=0, step=1)
+    place.step()
+    [copy] = place.partner.told()
+    assert isinstance(copy, Copy) and copy.t == 2
+
+
+def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.reads(slot=1, round=0, step=1)
+    place.adopts(0, version=4, value=9.0)
+    place.step(change=1.0)
+    took, copy = place.partner.told()
+    assert took == Took(0, Adopted(0, 4, t=1), epoch=0)
+    assert copy == Copy(1, 0, 0, t=1, steps=0, tokens=0, base=4, epoch=0)
+    assert place.box.outgoing(1, 0).tolist() == [9.0]
+
+
+def test_adoption_resets_the_counters_of_its_fragment_alone(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.step()
+    place.adopts(1, version=1, value=7.0)
+    place.step()
+    assert place.w["w1"].tolist() == [7.0]
+    assert counters(place.box) == ([2, 0], [20, 0], [0, 1])
+
+
+def test_a_version_for_a_later_step_waits_for_it(place: Place) -> None:
+    place.adopts(0, version=1, value=7.0, step=2)
+    place.step()
+    assert place.w["w0"].tolist() == [1.0]
+    place.step()
+    assert place.w["w0"].tolist() == [7.0]
+
+
+def test_blend_follows_the_orders_share(place: Place) -> None:
+    place.adopts(0, version=1, value=3.0, rule="blend", blend=0.25)
+    place.step()
+    assert place.w["w0"].tolist() == [0.25 * 1.0 + 0.75 * 3.0]
+    assert counters(place.box)[0] == [0, 1]
+
+
+def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.reads(slot=2, round=0, step=1)
+    place.step(change=1.0)  # w0 = 2, copied
+    place.step(change=1.0)  # w0 = 3
+    place.partner.told()
+    place.adopts(0, version=1, value=10.0, rule="carry", minus=2, minus_steps=1, minus_tokens=10)
+    place.step(change=1.0)  # w0 = 4
+    assert place.w["w0"].tolist() == [10.0 + (4.0 - 2.0)]
+    assert counters(place.box)[0][0] == 2 and counters(place.box)[1][0] == 20
+    assert place.partner.told() == [Took(0, Adopted(0, 1, t=3, steps=2, tokens=20), epoch=0)]
+
+
+def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.step(change=1.0)
+    place.adopts(0, version=1, value=10.0, rule="carry", minus=BASE)
+    place.step(change=1.0)
+    assert place.w["w0"].tolist() == [10.0 + (3.0 - 1.0)]
+    assert counters(place.box)[0] == [2, 2]
+
+
+def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> None:
+    place.boundary.obey(HoldOrder(round=2, fragment=0, step=2))
+    place.step()
+    assert not place.boundary.held(place.t)
+    place.step()
+    assert place.boundary.held(place.t)
+    place.adopts(0, version=1, value=1.0, round=0)
+    place.boundary.adopt_ready(place.t)
+    assert place.boundary.held(place.t), "an older round does not end it"
+    place.adopts(1, version=1, value=1.0, round=3)
+    place.boundary.adopt_ready(place.t)
+    assert place.boundary.held(place.t), "another fragment does not end it"
+    place.adopts(0, version=2, value=1.0, round=2)
+    place.boundary.adopt_ready(place.t)
+    assert not place.boundary.held(place.t)
+
+
+def test_letting_go_ends_a_hold(place: Place) -> None:
+    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.step()
+    place.boundary.obey(LetGoOrder(0))
+    place.boundary.obey(LetGoOrder(5))
+    assert not place.boundary.held(place.t)
+
+
+def test_an_order_alone_frees_the_slots_of_later_ones_and_spares_those_due(place: Place) -> None:
+    place.step()
+    place.reads(slot=0, round=0, step=1)
+    place.reads(slot=1, round=1, step=5)
+    place.reads(slot=2, round=2, step=3, alone=True)
+    assert place.partner.told() == [Freed(1, incoming=False)]
+    place.step()
+    [copy] = place.partner.told()
+    assert isinstance(copy, Copy) and (copy.slot, copy.round) == (0, 0)
+
+
+def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Place) -> None:
+    place.reads(slot=0, round=0, step=5)
+    place.reads(slot=1, round=0, step=6)
+    assert place.partner.told() == [Freed(0, incoming=False)]
+
+
+def test_forgetting_drops_orders_and_versions_but_not_the_counters(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.step()
+    place.reads(slot=1, round=0, step=9)
+    place.adopts(1, version=3, value=5.0, slot=2, step=9)
+    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.obey(ForgetOrder(epoch=1, reset=False))
+    assert place.partner.told() == [Freed(1, incoming=False), Freed(2, incoming=True)]
+    assert counters(place.box) == ([1, 1], [10, 10], [-1, -1])
+    assert not place.boundary.held(place.t)
+    place.adopts(0, version=0, value=5.0)
+    place.step()
+    assert place.partner.told() == [Took(0, Adopted(0, 0, t=2), epoch=1)]
+
+
+def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: Place) -> None:
+    place.boundary.obey(ForgetOrder(epoch=3, reset=False))
+    place.partner.told()
+    place.reads(slot=0, round=0, step=1)
+    place.adopts(1, version=1, value=5.0, step=9)
+    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.drop_orders()
+    place.step()
+    assert place.partner.told() == []
+    assert not place.boundary.held(place.t)
+    place.reads(slot=0, round=0, step=1)
+    place.step()
+    [copy] = place.partner.told()
+    assert isinstance(copy, Copy) and copy.epoch == 0
+
+
+class Slow:
+    """A transfer that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.over = self.waited = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.waited = self.over = True
+
+
+def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = [Slow(), Slow()]
+    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot: transfers[slot])
+    place.reads(slot=0, round=0, step=1)
+    place.reads(slot=1, round=1, step=1)
+    place.step()
+    transfers[1].over = True
+    place.boundary.settle_done()
+    assert place.partner.told() == []
+    transfers[0].over = True
+    place.boundary.settle_done()
+    assert [frame.round for frame in place.partner.told() if isinstance(frame, Copy)] == [0, 1]
+
+
+def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = Slow()
+    monkeypatch.setattr(place.boundary._offload, "read", lambda fragment, slot: transfer)
+    place.reads(slot=0, round=0, step=1)
+    place.step()
+    place.boundary.drop_orders()
+    assert transfer.waited
+    assert place.partner.told() == []
+
+
+def test_a_version_that_is_not_there_yet_is_taken_later_unless_a_hold_waits_for_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = Slow()
+    monkeypatch.setattr(place.boundary._offload, "bring", lambda fragment, slot: transfer)
+    place.adopts(0, version=1, value=7.0)
+    place.step()
+    assert place.w["w0"].tolist() == [1.0] and not transfer.waited
+    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.adopt_ready(place.t)
+    assert place.w["w0"].tolist() == [7.0] and transfer.waited
+
+
+def test_while_idle_everything_is_served_at_once(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.step()
+    place.adopts(1, version=1, value=5.0, step=50)
+    place.reads(slot=1, round=0, step=50)
+    place.boundary.idle(over=True)
+    assert [type(frame) for frame in place.partner.told()] == [Took, Copy]
+    assert place.w["w1"].tolist() == [5.0]
+
+
+def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.step()
+    place.reads(slot=0, round=0, step=2)
+    place.boundary.idle(over=True)
+    place.partner.told()
+    place.reads(slot=1, round=0, step=2)
+    place.boundary.idle(over=True)
+    assert place.partner.told() == []
+    place.adopts(0, version=1, value=5.0)
+    place.boundary.idle(over=True)
+    assert [type(frame) for frame in place.partner.told()] == [Took, Copy]
+
+
+def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
+    """Synchronous orders come before the run's parameters are all adopted; a copy at step 0 would hold nothing."""
+    place.boundary.obey(OwnOrder())
+    place.reads(slot=0, round=0, step=1)
+    place.boundary.idle()
+    assert place.partner.told() == []
+    place.step()
+    assert [type(frame) for frame in place.partner.told()] == [Copy]

@@ -1,0 +1,386 @@
+"""The public face: alone, and against a courier that the test plays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.learner import learner as module
+from atoll.learner.learner import Learner
+from atoll.mailbox.box import Mailbox
+from atoll.mailbox.channel import (
+    AdoptOrder,
+    Box,
+    Bye,
+    ForgetOrder,
+    Frame,
+    HoldOrder,
+    OwnOrder,
+    Start,
+    Step,
+    StopOrder,
+    ToTraining,
+    Took,
+    Welcomed,
+)
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _no_run_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATOLL_SYNCER", "ATOLL_LEARNER", "ATOLL_ROLE", "ATOLL_SEED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def small() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(2, 1)
+
+
+class TestAlone:
+    def test_it_counts_and_changes_nothing(self) -> None:
+        model = small()
+        before = model.weight.detach().clone()
+        with Learner(model) as learner:
+            assert learner.alone
+            learner.step(tokens=5, loss=torch.tensor(1.0))
+            learner.step(tokens=5)
+            assert (learner.steps, learner.global_step, learner.progress, learner.done) == (2, 2, 0.0, False)
+        assert torch.equal(model.weight, before)
+
+    def test_batches_are_one_pass(self) -> None:
+        data = torch.arange(10).view(5, 2)
+        with Learner(small()) as learner:
+            batches = list(learner.batches(data, batch_size=2))
+        assert len(batches) == 2
+        assert all(batch.shape == (2, 2) for batch in batches)
+
+    def test_any_model_will_do(self) -> None:
+        with Learner(nn.BatchNorm1d(3)) as learner:
+            learner.step(tokens=1)
+
+    def test_a_step_outside_of_with_is_an_error(self) -> None:
+        learner = Learner(small())
+        with pytest.raises(RuntimeError, match="outside of 'with"):
+            learner.step(tokens=1)
+        with learner:
+            learner.step(tokens=1)
+        with pytest.raises(RuntimeError, match="outside of 'with"):
+            learner.step(tokens=1)
+
+    def test_tokens_are_a_whole_number_of_at_least_zero(self) -> None:
+        with Learner(small()) as learner:
+            with pytest.raises(ValueError, match="tokens = -1 is below zero"):
+                learner.step(tokens=-1)
+            with pytest.raises(TypeError):
+                learner.step(tokens=1.5)  # type: ignore[arg-type]
+            learner.step(tokens=torch.tensor(3))  # type: ignore[arg-type]
+            assert learner.steps == 1 and learner._tokens == 3
+
+    def test_the_scripts_errors_pass_unchanged(self) -> None:
+        with pytest.raises(KeyboardInterrupt), Learner(small()):
+            raise KeyboardInterrupt
+        with pytest.raises(ZeroDivisionError), Learner(small()):
+            raise ZeroDivisionError
+
+    def test_an_evaluator_without_a_scorer_ends_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ATOLL_ROLE", "evaluator")
+        with pytest.raises(SystemExit, match="brings no scorer"):
+            Learner(small())
+
+
+Courier = Callable[[Frame], list[ToTraining]]
+
+
+class Scripted:
+    """A courier in this process: answers frames by a function, and remembers them."""
+
+    def __init__(self, answers: Courier) -> None:
+        self.answers, self.sent = answers, []
+        self.waiting: list[ToTraining] = []
+        self.started = self.dead = self.closed = self.clogged = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+        self.sent.append(frame)
+        self.waiting += self.answers(frame)
+
+    def receive(self) -> list[ToTraining]:
+        frames, self.waiting = self.waiting, []
+        return frames
+
+    def restart_if_dead(self) -> bool:
+        dead, self.dead = self.dead, False
+        return dead
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def of(self, kind: type[Frame]) -> list[Frame]:
+        return [frame for frame in self.sent if isinstance(frame, kind)]
+
+
+class Joined:
+    """A learner whose model becomes version 0 of the run; the test then sends what it likes."""
+
+    def __init__(self, model: nn.Module, rules: Settings | None = None, **options: object) -> None:
+        self.rules = rules or Settings(fragments=2, overlap=0).resolved(2)
+        self.courier = Scripted(self._answer)
+        self.learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", **options)  # type: ignore[arg-type]
+        self.learner._partner = self.courier  # type: ignore[assignment]
+        self.leaving: list[ToTraining] = [StopOrder("the run is over", final=True)]
+
+    def _answer(self, frame: Frame) -> list[ToTraining]:
+        if isinstance(frame, Start) and not frame.boxed:
+            return [Welcomed(self.rules, make_plan(frame.tensors, self.rules.fragments).fingerprint, 1)]
+        if isinstance(frame, Box) and len(self.courier.of(Box)) == 1:
+            return [OwnOrder()]
+        if isinstance(frame, Step) and frame.stepped.stopped:
+            return self.leaving
+        return []
+
+    @property
+    def box(self) -> Mailbox:
+        assert self.learner._box is not None
+        return self.learner._box
+
+
+@pytest.fixture
+def joined() -> Joined:
+    return Joined(small(), join_wait_s=5.0)
+
+
+class TestInARun:
+    def test_entering_shares_the_model_and_waits_for_parameters(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            assert not learner.alone and not learner.done
+            assert joined.box.adopted.tolist() == [0, 0]
+            assert sum(joined.box.base(f).size for f in range(2)) == 3
+
+    def test_every_step_is_reported_with_its_counters(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            learner.step(tokens=3, loss=0.5)
+            learner.step(tokens=4)
+        steps = [frame.stepped for frame in joined.courier.of(Step)]  # type: ignore[attr-defined]
+        assert [(s.t, s.steps, s.tokens, s.tokens_total, s.loss) for s in steps[:2]] == [
+            (1, (1, 1), (3, 3), 3, 0.5),
+            (2, (2, 2), (7, 7), 7, 0.5),
+        ]
+        assert steps[-1].stopped
+        assert steps[0].busy_s <= steps[1].busy_s
+
+    def test_reports_are_left_out_while_the_courier_does_not_keep_up(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            joined.courier.clogged = True
+            learner.step(tokens=3)
+            assert joined.courier.of(Step) == []
+            joined.courier.clogged = False
+            learner.step(tokens=3)
+            [step] = joined.courier.of(Step)
+            assert step.stepped.tokens_total == 6  # type: ignore[attr-defined]
+
+    def test_the_run_tells_how_far_it_is(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            joined.box.set_measure("progress", 0.5)
+            joined.box.set_count("global_step", 77)
+            assert (learner.progress, learner.global_step) == (0.5, 77)
+        assert (learner.progress, learner.global_step) == (0.5, 77)
+
+    def test_batches_go_on_until_the_run_is_done(self, joined: Joined) -> None:
+        seen = 0
+        with joined.learner as learner:
+            for _ in learner.batches(torch.zeros(4, 2), batch_size=2):
+                seen += 1
+                if seen == 7:
+                    joined.courier.waiting.append(StopOrder("1,000 steps are done", final=False))
+                learner.step(tokens=2)
+        assert seen == 7 and learner.done
+
+    def test_a_new_version_is_in_the_model_after_the_step(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            joined.box.incoming(0, 0)[:] = 9.0
+            joined.courier.waiting.append(AdoptOrder(0, 0, 1, 0, "overwrite", 0.5, 0))
+            learner.step(tokens=1)
+            [tensor] = joined.box.plan.fragments[0].tensors
+            assert (learner.model.get_parameter(tensor.name) == 9.0).all()
+            assert len(joined.courier.of(Took)) == 1
+
+    def test_a_hold_is_waited_out(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            order = AdoptOrder(0, 1, 1, 1, "overwrite", 0.5, 1)
+            joined.courier.waiting.append(HoldOrder(round=1, fragment=1, step=1))
+            joined.courier.answers = lambda frame: [order] if isinstance(frame, Step) else []
+            learner.step(tokens=1)
+            assert joined.box.adopted.tolist() == [0, 1]
+            joined.courier.answers = joined._answer
+
+    def test_a_recovery_resets_the_inner_optimizer_only_when_asked(self) -> None:
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        joined = Joined(model, optimizer=optimizer)
+        with joined.learner as learner:
+            joined.courier.waiting.append(ForgetOrder(epoch=1, reset=False))
+            learner.step(tokens=1)
+            assert optimizer.state
+            joined.courier.waiting.append(ForgetOrder(epoch=2, reset=True))
+            learner.step(tokens=1)
+            assert not optimizer.state
+
+    def test_a_new_courier_is_told_all_it_needs(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
+        with joined.learner as learner:
+            learner.step(tokens=1)
+            joined.courier.sent.clear()
+            joined.courier.dead = True
+            learner.step(tokens=1)
+            start, box, *_ = joined.courier.sent
+            assert isinstance(start, Start) and start.boxed
+            assert isinstance(box, Box) and box.stepped.t == 2
+            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, Step) else []
+        assert "the courier died" in capsys.readouterr().err
+
+    def test_after_the_end_no_new_courier_is_started(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            joined.courier.waiting.append(StopOrder("the run is over", final=True))
+            learner.step(tokens=1)
+            joined.courier.sent.clear()
+            joined.courier.dead = True
+            learner.step(tokens=1)
+            assert joined.courier.of(Start) == []
+
+    def test_other_settings_make_the_shared_memory_anew(self, joined: Joined) -> None:
+        with joined.learner as learner:
+            old = joined.box
+            other = Settings(fragments=1, overlap=0).resolved(2)
+            fingerprint = make_plan(learner._tensors, 1).fingerprint
+            joined.courier.waiting += [Welcomed(other, fingerprint, 1), OwnOrder()]
+            learner.step(tokens=1)
+            assert joined.box is not old and old.fd == -1
+            assert joined.box.adopted.tolist() == [0]
+            assert len(joined.courier.of(Box)) == 2
+            joined.courier.waiting += [Welcomed(other, fingerprint, 1)]
+            learner.step(tokens=1)
+            assert len(joined.courier.of(Box)) == 2, "the same settings change nothing"
+
+
+class TestLeaving:
+    def test_a_script_that_ends_early_says_so_once_nothing_is_left_to_merge(self, joined: Joined) -> None:
+        joined.leaving = []
+        with joined.learner:
+            pass
+        assert joined.courier.of(Bye) == [Bye("it left before the run ended")]
+        assert joined.courier.closed
+
+    def test_last_steps_that_nobody_merges_are_waited_for_only_so_long(
+        self, joined: Joined, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "LEAVE_WAIT_S", 0.05)
+        joined.leaving = []
+        with joined.learner as learner:
+            learner.step(tokens=1)
+        assert joined.courier.of(Bye) == [Bye("it left before the run ended")]
+
+    def test_an_end_that_never_comes_is_waited_for_only_so_long(
+        self, joined: Joined, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "END_WAIT_S", 0.05)
+        joined.leaving = []
+        with joined.learner as learner:
+            joined.courier.waiting.append(StopOrder("100 steps are done", final=False))
+            learner.step(tokens=1)
+        assert joined.courier.of(Bye) == [Bye("the end of the run did not come")]
+
+    def test_a_script_that_fails_says_goodbye_and_fails_as_it_would_alone(self, joined: Joined) -> None:
+        with pytest.raises(ZeroDivisionError), joined.learner:
+            raise ZeroDivisionError
+        assert joined.courier.of(Bye) == [Bye("its training script ended with ZeroDivisionError")]
+        assert joined.courier.closed
+
+    def test_ctrl_c_is_one_line_and_130(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            raise KeyboardInterrupt
+        assert caught.value.code == 130
+        assert joined.courier.of(Bye) == [Bye("it was interrupted")]
+        assert capsys.readouterr().err == "atoll: interrupted; the same command lets it join again\n"
+
+    def test_a_learner_is_entered_once(self, joined: Joined) -> None:
+        with joined.learner:
+            pass
+        with pytest.raises(RuntimeError, match="entered once"), joined.learner:
+            pass
+
+
+class TestFailing:
+    def stopped(self, joined: Joined, mistake: bool) -> StopOrder:
+        return StopOrder("fragment plan differs from the run's", final=True, failed=True, mistake=mistake)
+
+    @pytest.mark.parametrize(("mistake", "code"), [(True, 2), (False, 1)])
+    def test_a_refusal_at_the_door_is_one_line_and_an_exit_code(
+        self, joined: Joined, mistake: bool, code: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        joined.courier.answers = lambda frame: [self.stopped(joined, mistake)] if isinstance(frame, Start) else []
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            raise AssertionError("never inside")
+        assert caught.value.code == code
+        assert capsys.readouterr().err == "atoll: fragment plan differs from the run's\n"
+        assert joined.courier.closed and joined.courier.of(Bye) == []
+
+    def test_a_refusal_on_the_way_can_be_caught_in_the_loop_and_ends_the_script_if_not(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as caught, joined.learner as learner:
+            joined.courier.waiting.append(self.stopped(joined, mistake=False))
+            with pytest.raises(RunFailed):
+                learner.step(tokens=1)
+            joined.courier.waiting.append(self.stopped(joined, mistake=True))
+            learner.step(tokens=1)
+        assert caught.value.code == 2
+        assert isinstance(caught.value.__cause__, ConfigError)
+        assert capsys.readouterr().err.count("\n") == 1
+
+    def test_a_model_that_cannot_take_part_never_starts_a_courier(self, capsys: pytest.CaptureFixture[str]) -> None:
+        joined = Joined(nn.BatchNorm1d(3))
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            raise AssertionError("never inside")
+        assert caught.value.code == 2 and not joined.courier.started
+        assert "running statistics" in capsys.readouterr().err
+
+    def test_too_small_a_dataset_is_one_line_and_2(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as caught, joined.learner as learner:
+            next(learner.batches(torch.zeros(3, 2), batch_size=4))
+        assert caught.value.code == 2
+        assert "3 samples" in capsys.readouterr().err
+        assert joined.courier.of(Bye) == [Bye("its training script ended with ConfigError")]
+
+    def test_another_version_of_atoll_is_named(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
+        joined.courier.answers = lambda frame: [Welcomed(joined.rules, "other", 1)] if isinstance(frame, Start) else []
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            raise AssertionError("never inside")
+        assert caught.value.code == 2
+        assert "install the same version" in capsys.readouterr().err
+
+    def test_without_a_syncer_training_begins_after_the_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
+        joined = Joined(small(), join_wait_s=0.01)
+        joined.courier.answers = lambda frame: []
+        with joined.learner as learner:
+            assert "training goes on" in capsys.readouterr().err
+            learner.step(tokens=1)
+            joined.courier.answers = joined._answer
+            joined.courier.waiting.append(
+                Welcomed(joined.rules, make_plan(learner._tensors, joined.rules.fragments).fingerprint, 1)
+            )
+            learner.step(tokens=1)
+            learner.step(tokens=1)
+            assert joined.box.adopted.tolist() == [0, 0]

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.learner.adopt import adopt
+from atoll.learner.offload import CpuOffload, CudaOffload, make_offload, shaped
+from atoll.mailbox.box import Mailbox
+from atoll.protocol.errors import ConfigError
+from tests.learner.small import boxed, in_order
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def mixed(device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Several dtypes and strides, whose values every one of them can hold."""
+    return {
+        "a": torch.arange(6.0, device=device).view(2, 3).requires_grad_(),
+        "b": torch.arange(6.0, device=device).view(3, 2).T,
+        "c": torch.tensor([1.5, -2.0], dtype=torch.bfloat16, device=device),
+        "d": torch.tensor(0.25, dtype=torch.float16, device=device),
+    }
+
+
+def flat(box: Mailbox, parameters: dict[str, torch.Tensor], fragment: int) -> np.ndarray:
+    own = in_order(box, parameters)[fragment]
+    return np.concatenate([tensor.detach().float().cpu().reshape(-1).numpy() for tensor in own])
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_a_copy_holds_every_tensor_of_its_fragment_in_fp32(fragments: int) -> None:
+    parameters = mixed()
+    box, _ = boxed(parameters, fragments)
+    offload = make_offload(box, in_order(box, parameters))
+    assert isinstance(offload, CpuOffload)
+    for fragment in range(fragments):
+        transfer = offload.read(fragment, slot=1)
+        transfer.wait()
+        assert transfer.done()
+        assert np.array_equal(box.outgoing(1, fragment), flat(box, parameters, fragment))
+        assert not any(view.requires_grad for view in offload.outgoing(fragment, 1))
+
+
+def test_what_arrives_is_shaped_like_the_parameters() -> None:
+    parameters = mixed()
+    box, _ = boxed(parameters)
+    offload = make_offload(box, in_order(box, parameters))
+    box.incoming(2, 0)[:] = np.arange(15, dtype=np.float32)
+    assert offload.bring(0, 2).done()
+    arrived = offload.arrived(0, 2)
+    assert [tuple(view.shape) for view in arrived] == [(2, 3), (2, 3), (2,), ()]
+    assert torch.cat([view.reshape(-1) for view in arrived]).tolist() == list(range(15))
+
+
+def test_base_and_outgoing_are_views_of_the_shared_memory() -> None:
+    parameters = mixed()
+    box, _ = boxed(parameters, 2)
+    offload = make_offload(box, in_order(box, parameters))
+    box.base(1)[:] = 3.0
+    box.outgoing(0, 1)[:] = 4.0
+    assert all((view == 3.0).all() for view in offload.base(1))
+    assert all((view == 4.0).all() for view in offload.outgoing(1, 0))
+
+
+def test_a_parameter_whose_data_was_exchanged_is_read_where_it_is_now() -> None:
+    own = torch.nn.Parameter(torch.zeros(3))
+    box, _ = boxed({"w": own})
+    offload = make_offload(box, [[own]])
+    own.data = torch.ones(3)
+    offload.read(0, 0)
+    assert box.outgoing(0, 0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_other_devices_are_refused() -> None:
+    parameters = {"w": torch.zeros(3)}
+    box, _ = boxed(parameters)
+    with pytest.raises(ConfigError, match="the model is on 'meta'"):
+        make_offload(box, [[torch.zeros(3, device="meta")]])
+
+
+def test_shaped_cuts_a_flat_array_at_the_fragments_offsets() -> None:
+    parameters = mixed()
+    box, _ = boxed(parameters)
+    views = shaped(torch.arange(15.0), box, 0)
+    assert [view.reshape(-1)[0].item() for view in views] == [0.0, 6.0, 12.0, 14.0]
+
+
+SLOW = 1_000_000_000
+"""Device cycles; about half a second."""
+LARGE = 4 * 2**20
+
+
+@cuda
+class TestOnCuda:
+    @pytest.fixture
+    def place(self) -> Iterator[tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]]:
+        parameters = {"w": torch.full((LARGE,), 1.0, device="cuda"), **mixed("cuda")}
+        box, _ = boxed(parameters)
+        offload = make_offload(box, in_order(box, parameters))
+        assert isinstance(offload, CudaOffload)
+        yield box, parameters, offload
+        offload.close()
+
+    def test_the_slots_are_page_locked(self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]) -> None:
+        box, _, _ = place
+        assert torch.from_numpy(box.outgoing(0, 0)).is_pinned()
+        assert torch.from_numpy(box.incoming(box.layout.slots - 1, 0)).is_pinned()
+
+    def test_closing_unlocks_them(self) -> None:
+        parameters = mixed("cuda")
+        box, _ = boxed(parameters)
+        make_offload(box, in_order(box, parameters)).close()
+        assert not torch.from_numpy(box.outgoing(0, 0)).is_pinned()
+
+    def test_a_copy_is_what_the_parameter_was_at_the_boundary(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, parameters, offload = place
+        torch.cuda._sleep(SLOW)
+        with torch.no_grad():
+            parameters["w"].add_(1.0)
+        expected_w = 2.0
+        transfer = offload.read(0, 0)
+        with torch.no_grad():
+            parameters["w"].mul_(100.0)  # the next step changes it at once
+        assert not transfer.done(), "nothing waited for the device"
+        transfer.wait()
+        assert transfer.done()
+        values = dict(zip([t.name for t in box.plan.fragments[0].tensors], shaped_host(box, 0), strict=True))
+        assert (values["w"] == expected_w).all()
+        assert values["b"].tolist() == mixed()["b"].tolist()
+
+    def test_copies_one_after_the_other_do_not_mix(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, parameters, offload = place
+        transfers = []
+        for slot in range(3):
+            with torch.no_grad():
+                parameters["w"].fill_(float(slot))
+            transfers.append(offload.read(0, slot))
+        for slot, transfer in enumerate(transfers):
+            transfer.wait()
+            assert (shaped_host(box, slot)[-1] == slot).all()
+
+    def test_an_adoption_takes_what_arrived_and_training_goes_on_behind_it(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, parameters, offload = place
+        own = in_order(box, parameters)[0]
+        box.incoming(0, 0)[:] = 5.0
+        torch.cuda._sleep(SLOW)
+        transfer = offload.bring(0, 0)
+        transfer.wait()
+        adopt(own, offload.arrived(0, 0), "overwrite")
+        with torch.no_grad():
+            parameters["w"].add_(1.0)
+        box.incoming(0, 0)[:] = -1.0  # the courier uses the slot again
+        torch.cuda.synchronize()
+        assert (parameters["w"] == 6.0).all()
+        assert (parameters["c"] == 5.0).all()
+
+    def test_a_version_brought_while_an_adoption_is_queued_does_not_overtake_it(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, parameters, offload = place
+        own = in_order(box, parameters)[0]
+        box.incoming(0, 0)[:] = 5.0
+        offload.bring(0, 0).wait()
+        torch.cuda._sleep(SLOW)
+        adopt(own, offload.arrived(0, 0), "overwrite")
+        seen = parameters["w"].clone()
+        box.incoming(1, 0)[:] = 9.0
+        second = offload.bring(0, 1)  # into the same staging buffer
+        second.wait()
+        adopt(own, offload.arrived(0, 1), "overwrite")
+        torch.cuda.synchronize()
+        assert (seen == 5.0).all()
+        assert (parameters["w"] == 9.0).all()
+
+    def test_one_version_at_a_time_needs_one_staging_buffer(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, _, offload = place
+        for slot in range(box.layout.slots):
+            offload.bring(0, slot).wait()
+            offload.arrived(0, slot)
+        assert len(offload._spare) == 1
+
+    def test_carry_subtracts_the_copy_that_was_sent(
+        self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
+    ) -> None:
+        box, parameters, offload = place
+        own = in_order(box, parameters)[0]
+        offload.read(0, 0).wait()
+        with torch.no_grad():
+            parameters["w"].add_(2.0)
+        box.incoming(1, 0)[:] = 10.0
+        offload.bring(0, 1).wait()
+        adopt(own, offload.arrived(0, 1), "carry", read=offload.outgoing(0, 0))
+        assert (parameters["w"] == 12.0).all()
+        box.base(0)[:] = 11.0
+        offload.bring(0, 1).wait()
+        adopt(own, offload.arrived(0, 1), "carry", read=offload.base(0))
+        assert (parameters["w"] == 11.0).all()
+
+
+def shaped_host(box: Mailbox, slot: int) -> list[torch.Tensor]:
+    return shaped(torch.from_numpy(box.outgoing(slot, 0)), box, 0)

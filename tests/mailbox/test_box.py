@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.mailbox import box as module
+from atoll.mailbox.box import PAGE, Layout, Mailbox
+from atoll.numerics.fragments import Plan, make_plan
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+
+
+def planned(sizes: list[int], fragments: int = 0) -> tuple[Plan, Settings]:
+    tensors = [TensorSpec(f"t{index}", (size,), "float32") for index, size in enumerate(sizes)]
+    settings = Settings(fragments=fragments, overlap=0).resolved(len(tensors))
+    return make_plan(tensors, settings.fragments), settings
+
+
+@pytest.fixture
+def box() -> Mailbox:
+    return Mailbox.create(*planned([5, 3, 1000]))
+
+
+@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_every_region_has_its_own_whole_pages(sizes: list[int]) -> None:
+    plan, settings = planned(sizes)
+    layout = Layout.of(plan, settings)
+    assert all(region % PAGE == 0 for region in (layout.header_bytes, layout.base_bytes, layout.slot_bytes))
+    assert layout.slot_bytes >= 4 * plan.largest
+    assert layout.base_bytes >= 4 * plan.size
+    assert layout.total_bytes == layout.header_bytes + layout.base_bytes + 2 * layout.slots * layout.slot_bytes
+
+
+@given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=6))
+def test_no_two_buffers_overlap(sizes: list[int]) -> None:
+    plan, settings = planned(sizes)
+    box = Mailbox.create(plan, settings)
+    buffers = [box.base(f) for f in range(len(plan.fragments))]
+    for slot in range(box.layout.slots):
+        fragment = slot % len(plan.fragments)
+        buffers += [box.outgoing(slot, fragment), box.incoming(slot, fragment)]
+    for number, buffer in enumerate(buffers):
+        buffer[:] = number
+    box.steps[:] = box.base_version[:] = 7
+    box.run = "r" * 64
+    for number, buffer in enumerate(buffers):
+        assert (buffer == number).all()
+    box.close()
+
+
+def test_slots_for_page_locking_hold_every_slot(box: Mailbox) -> None:
+    memory = box.slots_memory
+    assert memory.ctypes.data % PAGE == 0
+    start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    for slot in range(box.layout.slots):
+        for view in (box.outgoing(slot, 0), box.incoming(slot, 0)):
+            assert start <= view.ctypes.data and view.ctypes.data + view.nbytes <= end
+
+
+def test_slots_suffice_for_what_is_on_its_way() -> None:
+    plan, _ = planned([4] * 24)
+    settings = Settings(fragments=24, sync_every=24, overlap=2).resolved(24)
+    assert Layout.of(plan, settings).slots == 2 * 2 + 3
+
+
+def test_whoever_has_the_descriptor_sees_the_same_memory(box: Mailbox) -> None:
+    other = Mailbox(os.dup(box.fd), box.layout, box.plan)
+    box.steps[:] = [1, 2, 3]
+    box.set_count("t", 41)
+    box.set_measure("busy_s", 0.25)
+    box.base(2)[:] = 1.5
+    other.run = "a-run"
+    other.base_version[1] = 9
+    other.incoming(0, 1)[:] = -2.0
+    assert other.steps.tolist() == [1, 2, 3]
+    assert (other.count("t"), other.measure("busy_s")) == (41, 0.25)
+    assert (other.base(2) == 1.5).all()
+    assert box.run == "a-run"
+    assert box.base_version.tolist() == [-1, 9, -1]
+    assert (box.incoming(0, 1) == -2.0).all()
+    other.close()
+    box.close()
+
+
+def test_a_new_box_holds_no_version_and_no_steps(box: Mailbox) -> None:
+    assert box.adopted.tolist() == box.base_version.tolist() == [-1, -1, -1]
+    assert box.steps.tolist() == box.tokens.tolist() == [0, 0, 0]
+    assert box.run == ""
+
+
+def test_a_shorter_run_name_leaves_nothing_of_a_longer_one(box: Mailbox) -> None:
+    box.run = "a-long-name"
+    box.run = "b"
+    assert box.run == "b"
+
+
+def test_the_memory_stays_readable_after_closing_which_may_happen_twice(box: Mailbox) -> None:
+    box.base(0)[:] = 3.0
+    box.close()
+    box.close()
+    assert (box.base(0) == 3.0).all()
+
+
+def test_fragments_lie_one_after_the_other_in_the_base(box: Mailbox) -> None:
+    whole = np.arange(box.plan.size, dtype=np.float32)
+    for fragment, start in enumerate(box.plan.starts):
+        box.base(fragment)[:] = whole[start : start + box.plan.fragments[fragment].size]
+    start = box.layout.header_bytes
+    assert np.array_equal(box.memory[start : start + 4 * box.plan.size].view(np.float32), whole)
+
+
+def test_too_little_memory_is_said_in_one_line_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_bytes", lambda: 5 * 2**20)
+    with pytest.raises(ConfigError) as caught:
+        Mailbox.create(*planned([2**20]))
+    text = str(caught.value)
+    assert "need 44 MiB" in text and "5 MiB are free" in text
+    assert "smaller model" in text and "\n" not in text
+
+
+def test_memory_that_cannot_be_reserved_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+
+    def no_space(fd: int, start: int, length: int) -> None:
+        closed.append(fd)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "available_bytes", lambda: None)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(ConfigError, match="the shared buffers need"):
+        Mailbox.create(*planned([10]))
+    with pytest.raises(OSError):  # noqa: PT011 - the descriptor is closed
+        os.fstat(closed[0])
+
+
+def test_free_memory_is_known_here() -> None:
+    available = module.available_bytes()
+    assert available is None or available > 0

@@ -1,0 +1,113 @@
+"""The end of a run: budgets, and one unpaced cycle that brings the last steps in."""
+
+from typing import Any
+
+import pytest
+from tests.protocol.world import World
+
+
+def all_merged(world: World) -> None:
+    for name, island in world.islands.items():
+        if island.alive:
+            assert island.steps == [0] * world.settings.fragments, f"{name} has steps that no version contains"
+            assert island.adopted == world.syncer.versions
+            assert island.over and not island.failed
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.05, 0.4])
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_budget_in_steps_ends_the_run_with_all_steps_merged(latency_s: float, adopt: str, synchronous: bool) -> None:
+    settings: dict[str, Any] = {"fragments": 4, "sync_every": 8, "steps": 40, "overlap": 1}
+    world = World(3, latency_s=latency_s, adopt=adopt, synchronous=synchronous, **settings).run_to_end()
+    assert world.said("ending")[0].text == "the run ends: 40 steps are done; the last steps are collected"
+    assert world.syncer.progress == 1.0
+    all_merged(world)
+
+
+def test_with_carry_every_step_is_merged_exactly_once() -> None:
+    world = World(3, fragments=3, sync_every=6, steps=60, adopt="carry", latency_s=0.3, step_s=[1.0, 0.8, 1.3])
+    world.run_to_end()
+    for name, island in world.islands.items():
+        assert [world.merged_steps(name, fragment) for fragment in range(3)] == [island.t] * 3
+
+
+def test_with_carry_a_lost_announcement_does_not_merge_steps_twice() -> None:
+    world = World(2, fragments=2, sync_every=4, steps=60, adopt="carry", latency_s=0.2)
+    for at in range(5, 50, 3):
+        world.at(at + 0.37, lambda: world.unlink("learner-0"))
+        world.at(at + 1.1, lambda: world.link("learner-0"))
+    world.run_to_end()
+    island = world.islands["learner-0"]
+    assert [world.merged_steps("learner-0", fragment) for fragment in range(2)] == [island.t] * 2
+
+
+def test_a_budget_in_tokens_ends_the_run() -> None:
+    world = World(2, fragments=2, sync_every=4, tokens=400).run_to_end()
+    assert world.said("ending")[0].text.startswith("the run ends: the budget of 400 tokens is spent")
+    assert sum(island.tokens_total for island in world.islands.values()) <= 400 + 2 * 2 * 10
+    all_merged(world)
+
+
+def test_the_operator_may_end_a_run_at_any_time() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.1).run_until(round=7)
+    world.end("Ctrl-C")
+    world.run_to_end()
+    all_merged(world)
+
+
+def test_a_run_without_parameters_ends_at_once() -> None:
+    world = World(2, present=0)
+    world.end()
+    world.run_to_end()
+    world = World(2, latency_s=0.5)
+    world.end()
+    world.run_to_end()
+    assert all(island.over for island in world.islands.values())
+
+
+def test_a_run_whose_learners_are_all_gone_ends() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.1).run_until(round=5)
+    world.kill("learner-0")
+    world.kill("learner-1")
+    world.end()
+    world.run_to_end()
+
+
+def test_a_learner_that_dies_during_the_drain_is_not_waited_for() -> None:
+    world = World(3, fragments=4, sync_every=8, latency_s=0.3, steps=40)
+    while world.syncer.phase != "ending":
+        world.run_until(seconds=0.1)
+    world.run_until(seconds=0.7)
+    world.kill("learner-2")
+    world.run_to_end(seconds=60)
+    all_merged(world)
+
+
+def test_a_learner_that_joins_during_the_drain_takes_the_result_and_ends() -> None:
+    world = World(3, present=2, fragments=4, sync_every=8, latency_s=0.3, steps=40)
+    while world.syncer.phase != "ending":
+        world.run_until(seconds=0.1)
+    island = world.join("learner-2")
+    world.run_to_end(seconds=60)
+    assert island.over and not island.failed
+
+
+def test_a_learner_that_never_stops_is_not_waited_for_without_end() -> None:
+    world = World(2, fragments=2, sync_every=4, steps=20).run_until(round=6)
+    world.pause("learner-1")
+    world.run_to_end(seconds=100)
+    assert world.islands["learner-0"].adopted == world.syncer.versions
+
+
+def test_the_drain_is_one_cycle() -> None:
+    world = World(2, fragments=4, sync_every=8, steps=40).run_to_end()
+    last = 40 * 4 // 8
+    assert {commit.round for _, commit in world.commits() if commit.round >= last} <= set(range(last, last + 4))
+
+
+def test_progress_reaches_learners_and_never_goes_back() -> None:
+    world = World(2, fragments=4, sync_every=8, steps=40, latency_s=0.1).run_to_end()
+    for island in world.islands.values():
+        assert island.informed == sorted(island.informed)
+        assert island.informed[-1] == 1.0

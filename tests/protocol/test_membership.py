@@ -1,0 +1,134 @@
+"""Joining, leaving, coming back; the first parameters; silence."""
+
+from tests.protocol.world import World
+
+from atoll.protocol.messages import Refused, Welcome
+
+
+def test_the_first_joiner_gives_the_first_parameters_and_the_others_take_them() -> None:
+    world = World(3, latency_s=0.1).run_until(round=1)
+    assert world.said("initial")[0].text == "learner-0 gave the first parameters"
+    assert [a for a in world.islands["learner-0"].adoptions if a[2] == 0] == []
+    assert [a[1:] for a in world.islands["learner-1"].adoptions if a[2] == 0] == [(0, 0), (1, 0)]
+
+
+def test_when_the_uploader_dies_the_next_is_asked() -> None:
+    world = World(3, latency_s=0.5)
+    world.run_until(seconds=0.6)
+    world.kill("learner-0")
+    world.run_until(round=2)
+    assert world.said("initial")[0].text == "learner-1 gave the first parameters"
+    asked = [message.upload for _, message in world.sent(Welcome, "learner-1")]
+    assert asked == [False, True]
+
+
+def test_when_the_only_joiner_dies_the_next_to_come_is_asked() -> None:
+    world = World(2, present=1, latency_s=0.5)
+    world.kill("learner-0")
+    world.join("learner-1")
+    world.run_until(round=2)
+    assert world.said("initial")[0].text == "learner-1 gave the first parameters"
+
+
+def test_a_late_joiner_takes_the_runs_parameters_before_it_contributes() -> None:
+    world = World(3, present=2, fragments=4, sync_every=4, latency_s=0.1).run_until(round=10)
+    world.join("learner-2")
+    joined = world.syncer.committed
+    world.run_until(round=joined + 8)
+    first = next(n for n in range(joined, joined + 8) if "learner-2" in world.members(n))
+    base = next(m["base"] for m in world.round_note(first)["members"] if m["learner"] == "learner-2")
+    assert base >= 2
+    assert "learner-2" in world.members(joined + 7)
+
+
+def test_an_unlinked_learner_trains_on_and_comes_back_in_the_same_incarnation() -> None:
+    world = World(3, fragments=4, sync_every=4).run_until(round=10)
+    island = world.islands["learner-1"]
+    before = island.t
+    world.unlink("learner-1")
+    world.run_until(seconds=15)
+    assert island.t >= before + 14, "nobody waits"
+    held = list(island.adopted)
+    world.link("learner-1")
+    world.run_until(seconds=3)
+    assert world.syncer.members.learners["learner-1"].incarnation == 1
+    assert all(new > old + 1 for new, old in zip(island.adopted, held, strict=True)), "it skipped to the newest"
+    world.run_until(seconds=3)
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_another_process_takes_the_name_of_one_that_is_still_connected() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.1).run_until(round=4)
+    world.join("learner-1")
+    world.run_until(seconds=10)
+    assert any("another process took its name" in note.text for note in world.said("lost"))
+    assert world.syncer.members.learners["learner-1"].incarnation == 2
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_a_silent_learner_is_expelled_and_may_come_back() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1).run_until(round=4)
+    world.islands["learner-1"].silent = True
+    world.run_until(seconds=10)
+    assert any("nothing heard for 6 s" in note.text for note in world.said("lost"))
+    world.islands["learner-1"].silent = False
+    world.link("learner-1")
+    world.run_until(seconds=5)
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_a_learner_with_nothing_to_say_still_sends_heartbeats() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1).run_until(round=4)
+    world.pause("learner-1")
+    world.run_until(seconds=60)
+    assert not world.said("lost")
+
+
+def test_a_restarted_courier_continues_as_the_same_incarnation() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, adopt="carry").run_until(round=5)
+    world.restart_courier("learner-0")
+    world.run_until(seconds=8)
+    assert world.syncer.members.learners["learner-0"].incarnation == 1
+    assert "learner-0" in world.members(world.syncer.committed - 1)
+
+
+def test_a_syncer_of_another_run_makes_learners_forget_and_start_over() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.05).run_until(round=9)
+    world.replace_syncer("another run")
+    world.run_until(seconds=10)
+    assert world.syncer.committed > 3
+    assert all(island.machine.run == "another run" for island in world.islands.values())
+    assert world.syncer.members.learners["learner-0"].incarnation == 1
+
+
+def test_whoever_comes_after_the_end_is_told_so() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, steps=6).run_to_end()
+    world.join("learner-9")
+    assert [message.reason for _, message in world.sent(Refused)] == ["the run is over"]
+
+
+def test_one_that_was_cut_off_at_the_end_still_ends_in_good_order() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, steps=10).run_until(round=6)
+    world.unlink("learner-1")
+    world.run_to_end()
+    world.finished = False
+    world.link("learner-1")
+    world.run_until(seconds=5)
+    assert world.islands["learner-1"].over and not world.islands["learner-1"].failed
+    assert world.islands["learner-1"].adopted == world.syncer.versions
+
+
+def test_learners_whose_loops_end_by_themselves_end_the_run() -> None:
+    world = World(2, fragments=2, sync_every=4).run_until(round=6)
+    for island in world.islands.values():
+        island.done = True
+    world.run_to_end(seconds=60)
+    assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")
+
+
+def test_one_loop_that_ends_by_itself_holds_up_nobody_and_its_last_steps_are_merged() -> None:
+    world = World(2, fragments=2, sync_every=4, quorum=2, patience_s=1.0).run_until(round=6)
+    world.islands["learner-1"].done = True
+    world.run_until(seconds=30)
+    assert world.syncer.committed > 15
+    assert world.islands["learner-1"].steps == [0, 0]

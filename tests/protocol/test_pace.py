@@ -1,0 +1,73 @@
+"""Keeping H honest: one round per H/P learner steps, whatever the network could do."""
+
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol.pace import Pace
+
+
+@pytest.mark.parametrize(("fragments", "every"), [(1, 4), (4, 24), (6, 6), (5, 7), (24, 24)])
+@pytest.mark.parametrize("step_s", [[1.0] * 4, [1.0, 1.25, 0.77, 2.0]])
+def test_the_effective_h_stays_at_h(fragments: int, every: int, step_s: list[float]) -> None:
+    world = World(4, fragments=fragments, sync_every=every, step_s=step_s, quorum=1).run_until(seconds=12 * every)
+    assert world.syncer.effective_h == pytest.approx(every, abs=max(1.0, 0.15 * every))
+
+
+def test_a_single_learner_on_a_network_without_latency_keeps_h() -> None:
+    world = World(1, fragments=6, sync_every=12, quorum=1, grace=False).run_until(seconds=400)
+    assert world.syncer.effective_h == 12
+
+
+def test_latency_within_the_overlap_does_not_stretch_h() -> None:
+    world = World(3, fragments=6, sync_every=6, overlap=2, latency_s=0.1).run_until(seconds=300)
+    assert world.syncer.effective_h == pytest.approx(6, abs=1)
+
+
+def test_after_a_stall_there_is_no_burst_of_rounds() -> None:
+    world = World(2, fragments=6, sync_every=6, quorum=2, patience_s=1000).run_until(seconds=20)
+    world.unlink("learner-0")
+    world.run_until(seconds=40)
+    world.link("learner-0")
+    before = world.syncer.committed
+    world.run_until(seconds=2.5)
+    assert before < world.syncer.committed <= before + 5, "two steps bring two rounds and at most two that were late"
+
+
+def test_a_learner_that_trained_on_alone_makes_no_burst_when_it_comes_back() -> None:
+    world = World(1, fragments=6, sync_every=6).run_until(seconds=20)
+    world.unlink("learner-0")
+    world.run_until(seconds=60)
+    world.link("learner-0")
+    before = world.syncer.committed
+    world.run_until(seconds=3.5)
+    assert before < world.syncer.committed <= before + 5
+
+
+def test_a_change_of_members_does_not_move_the_clock() -> None:
+    pace = Pace(interval=1.0)
+    pace.members({"a": 0, "b": 100})
+    pace.stepped("a", 4)
+    assert pace.clock == 2.0
+    for members in ({"a": 4}, {"a": 4, "c": 1000}, {"c": 1000}):
+        pace.members(members)
+        assert pace.clock == 2.0
+    pace.stepped("c", 1001)
+    assert pace.clock == 3.0
+
+
+def test_a_run_that_fell_behind_does_not_catch_up() -> None:
+    pace = Pace(interval=1.0)
+    pace.members({"a": 0})
+    pace.stepped("a", 50)
+    rounds = 0
+    while pace.is_due():
+        pace.froze()
+        rounds += 1
+    assert rounds <= 3
+
+
+def test_a_round_is_not_due_before_its_steps() -> None:
+    world = World(2, fragments=4, sync_every=24).run_until(seconds=5.9)
+    assert world.syncer.committed == 0
+    world.run_until(seconds=0.2)
+    assert world.syncer.committed == 1

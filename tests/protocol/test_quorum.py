@@ -1,0 +1,41 @@
+"""The rule that closes a round, as a pure function, and the quorum it asks for."""
+
+from atoll.protocol.quorum import effective_quorum, judge, judge_all
+
+
+def test_below_quorum_a_round_waits_for_events_only() -> None:
+    verdict = judge(5.0, ready=1, live=3, quorum=2, grace_ends=4.0)
+    assert (verdict.close, verdict.until) == (False, None)
+    assert verdict.reason == "1 of 2 learners reported"
+
+
+def test_a_round_that_is_not_due_waits_even_when_everyone_is_there() -> None:
+    assert not judge(5.0, ready=3, live=3, quorum=1, grace_ends=None).close
+
+
+def test_a_due_round_closes_early_when_everyone_is_there() -> None:
+    verdict = judge(5.0, ready=3, live=3, quorum=1, grace_ends=9.0)
+    assert verdict.close and verdict.reason == "all 3 live learners reported"
+
+
+def test_within_the_grace_window_a_round_waits_until_its_end() -> None:
+    verdict = judge(5.0, ready=2, live=3, quorum=1, grace_ends=6.5)
+    assert (verdict.close, verdict.until, verdict.reason) == (False, 6.5, "grace window open for 1.500 s")
+
+
+def test_after_the_grace_window_a_round_takes_those_that_are_there() -> None:
+    verdict = judge(6.5, ready=2, live=3, quorum=1, grace_ends=6.5)
+    assert verdict.close and verdict.reason == "grace window over with 2 of 3"
+
+
+def test_the_quorum_stands_until_patience_is_over_and_is_never_below_one() -> None:
+    assert effective_quorum(4, live=2, waited_s=4.9, patience_s=5) == 4
+    assert effective_quorum(4, live=2, waited_s=5.0, patience_s=5) == 2
+    assert effective_quorum(4, live=0, waited_s=9.0, patience_s=5) == 1
+    assert effective_quorum(2, live=6, waited_s=9.0, patience_s=5) == 2
+
+
+def test_a_synchronous_round_waits_for_all_and_never_closes_empty() -> None:
+    assert not judge_all(ready=2, awaited=1).close
+    assert not judge_all(ready=0, awaited=0).close
+    assert judge_all(ready=3, awaited=0).close

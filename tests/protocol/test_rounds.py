@@ -1,0 +1,125 @@
+"""Rounds in the virtual world: members, failures, order, deadlines, mutes."""
+
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol.messages import Announce, Pull
+
+
+def test_round_t_takes_fragment_t_mod_p() -> None:
+    world = World(2, fragments=3, sync_every=3).run_until(round=9)
+    assert [commit.fragment for _, commit in world.commits()] == [0, 1, 2] * 3
+    assert world.syncer.versions == [3, 3, 3]
+
+
+def test_a_killed_member_does_not_hold_up_its_round() -> None:
+    world = World(3, fragments=2, sync_every=2, overlap=1, latency_s=0.1).run_until(round=5)
+    world.run_until(seconds=0.05)
+    while not any(r.t == 6 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+        world.run_until(seconds=0.01)
+    world.kill("learner-1")
+    world.run_until(round=7)
+    assert world.members(6) == {"learner-0", "learner-2"}
+
+
+def test_a_round_below_its_quorum_gathers_once_more() -> None:
+    world = World(2, fragments=2, sync_every=4, quorum=2, latency_s=0.1).run_until(round=3)
+    while not any(r.t == 3 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+        world.run_until(seconds=0.01)
+    world.unlink("learner-1")
+    world.link("learner-1")
+    world.run_until(round=4)
+    assert world.round_note(3)["attempt"] == 2
+    assert world.members(3) == {"learner-0", "learner-1"}
+    assert "1 of 2 contributions came (learner-1: connection reset)" in world.said("again")[0].text
+
+
+def test_a_round_that_fails_twice_is_passed_over_and_its_version_stays() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1)
+    world.unmergeable = {(4, 1), (4, 2)}
+    world.run_until(round=7)
+    assert [note.data["round"] for note in world.said("passed")] == [4]
+    assert world.syncer.versions == [3, 3]
+    assert [commit.round for _, commit in world.commits()] == [0, 1, 2, 3, 5, 6]
+    empty = [message for _, message in world.sent(Announce, "learner-0") if not message.members]
+    assert [(message.round, message.version) for message in empty] == [(4, 2)]
+
+
+def test_a_later_round_waits_for_the_one_that_gathers_again_and_then_commits() -> None:
+    world = World(2, fragments=4, sync_every=4, overlap=2, latency_s=0.2)
+    world.unmergeable = {(6, 1), (6, 2)}
+    world.run_until(round=12)
+    commits = [commit.round for _, commit in world.commits()]
+    assert commits == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+
+
+def test_no_more_rounds_are_under_way_than_the_overlap_allows() -> None:
+    world = World(2, fragments=6, sync_every=6, overlap=2, latency_s=0.4)
+    most = 0
+    while world.syncer.committed < 20:
+        world.run_until(seconds=0.1)
+        most = max(most, sum(r.stage != "gathering" for r in world.syncer.rounds.open.values()))
+    assert most == 2
+
+
+def test_everyone_declining_voids_the_round() -> None:
+    world = World(1, fragments=1, sync_every=2, overlap=1).run_until(round=2)
+    world.islands["learner-0"].tokens_per_step = 0
+    world.islands["learner-0"].tokens = [0]
+    world.run_until(round=5)
+    passed = world.said("passed")[0]
+    assert "nothing to give" in passed.text
+    assert not world.said("refused") and not world.said("muted")
+
+
+def test_a_mute_learner_is_probed_and_lives_again() -> None:
+    world = World(3, fragments=4, sync_every=4).run_until(round=4)
+    world.islands["learner-2"].answers = False
+    world.run_until(seconds=20)
+    assert [note.data["learner"] for note in world.said("muted")] == ["learner-2"]
+    assert world.members(world.syncer.committed - 1) == {"learner-0", "learner-1"}
+    assert [one.name for one in world.syncer.members.live()] == ["learner-0", "learner-1"]
+    probes = [message for _, message in world.sent(Pull, "learner-2") if message.probe]
+    assert len(probes) > 2
+    world.islands["learner-2"].answers = True
+    world.run_until(seconds=10)
+    assert world.said("probed")
+    assert "learner-2" in world.members(world.syncer.committed - 1)
+
+
+def test_a_slow_link_is_learned_even_when_every_first_pull_misses_its_deadline() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=1.5, step_s=2.0).run_until(seconds=300)
+    assert len(world.commits()) > 20
+    assert world.said("passed") == [] or max(note.data["round"] for note in world.said("passed")) < 10  # type: ignore[type-var]
+
+
+def test_a_quorum_above_the_live_is_lowered_once_and_not_at_every_round() -> None:
+    world = World(3, fragments=4, sync_every=4, quorum=3, patience_s=5.0).run_until(round=8)
+    world.kill("learner-2")
+    start, before = world.now, world.syncer.committed
+    world.run_until(round=before + 2)
+    assert world.now - start >= 5.0
+    world.run_until(round=before + 12)
+    assert world.now - start < 25.0
+    assert world.members(before + 5) == {"learner-0", "learner-1"}
+
+
+def test_a_stalled_learner_is_not_waited_for() -> None:
+    world = World(3, fragments=4, sync_every=4, quorum=3, patience_s=2.0).run_until(round=8)
+    world.pause("learner-1")
+    world.run_until(seconds=40)
+    assert [note.data["learner"] for note in world.said("stalled")] == ["learner-1"]
+    assert world.syncer.committed > 20
+    world.resume("learner-1")
+    world.run_until(seconds=10)
+    assert [note.data["learner"] for note in world.said("steps")] == ["learner-1"]
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_weights_are_tokens_times_tokens_per_step() -> None:
+    world = World(2, fragments=1, sync_every=4)
+    world.islands["learner-1"].tokens_per_step = 30
+    world.run_until(round=1)
+    weights = {m["learner"]: (m["tokens"], m["steps"], m["weight"]) for m in world.round_note(0)["members"]}
+    for tokens, steps, weight in weights.values():
+        assert weight == pytest.approx(tokens * tokens / steps)

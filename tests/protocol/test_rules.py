@@ -1,0 +1,149 @@
+"""Which contributions and reports the syncer takes, and what becomes of those it refuses."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol import effects as fx
+from atoll.protocol.messages import Contribution, Progress, Pull, Recover
+
+
+def pulled(**settings: Any) -> tuple[World, Contribution]:
+    """A world in which learner-0 has been asked, with the honest answer it has not given yet."""
+    world = World(2, fragments=2, sync_every=4, overlap=2, quorum=1, **settings).run_until(round=6)
+    world.islands["learner-0"].answers = False
+    while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
+        world.run_until(seconds=0.01)
+    base = world.syncer.versions[asked[0].fragment]
+    answer = Contribution(
+        round=asked[0].round, attempt=1, fragment=asked[0].fragment, base=base, t=24, steps=4, tokens=40, digest="d"
+    )
+    return world, answer
+
+
+def give(world: World, answer: Contribution, refusal: str | None = None, **changes: Any) -> list[fx.SyncerEffect]:
+    world.bodies["learner-0", answer.round, answer.attempt] = 1.0
+    return world.inject(fx.Delivered("learner-0", msgspec.structs.replace(answer, **changes), refusal))
+
+
+def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
+    return [
+        str(effect.data["reason"]) for effect in effects if isinstance(effect, fx.Note) and effect.kind == "refused"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fragment": 1}, "it is fragment 1, the round takes 0"),
+        ({"base": 99}, "its base is version 99, which this run never committed"),
+        ({"base": -1}, "its base is version -1, which this run never committed"),
+        ({"base": 0}, "its base is version 0, but version 3 already contains its steps"),
+        ({"steps": -1}, "its counters are below zero: -1 steps, 40 tokens"),
+        ({"tokens": -5}, "its counters are below zero: 4 steps, -5 tokens"),
+    ],
+)
+def test_a_contribution_against_the_rules_is_refused_with_its_reason(changes: dict[str, int], reason: str) -> None:
+    world, answer = pulled()
+    assert refusals(give(world, answer, **changes)) == [reason]
+    assert world.syncer.members.learners["learner-0"].strikes == 1
+
+
+@pytest.mark.parametrize("changes", [{"attempt": 2}, {"attempt": 0}, {"round": 3}, {"round": 700}])
+def test_an_answer_nobody_waits_for_is_discarded_without_a_strike(changes: dict[str, int]) -> None:
+    world, answer = pulled()
+    effects = give(world, answer, **changes)
+    assert [type(effect) for effect in effects] == [fx.Discard]
+    assert world.syncer.members.learners["learner-0"].strikes == 0
+
+
+def test_a_duplicate_changes_nothing() -> None:
+    world, answer = pulled()
+    give(world, answer)
+    assert [type(effect) for effect in give(world, answer)] == [fx.Discard]
+
+
+def test_an_answer_of_an_earlier_incarnation_is_discarded() -> None:
+    world, answer = pulled()
+    world.join("learner-0")
+    assert [type(effect) for effect in give(world, answer)] == [fx.Discard]
+
+
+def test_no_steps_is_nothing_to_give_and_no_strike() -> None:
+    world, answer = pulled()
+    assert refusals(give(world, answer, steps=0, tokens=0)) == []
+    assert world.syncer.members.learners["learner-0"].strikes == 0
+
+
+def test_the_answers_own_counters_are_weighed_not_the_reports() -> None:
+    world, answer = pulled()
+    give(world, answer, steps=2, tokens=50)
+    world.run_until(round=answer.round + 1)
+    mine = next(m for m in world.round_note(answer.round)["members"] if m["learner"] == "learner-0")
+    assert mine["weight"] == 50 * 50 / 2
+
+
+def test_three_refusals_in_a_row_lead_through_recovery_back_to_contributing() -> None:
+    world = World(3, fragments=4, sync_every=4, latency_s=0.05).run_until(round=6)
+    world.islands["learner-1"].broken = True
+    world.run_until(seconds=30)
+    assert len(world.said("refused")) == 3
+    assert [note.data["learner"] for note in world.said("quarantined")] == ["learner-1"]
+    assert len(world.sent(Recover)) == 1
+    again = [note for note in world.said("recovered") if note.data["learner"] == "learner-1"]
+    assert [note.data["incarnation"] for note in again] == [1, 2]
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_a_report_from_before_the_recovery_does_not_count_as_recovered() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.3).run_until(round=6)
+    world.islands["learner-1"].broken = True
+    while not world.said("quarantined"):
+        world.run_until(seconds=0.01)
+    learner = world.syncer.members.learners["learner-1"]
+    old = Progress(t=learner.t, steps=(1, 1), tokens=(10, 10), versions=tuple(world.syncer.versions), incarnation=1)
+    world.inject(fx.Received("learner-1", msgspec.structs.replace(old, tokens_total=learner.tokens_total)))
+    assert learner.state == "joining"
+
+
+def test_a_recovery_asked_for_while_the_link_broke_is_made_up_for() -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.3).run_until(round=6)
+    world.islands["learner-1"].broken = True
+    while not world.said("quarantined"):
+        world.run_until(seconds=0.01)
+    world.unlink("learner-1")
+    world.link("learner-1")
+    world.run_until(seconds=10)
+    assert not world.islands["learner-1"].broken, "its inner optimizer has started afresh"
+    assert world.syncer.members.learners["learner-1"].incarnation == 2
+
+
+def test_a_good_contribution_wipes_out_strikes() -> None:
+    world, answer = pulled()
+    world.syncer.members.learners["learner-0"].strikes = 2
+    give(world, answer)
+    assert world.syncer.members.learners["learner-0"].strikes == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": (1,)},
+        {"tokens": (1, 2, 3)},
+        {"steps": (-1, 0)},
+        {"t": 1},
+        {"versions": (99, 0)},
+    ],
+)
+def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any]) -> None:
+    world = World(2, fragments=2, sync_every=2, overlap=1).run_until(round=6)
+    known = world.syncer.members.learners["learner-0"]
+    report = Progress(
+        t=known.t, steps=(1, 1), tokens=(1, 1), versions=known.versions, tokens_total=known.tokens_total, incarnation=1
+    )
+    effects = world.inject(fx.Received("learner-0", msgspec.structs.replace(report, **changes)))
+    assert [effect.learner for effect in effects if isinstance(effect, fx.Expel)] == ["learner-0"]
+    world.run_until(round=10)
+    assert world.members(9) == {"learner-1"}

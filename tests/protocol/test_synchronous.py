@@ -1,0 +1,114 @@
+"""Synchronous runs: every round takes all live learners, and learners wait for it."""
+
+import pytest
+from tests.protocol.world import World
+
+
+def equal(world: World) -> None:
+    steps = {island.t for island in world.islands.values() if island.alive}
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("fragments", "every", "overlap"), [(1, 4, 0), (2, 6, 1), (4, 4, 2), (4, 4, 3), (3, 7, 2), (6, 6, 0)]
+)
+@pytest.mark.parametrize("latency_s", [0.0, 0.3])
+def test_every_round_has_every_learner(fragments: int, every: int, overlap: int, latency_s: float) -> None:
+    world = World(
+        3,
+        fragments=fragments,
+        sync_every=every,
+        overlap=overlap,
+        synchronous=True,
+        step_s=[1.0, 0.5, 1.7],
+        latency_s=latency_s,
+    ).run_until(round=20)
+    assert all(world.members(number) == set(world.islands) for number in range(20))
+    assert not world.said("passed")
+    assert world.syncer.effective_h == every
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_member_that_dies_mid_round_is_left_out_and_the_others_go_on(overlap: int) -> None:
+    world = World(3, fragments=2, sync_every=6, overlap=overlap, synchronous=True, latency_s=0.1).run_until(round=4)
+    world.kill("learner-1")
+    world.run_until(round=10)
+    assert world.members(9) == {"learner-0", "learner-2"}
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(6, 0), (6, 2), (2, 1)])
+def test_a_newcomer_falls_into_step_with_the_others(every: int, overlap: int) -> None:
+    world = World(3, present=2, fragments=2, sync_every=every, overlap=overlap, synchronous=True, assemble_s=1.0)
+    world.run_until(round=5)
+    world.join("learner-2")
+    world.run_until(round=16)
+    for number in range(12, 16):
+        assert world.members(number) == {"learner-0", "learner-1", "learner-2"}
+    assert not world.said("passed") and not world.said("stalled")
+
+
+def test_a_run_begins_when_all_its_learners_are_there() -> None:
+    world = World(3, present=2, fragments=2, sync_every=4, synchronous=True, assemble_s=60.0).run_until(seconds=20)
+    assert world.syncer.committed == 0
+    world.join("learner-2")
+    world.run_until(round=4)
+    assert world.members(3) == set(world.islands)
+
+
+def test_a_run_begins_without_those_that_do_not_come() -> None:
+    world = World(3, present=2, fragments=2, sync_every=4, synchronous=True, assemble_s=30.0).run_until(round=1)
+    assert 30.0 <= world.now < 32.0
+
+
+def test_a_stalled_learner_is_not_waited_for_and_takes_its_place_anew() -> None:
+    world = World(3, fragments=2, sync_every=4, overlap=1, synchronous=True).run_until(round=4)
+    world.pause("learner-1")
+    world.run_until(seconds=60)
+    assert world.said("stalled") and world.syncer.committed > 15
+    world.resume("learner-1")
+    world.run_until(seconds=30)
+    last = world.syncer.committed - 1
+    assert world.members(last) == set(world.islands)
+
+
+def test_an_unlinked_learner_waits_and_takes_its_place_anew() -> None:
+    world = World(3, fragments=2, sync_every=4, overlap=1, synchronous=True, latency_s=0.05).run_until(round=4)
+    world.unlink("learner-1")
+    world.run_until(seconds=30)
+    assert world.islands["learner-1"].blocked
+    world.link("learner-1")
+    world.run_until(seconds=20)
+    assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_a_round_that_is_passed_over_lets_everyone_go_on() -> None:
+    world = World(2, fragments=2, sync_every=4, overlap=0, synchronous=True)
+    world.unmergeable = {(3, 1), (3, 2)}
+    world.run_until(round=10)
+    assert [note.data["round"] for note in world.said("passed")] == [3]
+    assert world.members(9) == set(world.islands)
+
+
+def test_a_learner_that_waits_long_for_the_others_is_not_taken_for_stalled() -> None:
+    world = World(2, fragments=1, sync_every=2, overlap=0, synchronous=True, step_s=[0.1, 9.0]).run_until(round=6)
+    assert not [note for note in world.said("stalled") if note.data["learner"] == "learner-0"]
+    assert all(world.members(number) == set(world.islands) for number in range(6))
+
+
+def test_a_mute_learner_that_waits_at_a_hold_can_still_answer_a_probe() -> None:
+    world = World(1, fragments=4, sync_every=16, overlap=0, synchronous=True).run_until(round=2)
+    world.islands["learner-0"].answers = False
+    while not world.said("muted"):
+        world.run_until(seconds=1)
+    world.islands["learner-0"].answers = True
+    before = world.syncer.committed
+    world.run_until(round=before + 4)
+    assert world.said("probed")
+
+
+def test_a_quarantined_learner_recovers_and_falls_into_step() -> None:
+    world = World(3, fragments=2, sync_every=4, overlap=1, synchronous=True, latency_s=0.05).run_until(round=4)
+    world.islands["learner-2"].broken = True
+    world.run_until(seconds=60)
+    assert world.said("quarantined")
+    assert world.members(world.syncer.committed - 1) == set(world.islands)

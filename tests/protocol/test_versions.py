@@ -1,0 +1,112 @@
+"""Adoption: what is taken, when, by which rule; worked out by hand."""
+
+from tests.protocol.world import TENSORS, World
+
+from atoll.protocol import effects as fx
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import Announce, Member, Welcome
+from atoll.protocol.settings import Settings
+
+SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
+
+
+def a_learner(**welcome: object) -> Learner:
+    learner = Learner("a", "s", TENSORS)
+    learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)))
+    learner.handle(0.0, fx.Arrived(welcomed(**welcome)))
+    return learner
+
+
+def welcomed(**changes: object) -> Welcome:
+    known: dict[str, object] = {"versions": (3, 3), "gathering": 8, "committed": 8, "incarnation": 1, **changes}
+    return Welcome(run="run", term=1, settings=SETTINGS, fingerprint="p", **known)  # type: ignore[arg-type]
+
+
+def announce(version: int, round: int, *members: Member) -> fx.Arrived:
+    return fx.Arrived(Announce(round=round, fragment=0, version=version, members=members, gathering=round + 1))
+
+
+def of(kind: type, effects: list[fx.LearnerEffect]) -> list[fx.LearnerEffect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def test_a_member_carries_from_the_copy_that_was_merged() -> None:
+    learner = a_learner()
+    assert of(fx.Fetch, learner.handle(1.0, announce(4, 8, Member("a", 1, 9)))) == [fx.Fetch(0, 4)]
+    (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 4)))
+    assert isinstance(adopt, fx.Adopt) and (adopt.rule, adopt.copy_t) == ("carry", 9)
+
+
+def test_a_non_member_carries_from_its_base() -> None:
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
+    (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 4)))
+    assert isinstance(adopt, fx.Adopt) and adopt.copy_t is None
+
+
+def test_a_merge_whose_announcement_was_lost_is_told_at_the_welcome() -> None:
+    learner = a_learner(versions=(4, 3), merged=((4, 9), (-1, 0)))
+    (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 4)))
+    assert isinstance(adopt, fx.Adopt) and adopt.copy_t == 9
+
+
+def test_versions_are_skipped_but_never_taken_twice_or_backwards() -> None:
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
+    assert of(fx.Fetch, learner.handle(1.1, announce(5, 10, Member("b", 1, 9)))) == []
+    assert len(of(fx.Adopt, learner.handle(1.2, fx.Fetched(0, 5)))) == 1
+    assert of(fx.Adopt, learner.handle(1.3, fx.Fetched(0, 5))) == []
+    learner.handle(1.4, fx.Adopted(0, 5, 11))
+    assert of(fx.Adopt, learner.handle(1.5, fx.Fetched(0, 4))) == []
+    assert learner.versions == [5, 3]
+
+
+def test_a_failed_fetch_is_tried_again_after_a_while() -> None:
+    learner = a_learner(versions=(4, 3))
+    learner.handle(1.0, fx.FetchFailed(0, "reset"))
+    assert of(fx.Fetch, learner.handle(1.1, fx.Tick())) == []
+    assert learner.wake_at is not None and learner.wake_at <= 1.5
+    assert of(fx.Fetch, learner.handle(1.5, fx.Tick())) == [fx.Fetch(0, 4)]
+
+
+def test_an_adoption_from_before_a_recovery_does_not_count() -> None:
+    learner = a_learner(versions=(4, 3))
+    learner.handle(1.0, fx.Fetched(0, 4))
+    learner.handle(1.1, fx.Arrived(welcomed(versions=(4, 3), incarnation=2)))
+    learner.handle(1.2, fx.Adopted(0, 4, 11))
+    assert learner.versions == [-1, -1] and not learner.recovered
+
+
+def test_the_copy_for_a_round_that_was_passed_over_is_dropped() -> None:
+    learner = a_learner()
+    learner.handle(1.0, fx.Copied(8, 0, 11, 5, 50, 3))
+    assert of(fx.Drop, learner.handle(1.1, announce(3, 8))) == [fx.Drop(0, 11)]
+
+
+def test_a_learners_clock_never_goes_back() -> None:
+    learner = a_learner()
+    learner.handle(1.0, fx.Arrived(Announce(round=8, fragment=0, version=3, members=(), gathering=9, clock={"a": 50})))
+    assert learner.hello().clock["a"] == 50
+
+
+def test_carry_by_hand_for_a_member_and_its_counters() -> None:
+    """One fragment, H = 4, τ = 2, latency 0.6: copied after step 4 at 1 − 4 = −3, so Δ = 4 and Θ = 1 − 4 = −3.
+    Step 5 brings θ to −4 before the version arrives: θ ← −3 + (−4 + 3) = −4, and one step stays counted."""
+    world = World(1, fragments=1, sync_every=4, overlap=2, adopt="carry", latency_s=0.2)
+    world.run_until(round=1)
+    copied = world.round_note(0)["members"][0]["t"]
+    island = world.islands["learner-0"]
+    while not [a for a in island.adoptions if a[2] == 1]:
+        world.run_until(seconds=0.05)
+    t = next(a[0] for a in island.adoptions if a[2] == 1)
+    assert world.theta[0] == 1 - copied
+    assert island.theta[0] == 1 - t, "nothing is dropped and nothing counts twice"
+    assert island.steps[0] == t - copied
+
+
+def test_overwrite_drops_the_steps_since_the_copy() -> None:
+    world = World(1, fragments=1, sync_every=4, overlap=2, adopt="overwrite", latency_s=0.2).run_until(round=1)
+    island = world.islands["learner-0"]
+    while not [a for a in island.adoptions if a[2] == 1]:
+        world.run_until(seconds=0.05)
+    assert island.theta == world.theta and island.steps == [0]

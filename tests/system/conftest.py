@@ -1,0 +1,133 @@
+"""`atoll train` as a user starts it: real processes, watched through the run's events, none of them left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Event = dict[str, Any]
+MARK = "ATOLL_TEST_RUN"
+WAIT_S = 90.0
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class Run:
+    """One `atoll` command in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "run"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *arguments: str | Path) -> Run:
+        command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
+        env = {**os.environ, MARK: str(self.folder), "COLUMNS": "200"}
+        self._process = subprocess.Popen(
+            command, cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        return self
+
+    def train(self, *arguments: str | Path) -> Run:
+        return self.start("train", "--out", self.out, *arguments)
+
+    def ended(self, code: int = 0) -> Run:
+        """Wait for its end, which is to have this exit code."""
+        assert self._process is not None
+        self.stdout, self.stderr = self._process.communicate(timeout=WAIT_S)
+        assert self._process.returncode == code, f"{self.stdout}\n{self.stderr}\n{self.logs()}"
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def interrupt(self) -> None:
+        self.signal(signal.SIGINT)
+
+    # ---- what is known of it --------------------------------------------------------------------------------------
+
+    def events(self, *kinds: str) -> list[Event]:
+        path = self.out / "events.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [event for event in events if not kinds or event["kind"] in kinds]
+
+    def until(self, what: Callable[[list[Event]], bool]) -> None:
+        """Wait until the events say so."""
+        assert self._process is not None
+        deadline = time.monotonic() + WAIT_S
+        while not what(self.events()):
+            assert self._process.poll() is None, f"ended too early: {self._process.communicate()}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"it never came: {self.events()[-20:]}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def pid(self, process: str) -> int:
+        return int([e for e in self.events("started") if e["process"] == process][-1]["pid"])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.out / "summary.json").read_text()))
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in sorted(self.out.glob("logs/*.log")))
+
+    # ---- what is left of it ---------------------------------------------------------------------------------------
+
+    def processes(self) -> list[int]:
+        """Every living process that descends from the command."""
+        mark = f"{MARK}={self.folder}".encode()
+        return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0") and _alive(pid)]
+
+    def until_gone(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            assert time.monotonic() < deadline, [_read(pid, "cmdline") for pid in left]
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if self._process is not None:
+            self._process.communicate()
+
+
+def members(events: list[Event]) -> set[tuple[str, int]]:
+    """Learner and incarnation of everybody who was in a round."""
+    return {(m["learner"], m["incarnation"]) for e in events if e["kind"] == "round" for m in e["members"]}
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _alive(pid: int) -> bool:
+    return b"State:\tZ" not in _read(pid, "status")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run that has to clean up after itself: whatever it started is gone two seconds after its end."""
+    run = Run(tmp_path)
+    try:
+        yield run
+        run.until_gone(2.0)
+    finally:
+        run.kill()

@@ -1,0 +1,48 @@
+"""A straight line in 5 ms per step: what the system tests train when the model does not matter.
+
+Options: --width N and --odd N (the width that learner-1 has), --nan-at STEP (learner-1 breaks its weights once),
+--steps N (leaves by itself), --deaf (goes on when the run has ended), --poor (hardly any memory is free).
+"""
+
+import argparse
+import os
+import time
+
+import torch
+
+import atoll
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+parser.add_argument("--odd", type=int, default=0)
+parser.add_argument("--nan-at", type=int, default=0)
+parser.add_argument("--steps", type=int, default=0)
+parser.add_argument("--deaf", action="store_true")
+parser.add_argument("--poor", action="store_true")
+said = parser.parse_args()
+
+if said.poor:
+    import atoll.mailbox.box
+
+    atoll.mailbox.box.available_bytes = lambda: 4096
+
+second = os.environ.get("ATOLL_LEARNER") == "learner-1"
+width = said.odd if said.odd and second else said.width
+torch.manual_seed(0)
+model = torch.nn.Linear(width, width)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+broken = False
+
+with atoll.Learner(model, optimizer) as learner:
+    while (said.deaf or not learner.done) and (not said.steps or learner.steps < said.steps):
+        x = torch.randn(16, width)
+        loss = ((model(x) - 2 * x - 1) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if said.nan_at and second and learner.steps >= said.nan_at and not broken:
+            broken = True
+            with torch.no_grad():
+                model.weight[0, 0] = float("nan")
+        time.sleep(0.005)
+        learner.step(tokens=16, loss=loss)

@@ -1,0 +1,100 @@
+"""Whole runs that nothing disturbs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.system.conftest import SCRIPTS, Run
+
+pytestmark = pytest.mark.system
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_script.py"
+TINY = ("--depth", "1", "--block", "32", "--batch", "4")
+FIELDS = {
+    "goodput", "merged_share", "uptime", "liveness", "participation", "effective_h", "tokens", "rounds", "restarts",
+    "bytes_per_token", "validation_loss_start", "validation_loss_end", "longest_gap_s", "median_gap_s", "wall_s",
+}  # fmt: skip
+
+
+def test_two_learners_train_the_built_in_model(run: Run) -> None:
+    run.train("--learners", "2", "--steps", "40", *TINY).ended()
+    summary = run.summary
+    assert summary.keys() >= FIELDS
+    assert all(summary[field] is not None for field in FIELDS)
+    assert all(0 < summary[share] <= 1 for share in ("goodput", "merged_share", "uptime", "liveness", "participation"))
+    tokens = summary["tokens"]
+    assert tokens["computed"] == tokens["merged"] + tokens["dropped"] + tokens["lost"] > 0
+    assert tokens["in_flight"] == 0
+    assert summary["reason"] == "40 steps are done"
+    assert summary["rounds"] >= 40 * summary["settings"]["fragments"] / summary["settings"]["sync_every"]
+    assert summary["validation_loss_end"] < summary["validation_loss_start"] < 6
+    assert 0 < summary["median_gap_s"] <= summary["longest_gap_s"] <= summary["wall_s"] <= summary["total_s"]
+    assert all(math.isfinite(tensor.sum()) for tensor in load_file(run.out / "model.safetensors").values())
+    assert "what the trained model writes" in run.stdout and run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--sync", "--merge", "mean", "--steps", "24", "--fragments", "1", "--sync-every", "6"),
+        ("--adopt", "carry", "--merge", "rda-row", "--tokens", "6000", "--fragments", "2", "--sync-every", "8"),
+        ("--adopt", "blend", "--blend", "0.3", "--quorum", "2", "--steps", "60", "--codec", "fp32", "--plan", "tensor"),
+    ],
+    ids=["sync", "carry", "blend"],
+)
+def test_the_rules_a_run_may_choose(run: Run, options: tuple[str, ...]) -> None:
+    run.train(SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--json", "--overlap", "1", *options).ended()
+    summary = json.loads(run.stdout)
+    assert summary == run.summary
+    assert summary["rounds"] > 0 and all(learner["rounds"] > 0 for learner in summary["learners"].values())
+    if "--tokens" in options:
+        assert summary["reason"] == "the budget of 6,000 tokens is spent"
+        assert summary["tokens"]["computed"] >= 6000
+
+
+def test_a_users_script_with_its_own_scorer(run: Run) -> None:
+    run.train(EXAMPLE, "--learners", "2", "--steps", "30", "--evaluate-every", "20").ended()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    assert run.events("score")[-1]["final"]
+
+
+def test_learners_that_leave_by_themselves_end_the_run(run: Run) -> None:
+    run.train(SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--", "--steps", "40").ended()
+    assert run.summary["rounds"] > 0
+    assert run.summary["reason"].startswith("every learner")
+    assert (run.out / "model.safetensors").exists()
+
+
+def test_data_parallel(run: Run) -> None:
+    run.train("--algorithm", "data-parallel", "--learners", "2", "--steps", "20", *TINY).ended()
+    summary = run.summary
+    assert summary.keys() >= FIELDS
+    assert summary["steps"] == summary["rounds"] == 20
+    assert summary["tokens"]["computed"] == 20 * 2 * 4 * 32
+    assert summary["validation_loss_end"] < summary["validation_loss_start"]
+
+
+GOLDEN = {
+    0: ([1, -1, -3, -11, -13, -15, -17, -19, -21, -35], [1, -1, -3, -5, -7, -9, -23, -25, -27, -29]),
+    1: ([1, -1, -3, -7, -9, -11, -13, -15, -17, -27], [1, -1, -3, -5, -7, -9, -19, -21, -23, -25]),
+}
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_golden_histories(run: Run, overlap: int) -> None:
+    """Two replicas, two one-weight fragments at 1, each step subtracts 2, outer SGD with η = 2, each every 6 steps."""
+    settings = run.folder / "golden.toml"
+    settings.write_text(
+        "[protocol]\nlearners = 2\nfragments = 2\nsync_every = 6\nsteps = 12\nsynchronous = true\n"
+        f"overlap = {overlap}\n[outer]\nmerge = 'mean'\noptimizer = 'sgd'\nlr = 2.0\nmomentum = 0.0\n"
+        "[service]\nevaluate_every = 0\n"
+    )
+    run.train(SCRIPTS / "golden.py", "--config", settings).ended()
+    for learner in ("learner-0", "learner-1"):
+        history = json.loads((run.folder / f"{learner}.json").read_text())[:10]
+        assert tuple(list(weights) for weights in zip(*history, strict=True)) == GOLDEN[overlap]
