@@ -55,6 +55,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --no-compile -e .
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch, numba, aiohttp, msgspec, safetensors.numpy, typer, rich.live'
+	@$(BIN)/python -m compileall -q src/atoll
 	@touch $@
 
 $(DEV): $(RUNTIME)

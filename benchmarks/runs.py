@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 
-def train(arguments: list[str], out: Path | None = None) -> dict[str, Any]:
-    """The summary of one run; CalledProcessError with its last words when it fails."""
+def train(arguments: list[str], out: Path | None = None, cores: str = "") -> dict[str, Any]:
+    """The summary of one run, on `cores` alone where they are named (as taskset writes them)."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch) / "run"
         command = [sys.executable, "-m", "atoll.cli", "train", "--json", "--out", str(folder), *arguments]
+        if cores:
+            command = ["taskset", "-c", cores, *command]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -92,9 +92,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="End after this many learner steps.", rich_help_panel=RUN)] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.", rich_help_panel=RUN)] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
     config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.", rich_help_panel=RUN)] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order.", rich_help_panel=RUN)] = None,
     port: Annotated[int | None, typer.Option(help="Of the syncer; 0 for any.", rich_help_panel=RUN)] = None,
@@ -108,11 +106,16 @@ def train(
         bool, typer.Option("--demo", help="A first run: one learner is killed on the way.", rich_help_panel=RUN)
     ] = False,
     kill: Annotated[
-        list[str] | None, typer.Option(help="Kill a learner on the way: learner-2@0.4.", metavar="NAME@SHARE", rich_help_panel=RUN)
+        list[str] | None,
+        typer.Option(help="Kill a learner on the way: learner-2@0.4.", metavar="NAME@SHARE", rich_help_panel=RUN),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=RUN)] = False,
-    sync: Annotated[bool | None, typer.Option("--sync", help="Learners wait for each other.", rich_help_panel=RULES)] = None,
-    quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.", rich_help_panel=RULES)] = None,
+    sync: Annotated[
+        bool | None, typer.Option("--sync", help="Learners wait for each other.", rich_help_panel=RULES)
+    ] = None,
+    quorum: Annotated[
+        int | None, typer.Option(help="K: the fewest learners of a round.", rich_help_panel=RULES)
+    ] = None,
     fragments: Annotated[int | None, typer.Option(help="P: parts of the model.", rich_help_panel=RULES)] = None,
     sync_every: Annotated[
         int | None, typer.Option(help="H: steps between two syncs of a fragment.", rich_help_panel=RULES)
@@ -130,7 +133,8 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Windows per learner and step.", rich_help_panel=WORK)] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", rich_help_panel=WORK)] = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Files, folders or globs; default: Python's own source.", rich_help_panel=WORK)
+        list[str] | None,
+        typer.Option(help="Files, folders or globs; default: Python's own source.", rich_help_panel=WORK),
     ] = None,
 ) -> None:
     """Train a model with M learners and a syncer on this machine.
@@ -201,7 +205,9 @@ def _budgeted(config: Config, script: Path | None) -> Config:
 def _kill(text: str, config: Config) -> Kill:
     found = re.fullmatch(r"learner-(\d+)@(0?\.\d+|[01])", text)
     if found is None:
-        raise ConfigError(f"--kill {text} is not understood: write it as learner-2@0.4, the share of the run at its end")
+        raise ConfigError(
+            f"--kill {text} is not understood: write it as learner-2@0.4, the share of the run at its end"
+        )
     if int(found.group(1)) >= config.protocol.learners:
         last = config.protocol.learners - 1
         raise ConfigError(f"--kill {text}: there is no such learner; they are learner-0 to learner-{last}")
@@ -303,7 +309,9 @@ def learn(
         str | None,
         typer.Option(help="Its own in the run; by default this machine and process.", envvar="ATOLL_LEARNER"),
     ] = None,
-    evaluator: Annotated[bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")] = False,
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")
+    ] = False,
 ) -> None:
     """Run a training script as one learner of a run that somebody else started.
 

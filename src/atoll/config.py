@@ -1,10 +1,10 @@
 """A run's settings: TOML into small frozen structs, with good defaults for everything.
 
-    seed = 0
-    [protocol]   the rules: protocol.settings.Settings
-    [outer]      merge and outer optimizer
-    [service]    where the syncer listens, how often the model is scored
-    [workload]   what the built-in workload trains; a user's own script may read what it likes from it
+seed = 0
+[protocol]   the rules: protocol.settings.Settings
+[outer]      merge and outer optimizer
+[service]    where the syncer listens, how often the model is scored
+[workload]   what the built-in workload trains; a user's own script may read what it likes from it
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import tomli_w
 from atoll.numerics.outer import OuterOptimizer, make_outer
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
-
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -1,4 +1,4 @@
-"""A real syncer and a real courier in this process; the test plays the training process on the other end of the socket."""
+"""A real syncer and a real courier in this process; the test plays the training process at the socket's other end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Run:
         document: dict[str, Any] = {"protocol": {**base, **rules}, "outer": outer, "service": {"port": port}}
         self.events: list[dict[str, Any]] = []
         self.deltas: list[tuple[int, np.ndarray]] = []
-        log = EventLog(lambda line: self.events.append(json.loads(line)))
+        self._news = asyncio.Event()
+        log = EventLog(self._note)
         self.service = SyncerService(convert(document, "the test"), run=f"run-{id(self):x}", events=log)
         self._task: asyncio.Task[None] | None = None
 
@@ -72,6 +73,17 @@ class Run:
 
         parameters.stage = staged  # type: ignore[method-assign]
 
+    def _note(self, line: bytes) -> None:
+        self.events.append(json.loads(line))
+        self._news.set()
+
+    async def until_said(self, kind: str) -> dict[str, Any]:
+        async with asyncio.timeout(WAIT_S):
+            while not self.said(kind):
+                self._news.clear()
+                await self._news.wait()
+        return self.said(kind)[0]
+
     def said(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
@@ -99,7 +111,9 @@ class Training:
         loop.add_reader(self.channel.sock, self._readable.set)
         self.courier = Courier(Channel(theirs))
         self.task = asyncio.ensure_future(self.courier.run())
-        self.send(Start(**{f: getattr(self.start, f) for f in Start.__struct_fields__ if f != "boxed"}, boxed=self.boxed))
+        self.send(
+            Start(**{f: getattr(self.start, f) for f in Start.__struct_fields__ if f != "boxed"}, boxed=self.boxed)
+        )
         if self.box is not None and self.boundary is not None:
             self.boundary.drop_orders()
             self.send(Box(self.boundary.settings, self.stepped()), self.box.fd)
@@ -200,7 +214,9 @@ class Stage:
         self._stack.push_async_callback(run.stop)
         return run
 
-    def training(self, run: Run, parameters: dict[str, torch.Tensor] | None = None, name: str = "learner-0") -> Training:
+    def training(
+        self, run: Run, parameters: dict[str, torch.Tensor] | None = None, name: str = "learner-0"
+    ) -> Training:
         own = parameters or {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([[4.0, 5.0]])}
         training = Training(run.url, own, name)
         self._stack.push_async_callback(_over, training)

@@ -167,8 +167,7 @@ async def test_version_0_is_sent_by_one_at_a_time() -> None:
 
 async def done(here: Place) -> None:
     async with asyncio.timeout(10):
-        while here.bodies._running:
-            await asyncio.sleep(0)
+        await asyncio.gather(*here.bodies._running, return_exceptions=True)
 
 
 async def test_a_fetched_version_waits_in_its_slot_and_becomes_the_base_when_taken() -> None:

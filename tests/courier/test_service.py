@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
 from atoll.mailbox.channel import Bye, Copy, StopOrder, decode_to_training
 from atoll.protocol import effects as fx
-from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
 
 def base(training: Training) -> dict[str, list[float]]:
@@ -124,9 +124,7 @@ async def test_when_the_training_process_is_gone_the_syncer_is_told_and_the_cour
     training.hang_up()
     async with asyncio.timeout(WAIT_S):
         await training.task
-        while not run.said("left"):
-            await asyncio.sleep(0.01)
-    assert "its training process died" in run.said("left")[0]["text"]
+    assert "its training process died" in (await run.until_said("left"))["text"]
 
 
 async def test_a_goodbye_is_passed_on_even_if_the_socket_closes_at_once(stage: Stage) -> None:
@@ -138,9 +136,7 @@ async def test_a_goodbye_is_passed_on_even_if_the_socket_closes_at_once(stage: S
     training.hang_up()
     async with asyncio.timeout(WAIT_S):
         await training.task
-        while not run.said("left"):
-            await asyncio.sleep(0.01)
-    assert "it was interrupted" in run.said("left")[0]["text"]
+    assert "it was interrupted" in (await run.until_said("left"))["text"]
 
 
 async def test_a_new_courier_goes_on_where_the_dead_one_stood(stage: Stage) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.learner.small import Remembers, boxed
 
 from atoll.learner.boundary import Boundary
 from atoll.mailbox.box import Mailbox
@@ -18,7 +19,6 @@ from atoll.mailbox.channel import (
     Took,
 )
 from atoll.protocol.effects import Adopted
-from tests.learner.small import Remembers, boxed
 
 
 class Place:
@@ -308,3 +308,14 @@ def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
     assert place.partner.told() == []
     place.step()
     assert [type(frame) for frame in place.partner.told()] == [Copy]
+
+
+def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    place.box.base_version[:] = [3, -1]
+    place.box.base(0)[:] = 8.0
+    place.box.base(1)[:] = 8.0
+    place.step(change=1.0)
+    place.boundary.take_base()
+    assert place.w["w0"].tolist() == [8.0]
+    assert place.w["w1"].tolist() == [3.0], "a base that is being written is nobody's value"

@@ -22,8 +22,8 @@ from atoll.mailbox.channel import (
     Start,
     Step,
     StopOrder,
-    ToTraining,
     Took,
+    ToTraining,
     Welcomed,
 )
 from atoll.numerics.fragments import make_plan
@@ -340,12 +340,16 @@ class TestFailing:
     def test_a_refusal_on_the_way_can_be_caught_in_the_loop_and_ends_the_script_if_not(
         self, joined: Joined, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(SystemExit) as caught, joined.learner as learner:
-            joined.courier.waiting.append(self.stopped(joined, mistake=False))
-            with pytest.raises(RunFailed):
+        def script() -> None:
+            with joined.learner as learner:
+                joined.courier.waiting.append(self.stopped(joined, mistake=False))
+                with pytest.raises(RunFailed):
+                    learner.step(tokens=1)
+                joined.courier.waiting.append(self.stopped(joined, mistake=True))
                 learner.step(tokens=1)
-            joined.courier.waiting.append(self.stopped(joined, mistake=True))
-            learner.step(tokens=1)
+
+        with pytest.raises(SystemExit) as caught:
+            script()
         assert caught.value.code == 2
         assert isinstance(caught.value.__cause__, ConfigError)
         assert capsys.readouterr().err.count("\n") == 1

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.learner.small import boxed, in_order
 
 from atoll.learner.adopt import adopt
 from atoll.learner.offload import CpuOffload, CudaOffload, make_offload, shaped
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import ConfigError
-from tests.learner.small import boxed, in_order
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -119,10 +119,14 @@ class TestOnCuda:
         self, place: tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]
     ) -> None:
         box, parameters, offload = place
+        offload.read(0, 1).wait()  # kernels are loaded when they are first used, and that waits
+        with torch.no_grad():
+            parameters["w"].mul_(1.0).add_(1.0)
+        torch.cuda.synchronize()
         torch.cuda._sleep(SLOW)
         with torch.no_grad():
             parameters["w"].add_(1.0)
-        expected_w = 2.0
+        expected_w = 3.0
         transfer = offload.read(0, 0)
         with torch.no_grad():
             parameters["w"].mul_(100.0)  # the next step changes it at once

@@ -51,9 +51,7 @@ def everything(sender: Channel, receiver: Channel, count: int) -> list[bytes]:
     return frames
 
 
-@given(
-    reasons=st.lists(st.text(max_size=300), min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50), max_size=40)
-)
+@given(reasons=st.lists(st.text(max_size=300), min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50), max_size=40))
 def test_frames_that_come_in_pieces_are_put_together(reasons: list[str], cuts: list[int]) -> None:
     near, far = socket.socketpair()
     maker, sink = Channel.pair()

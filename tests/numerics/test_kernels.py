@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.numerics import kernels
-from atoll.numerics.kernels import BLOCK, GROUP, LANES, DoubleArray, FloatArray
+from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.kernels import BLOCK, GROUP, LANES
 
 SIZES = [1, 7, LANES, LANES + 1, 1000, BLOCK, BLOCK + 3, 3 * BLOCK + 5]
 

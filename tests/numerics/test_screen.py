@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from atoll.numerics.fragments import make_plan
-from atoll.numerics.kernels import FloatArray
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.screen import Screen
 from atoll.protocol.messages import TensorSpec
 

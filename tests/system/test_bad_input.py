@@ -1,4 +1,4 @@
-"""What an operator can get wrong: one line that names the thing and the fix, exit code 2, no traceback, nothing left."""
+"""What an operator can get wrong: one line that names the thing and the fix, exit code 2, nothing left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-
 from tests.system.conftest import SCRIPTS, Run
 
 pytestmark = pytest.mark.system

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-
 from tests.system.conftest import SCRIPTS, Run
 
 pytestmark = pytest.mark.system
@@ -43,12 +42,14 @@ def test_two_learners_train_the_built_in_model(run: Run) -> None:
     [
         ("--sync", "--merge", "mean", "--steps", "24", "--fragments", "1", "--sync-every", "6"),
         ("--adopt", "carry", "--merge", "rda-row", "--tokens", "6000", "--fragments", "2", "--sync-every", "8"),
-        ("--adopt", "blend", "--blend", "0.3", "--quorum", "2", "--steps", "60", "--codec", "fp32", "--plan", "tensor"),
+        ("--adopt", "blend", "--blend", "0.3", "--quorum", "2", "--steps", "60", "--codec", "fp32"),
     ],
     ids=["sync", "carry", "blend"],
 )
 def test_the_rules_a_run_may_choose(run: Run, options: tuple[str, ...]) -> None:
-    run.train(SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--json", "--overlap", "1", *options).ended()
+    run.train(
+        SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--json", "--overlap", "1", *options
+    ).ended()
     summary = json.loads(run.stdout)
     assert summary == run.summary
     assert summary["rounds"] > 0 and all(learner["rounds"] > 0 for learner in summary["learners"].values())
@@ -64,7 +65,9 @@ def test_a_users_script_with_its_own_scorer(run: Run) -> None:
 
 
 def test_learners_that_leave_by_themselves_end_the_run(run: Run) -> None:
-    run.train(SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--", "--steps", "40").ended()
+    run.train(
+        SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--overlap", "1", "--", "--steps", "40"
+    ).ended()
     assert run.summary["rounds"] > 0
     assert run.summary["reason"].startswith("every learner")
     assert (run.out / "model.safetensors").exists()

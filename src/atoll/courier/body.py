@@ -13,8 +13,8 @@ from atoll.fabric.client import Link
 from atoll.fabric.wire import digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
+from atoll.numerics.arrays import ByteArray
 from atoll.numerics.codec import make_codec, round_to_dtype
-from atoll.numerics.kernels import ByteArray
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, Unreachable

@@ -159,6 +159,7 @@ class Courier:
         self._settings = frame.settings
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
         self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
+        box.close()  # the memory stays mapped without its descriptor
         if self._link is None:
             self._unsure = set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
@@ -258,10 +259,6 @@ class Courier:
                 if (slot := bodies.outgoing.take()) is not None:
                     aims = not settings.synchronous and step > self._machine.t
                     send(ReadOrder(slot, number, fragment, step, alone=aims))
-                else:
-                    _say(
-                        f"DEBUG no slot for round {number}: {bodies.outgoing} {self._machine._copies} {self._machine._pulls}"
-                    )
             case fx.Hold(number, step):
                 send(HoldOrder(number, schedule.fragment_of(number, settings), step))
             case fx.LetGo(number):

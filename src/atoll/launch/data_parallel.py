@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import sys
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.config import Config
-from atoll.launch.children import Child, describe_exit
+from atoll.launch.children import Child, cores, describe_exit
 from atoll.launch.local import RUNNER
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
@@ -112,7 +111,7 @@ class DataParallelRun:
         world = self.config.protocol.learners
         if rank == 0:
             self._port = _free_port()
-        threads = str(max(1, (os.cpu_count() or 1) // world))
+        threads = str(max(1, cores() // world))
         env = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),

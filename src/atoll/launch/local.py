@@ -15,7 +15,6 @@ What becomes of a process that ended:
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.fabric.client import get_json
-from atoll.launch.children import Child, describe_exit
+from atoll.launch.children import Child, cores, describe_exit
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -153,7 +152,9 @@ class LocalRun:
         if self._scorer is not None:
             self._scorer.kill_all()
         deadline = time.monotonic() + LAST_S
-        while any(child.running for child in self._everyone()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if not any(child.running for child in self._everyone()):
+                break
             await asyncio.sleep(0.05)
 
     async def _status(self) -> RunStatus | None:
@@ -251,7 +252,7 @@ class LocalRun:
             for child in self._everyone():
                 child.kill_all()
 
-    # ---- small things -------------------------------------------------------------------------------------------------
+    # ---- small things ---------------------------------------------------------------------------------------------
 
     @property
     def _evaluated(self) -> list[str]:
@@ -267,7 +268,7 @@ class LocalRun:
         return [self._syncer, *self._learners.values(), *([self._scorer] if self._scorer else [])]
 
     def _child(self, name: str, arguments: list[str], env: dict[str, str] | None = None, nice: int = 0) -> Child:
-        threads = str(max(1, (os.cpu_count() or 1) // self.config.protocol.learners))
+        threads = str(max(1, cores() // self.config.protocol.learners))
         common = {
             "ATOLL_RUN_TOML": str(self.out.settings),
             "ATOLL_SEED": str(self.config.seed),

@@ -1,7 +1,8 @@
-"""`python -m atoll.launch.script FILE|-m MODULE [ARGS…]`: what a supervisor starts, run as if it were started by itself.
+"""`python -m atoll.launch.script FILE|-m MODULE [ARGS…]`: a training script as a supervisor starts it.
 
-Two things are added. A mistake that Atoll can name ends it with one line and exit code 2 instead of a traceback; so does
-`sys.exit("a sentence")`: it would only say it again. And it does not outlive its supervisor.
+It runs as if it were started by itself; two things are added. A mistake that Atoll can name ends it with one line and
+exit code 2 instead of a traceback, and so does `sys.exit("a sentence")`: it would only say it again. And it does not
+outlive its supervisor.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Boundary:
     ) -> None:
         self.settings = settings
         self._box, self._partner = box, partner
+        self._steps, self._tokens = box.steps, box.tokens
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
         self._offload = make_offload(box, self._own)
         self._t = 0
@@ -73,8 +74,8 @@ class Boundary:
 
     def count(self, t: int, tokens: int) -> None:
         self._t = t
-        self._box.steps[:] += 1
-        self._box.tokens[:] += tokens
+        self._steps += 1
+        self._tokens += tokens
 
     def _read(self, order: ReadOrder) -> None:
         if (older := self._reads.pop(order.round, None)) is not None:
@@ -152,6 +153,12 @@ class Boundary:
     def _is_copied(self, fragment: int) -> bool:
         """Whether another copy would hold what the last one does."""
         return self._copied.get(fragment) == (self._t, int(self._box.adopted[fragment]))
+
+    def take_base(self) -> None:
+        """The run's own values, with no steps of this learner's on top: what a finished run leaves in the model."""
+        for fragment, own in enumerate(self._own):
+            if self._box.base_version[fragment] >= 0:
+                adopt(own, self._offload.base(fragment), "overwrite")
 
     # ---- forgetting ---------------------------------------------------------------------------------------------
 

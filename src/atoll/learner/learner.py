@@ -278,6 +278,8 @@ class Learner:
                 early, deadline = False, time.monotonic() + END_WAIT_S
             if early and not self._box_has_more():
                 break
+        if self._final and self._boundary is not None:
+            self._boundary.take_base()
         if not self._final:
             self._partner.send(Bye("it left before the run ended" if early else "the end of the run did not come"))
 

@@ -17,8 +17,8 @@ class Losses:
             return
         if not isinstance(loss, torch.Tensor):
             self._known = float(loss)
-        elif loss.device.type == "cpu":
-            self._known = float(loss.detach())
+        elif loss.is_cpu:
+            self._known = loss.item()
         elif self._pending is None or self._pending[1].query():
             self._settle()
             host = loss.detach().float().to("cpu", non_blocking=True)

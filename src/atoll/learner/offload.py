@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from atoll.mailbox.box import Mailbox
-from atoll.numerics.kernels import FloatArray
+from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan
-from atoll.numerics.kernels import FloatArray
 from atoll.protocol import schedule
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings

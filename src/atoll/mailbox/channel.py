@@ -24,6 +24,7 @@ from atoll.protocol.settings import Settings
 
 FRAME_LIMIT = 16 * 2**20
 """A frame may carry the names and shapes of every tensor; more than this is nonsense."""
+ANCILLARY = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 BASE, NOTHING = -1, -2
 """In place of a slot, for carry: subtract the base; subtract nothing."""
 
@@ -192,7 +193,7 @@ class Channel:
         """Every whole frame that has come; sets `closed` when the other side is gone."""
         while not self.closed:
             try:
-                data, ancillary, _, _ = self.sock.recvmsg(1 << 16, 1024)
+                data, ancillary, _, _ = self.sock.recvmsg(1 << 16, ANCILLARY)
             except BlockingIOError:
                 break
             except OSError:

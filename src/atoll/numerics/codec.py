@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.kernels import ByteArray, FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
 from atoll.protocol.errors import ConfigError, PeerError
 
 assert sys.byteorder == "little", "arrays are sent as they lie in memory, and that is little-endian"
@@ -106,7 +106,7 @@ def _round_to_float16(values: FloatArray) -> None:
             part[:] = part.astype(np.float16)
 
 
-def _halves(out: ByteArray, values: FloatArray) -> kernels.HalfBits:
+def _halves(out: ByteArray, values: FloatArray) -> HalfBits:
     halves = out.view(np.uint16)
     assert halves.shape == values.shape, "the buffer is as long as the codec says"
     return halves

@@ -1,4 +1,4 @@
-"""The compiled loops under this room, and the array types they work on.
+"""The compiled loops under this room.
 
 Rules they keep:
 - equal inputs give equal bits on every machine: no fastmath, no threads, no contraction; sums run in the order written;
@@ -13,16 +13,13 @@ every input through `read_only`, so that there is one kind of each and `warm` ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar, cast
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray: TypeAlias = NDArray[np.float32]
-DoubleArray: TypeAlias = NDArray[np.float64]
-ByteArray: TypeAlias = NDArray[np.uint8]
-HalfBits: TypeAlias = NDArray[np.uint16]
+from atoll.numerics.arrays import DoubleArray, FloatArray, HalfBits
 
 GROUP = 8
 """Contributions that `accumulate` takes at once."""

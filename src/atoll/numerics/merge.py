@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from atoll.numerics import kernels
+from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.fragments import Fragment, elements
-from atoll.numerics.kernels import DoubleArray, FloatArray
 from atoll.protocol.messages import TensorSpec
 
 RULES = ("mean", "rda", "rda-row")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from atoll.numerics import kernels
-from atoll.numerics.kernels import FloatArray
+from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 
 CACHED = 65_536

@@ -19,8 +19,8 @@ from statistics import median
 import numpy as np
 
 from atoll.numerics import kernels
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan
-from atoll.numerics.kernels import FloatArray
 
 CHUNK = 65_536
 """Elements looked at together when the broken ones are counted."""

@@ -54,7 +54,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = sorted(events, key=lambda event: float(event["at"]))
     header = _first(timeline, "run") or {}
-    settings: dict[str, Any] = dict(header.get("settings") or {})
+    asked, planned = header.get("settings"), (_first(timeline, "plan") or {}).get("settings")
+    settings: dict[str, Any] = {**(asked or {}), **(planned or {})}  # with P and H as the model made them
     part = training_part(timeline)
     rounds = of_kind(timeline, "round")
     paced = paced_rounds(timeline)

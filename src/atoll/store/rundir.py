@@ -49,7 +49,8 @@ class RunDir:
         try:
             if run.holds_run() and not force:
                 raise ConfigError(
-                    f"{run.path} already holds a run: choose another folder with --out, or replace that run with --force"
+                    f"{run.path} already holds a run: choose another folder with --out, "
+                    "or replace that run with --force"
                 )
             if run.holds_run():
                 run._clear()

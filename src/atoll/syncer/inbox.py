@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec
 from atoll.numerics.fragments import Plan
-from atoll.numerics.kernels import ByteArray, FloatArray
 from atoll.protocol.errors import PeerError
 
 Key = tuple[str, int, int]

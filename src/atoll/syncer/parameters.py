@@ -13,8 +13,9 @@ import numpy as np
 from atoll.config import Outer
 from atoll.fabric.desk import Served
 from atoll.fabric.wire import digest
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, elements
-from atoll.numerics.kernels import FloatArray, read_only, square_norms
+from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.protocol.errors import PeerError
 

@@ -8,13 +8,15 @@ folds over these lines. Several processes append to the same file; a line is wri
 | run | syncer | run, learners, settings |
 | joined, recovered | syncer | learner, incarnation (recovered: seconds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
-| round | syncer | round, fragment, version, attempt, live, members (learner, incarnation, t, steps, tokens, weight, base, since), gather_s, sync_s, merge_s, grace_s, effective_h |
+| round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
 | score | syncer | round, loss, cpu_s, sample |
 | ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
 | courier, warning | learner | |
+
+A member of a round has learner, incarnation, t, steps, tokens, weight, base and since (its steps since the last sync).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """A straight line in 5 ms per step: what the system tests train when the model does not matter.
 
-Options: --width N and --odd N (the width that learner-1 has), --nan-at STEP (learner-1 breaks its weights once),
---steps N (leaves by itself), --deaf (goes on when the run has ended), --poor (hardly any memory is free).
+Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
+breaks its weights once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
+--poor (hardly any memory is free).
 """
 
 import argparse
+import json
 import os
 import time
+import urllib.request
 
 import torch
 
@@ -28,6 +31,11 @@ if said.poor:
 
 second = os.environ.get("ATOLL_LEARNER") == "learner-1"
 width = said.odd if said.odd and second else said.width
+while said.odd and second:
+    with urllib.request.urlopen(f"{os.environ['ATOLL_SYNCER']}/v1/status") as answer:
+        if json.load(answer)["phase"] != "waiting":
+            break
+    time.sleep(0.05)
 torch.manual_seed(0)
 model = torch.nn.Linear(width, width)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

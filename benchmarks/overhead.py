@@ -1,0 +1,132 @@
+"""What the library costs a learner: tokens/s with it against the bare loop, in turns, in one process.
+
+    python benchmarks/overhead.py                    # CPU, one thread; the syncer is another process
+    python benchmarks/overhead.py --depth 16 --block 256 --batch 32     # a GPU, where there is one
+
+Blocks of bare steps and blocks of steps with `learner.step()` follow each other, so that both see the same machine; the
+ratio is between the medians over the blocks. The time inside `learner.step()` is told as a share of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+import atoll
+from atoll.workloads.settings import WorkloadSettings
+from atoll.workloads.text import Text, Windows
+from atoll.workloads.training import build_model, build_optimizer
+
+
+def start_syncer(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    command = [sys.executable, "-m", "atoll.cli", "syncer", "--learners", "1", "--port", "0", "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    address = folder / "syncer.url"
+    deadline = time.monotonic() + 60
+    while not address.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit("the syncer did not start")
+        time.sleep(0.05)
+    return process, address.read_text()
+
+
+class Loop:
+    """One training step, and the clock around it."""
+
+    def __init__(self, settings: WorkloadSettings) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dataset = Windows(Text.load(settings.data), settings.block)
+        self.model = build_model(settings, 0).to(self.device)
+        self.optimizer = build_optimizer(self.model, settings)
+        self.settings = settings
+        self.tokens = settings.batch * settings.block
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch.to(self.device, non_blocking=True))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(loop: Loop, learner: atoll.Learner, blocks: int, steps: int) -> dict[str, Any]:
+    batches = learner.batches(loop.dataset, batch_size=loop.settings.batch)
+    rates: dict[str, list[float]] = {"bare": [], "atoll": []}
+    inside: list[float] = []
+
+    def bare() -> None:
+        for _ in range(steps):
+            loop.step(next(batches))
+
+    def ours() -> None:
+        for _ in range(steps):
+            loss = loop.step(next(batches))
+            began = time.perf_counter()
+            learner.step(tokens=loop.tokens, loss=loss)
+            inside.append(time.perf_counter() - began)
+
+    ours()  # everything has been used once before the clock starts
+    inside.clear()
+    for block in range(2 * blocks):
+        name, work = ("bare", bare) if (block + block // 2) % 2 else ("atoll", ours)
+        loop.finish()
+        began = time.perf_counter()
+        work()
+        loop.finish()
+        rates[name].append(steps * loop.tokens / (time.perf_counter() - began))
+    step_s = loop.tokens / median(rates["bare"])
+    return {
+        "device": str(loop.device),
+        "parameters": sum(p.numel() for p in loop.model.parameters()),
+        "step_ms": 1e3 * step_s,
+        "bare_tokens_per_s": median(rates["bare"]),
+        "atoll_tokens_per_s": median(rates["atoll"]),
+        "ratio": median(rates["atoll"]) / median(rates["bare"]),
+        "step_call_median": median(inside) / step_s,
+        "step_call_p99": quantiles(inside, n=100)[98] / step_s,
+        "rounds": learner.global_step,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/overhead.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        syncer, url = start_syncer(Path(scratch) / "run")
+        os.environ["ATOLL_SYNCER"] = url
+        try:
+            loop = Loop(WorkloadSettings(depth=options.depth, block=options.block, batch=options.batch))
+            with atoll.Learner(loop.model, loop.optimizer) as learner:
+                result = measure(loop, learner, options.blocks, options.steps)
+        finally:
+            syncer.kill()
+            syncer.wait()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0 if result["ratio"] >= 0.97 and result["step_call_median"] < 0.01 and result["step_call_p99"] < 0.05 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

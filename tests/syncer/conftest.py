@@ -1,0 +1,189 @@
+"""A syncer's service on a free port of this machine, and learners that are nothing but a link and a memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from atoll.config import Config, convert
+from atoll.fabric.client import Link
+from atoll.fabric.wire import digest
+from atoll.numerics.fragments import Plan, make_plan
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Announce,
+    Contribution,
+    FromSyncer,
+    Hello,
+    Progress,
+    Pull,
+    Started,
+    TensorSpec,
+    Welcome,
+)
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.service import SyncerService
+from atoll.telemetry.events import EventLog
+
+WAIT_S = 10.0
+TENSORS = (TensorSpec("one", (3,), "float32"), TensorSpec("two", (2, 2), "float32"))
+M = TypeVar("M", bound=FromSyncer)
+
+
+def plan(tensors: tuple[TensorSpec, ...] = TENSORS, fragments: int = 2) -> Plan:
+    return make_plan(tensors, fragments, "balanced")
+
+
+class FakeLearner:
+    """Steps, reports and answers pulls when a test says so."""
+
+    def __init__(self, url: str, name: str, tensors: tuple[TensorSpec, ...], protocol: int) -> None:
+        self.name, self.session = name, f"session-of-{name}"
+        self.plan = plan(tensors)
+        self.heard: list[FromSyncer] = []
+        self.incarnation = 1
+        self.t = 0
+        self.versions = [-1] * len(self.plan.fragments)
+        self._news = asyncio.Event()
+        hello = Hello(protocol=protocol, learner=name, session=self.session, tensors=tensors)
+        self.link = Link(
+            url,
+            hello=lambda: hello,
+            on_open=lambda: None,
+            on_message=self._hear,
+            on_lost=lambda reason: None,
+            jitter=lambda: 1.0,
+        )
+
+    def _hear(self, message: FromSyncer) -> None:
+        self.heard.append(message)
+        if isinstance(message, Announce):
+            self.versions[message.fragment] = message.version
+        self._news.set()
+
+    async def until(self, kind: type[M], which: Callable[[M], bool] = lambda message: True) -> M:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for message in self.heard:
+                    if isinstance(message, kind) and which(message):
+                        return message
+                self._news.clear()
+                await self._news.wait()
+
+    async def upload(self, value: float = 1.0, fragments: int | None = None) -> None:
+        await self.until(Welcome, lambda welcome: welcome.upload)
+        for part in self.plan.fragments[:fragments]:
+            data = np.full(part.size, value, dtype=np.float32).view(np.uint8).data
+            await self.link.put_initial(self.name, self.session, part.index, data, digest(data), WAIT_S)
+
+    async def begin(self, value: float = 1.0) -> None:
+        """Give the first parameters, or take them."""
+        if (await self.until(Welcome)).upload:
+            await self.upload(value)
+            await self.until(Started)
+        self.versions = [0] * len(self.versions)
+        self.report()
+
+    def step(self) -> None:
+        self.t += 1
+        self.report()
+
+    def report(self) -> None:
+        size, t = len(self.versions), self.t
+        progress = Progress(
+            incarnation=self.incarnation,
+            t=t,
+            steps=(t,) * size,
+            tokens=(8 * t,) * size,
+            versions=tuple(self.versions),
+            offer=t,
+            tokens_total=8 * t,
+            busy_s=0.1 * t,
+            loss=1.5,
+        )
+        assert self.link.send(progress)
+
+    async def body(self, pull: Pull, delta: float) -> str:
+        values = np.full(self.plan.fragments[pull.fragment].size, delta, dtype=np.float32).view(np.uint8).data
+        await self.link.put_contribution(
+            self.name, self.session, pull.round, pull.attempt, values, digest(values), WAIT_S
+        )
+        return digest(values)
+
+    async def contribute(self, pull: Pull, delta: float, **changes: Any) -> None:
+        t = self.t
+        mark = await self.body(pull, delta)
+        said = {"fragment": pull.fragment, "base": self.versions[pull.fragment], "t": t, "steps": t, "tokens": 8 * t}
+        given = {**said, "digest": mark, "incarnation": self.incarnation, **changes}
+        known = set(Contribution.__struct_fields__)
+        fields = {key: value for key, value in given.items() if key in known}
+        assert self.link.send(Contribution(round=pull.round, attempt=pull.attempt, **fields))
+
+
+class Stage:
+    """A service, what it said and saved, and whoever joined it."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._news = asyncio.Event()
+        self.saved: dict[str, Any] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._learners: list[FakeLearner] = []
+
+    async def open(self, **protocol: Any) -> SyncerService:
+        settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}
+        outer = {"merge": "mean", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
+        config: Config = convert({"protocol": settings, "outer": outer}, "a test")
+        self.service = SyncerService(config, run="r1", events=EventLog(self._hear))
+        assert self._tasks is not None
+        self.running = self._tasks.create_task(self.service.run(self._save))
+        async with asyncio.timeout(WAIT_S):
+            await self.service.started.wait()
+        return self.service
+
+    def _hear(self, line: bytes) -> None:
+        self.lines.append(json.loads(line))
+        self._news.set()
+
+    def _save(self, parameters: Parameters) -> None:
+        self.saved = {name: np.array(values) for name, values in parameters.tensors().items()}
+
+    def join(self, name: str, tensors: tuple[TensorSpec, ...] = TENSORS, protocol: int = PROTOCOL) -> FakeLearner:
+        learner = FakeLearner(f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol)
+        assert self._tasks is not None
+        self._tasks.create_task(learner.link.run())
+        self._learners.append(learner)
+        return learner
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines if event["kind"] in kinds]
+
+    async def until(self, kind: str, count: int = 1) -> dict[str, Any]:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.events(kind)) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.events(kind)[count - 1]
+
+    async def end(self) -> None:
+        """As the operator would; learners leave once they are told."""
+        self.service.end("the test is over")
+        for learner in self._learners:
+            await learner.link.close()
+        async with asyncio.timeout(WAIT_S):
+            await self.running
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    stage = Stage()
+    async with asyncio.TaskGroup() as tasks:
+        stage._tasks = tasks
+        yield stage
+        if not stage.running.done():
+            await stage.end()

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import numpy as np
+import pytest
+from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
+
+from atoll.fabric.client import get_fragment_once, get_json, post_score
+from atoll.fabric.wire import Score, digest
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import PROTOCOL, Announce, Pull, Recover, Refused, Started, TensorSpec, Welcome
+
+
+def url(stage: Stage) -> str:
+    return f"http://127.0.0.1:{stage.service.server.port}"
+
+
+async def one_at_work(stage: Stage, **settings: object) -> tuple[FakeLearner, Pull]:
+    """A learner that gave the first parameters (all 1), made a step and is asked for a fragment."""
+    await stage.open(learners=1, **settings)
+    learner = stage.join("a")
+    await learner.begin(1.0)
+    return learner, await next_pull(learner)
+
+
+async def next_pull(learner: FakeLearner, after: Pull | None = None) -> Pull:
+    seen = (after.round, after.attempt) if after else (-1, 0)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            learner.step()
+            for message in learner.heard:
+                if isinstance(message, Pull) and (message.round, message.attempt) > seen:
+                    return message
+            await asyncio.sleep(0.01)
+
+
+# ---- joining ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_differs_is_refused_by_name_and_the_run_goes_on(stage: Stage) -> None:
+    await stage.open()
+    first = stage.join("a")
+    await first.begin()
+    odd = stage.join("b", (TENSORS[0], TensorSpec("two", (2, 3), "float32")))
+    refused = await odd.until(Refused)
+    assert refused.final
+    assert "'two' is (2, 3) here, (2, 2) in the run" in refused.reason and "run.toml" in refused.reason
+    assert stage.events("refused")[0]["learner"] == "b"
+    third = stage.join("c")
+    assert not (await third.until(Welcome)).upload
+
+
+async def test_more_fragments_than_tensors_is_refused_with_the_fix(stage: Stage) -> None:
+    await stage.open(fragments=3, sync_every=6)
+    refused = await stage.join("a").until(Refused)
+    assert "3 fragments" in refused.reason and "2 tensors" in refused.reason
+    assert "fragments" in stage.events("refused")[0]["text"]
+
+
+async def test_an_unknown_protocol_version_is_refused(stage: Stage) -> None:
+    await stage.open()
+    refused = await stage.join("a", protocol=PROTOCOL + 1).until(Refused)
+    assert "install the same version" in refused.reason
+
+
+async def test_first_parameters_that_are_not_finite_are_refused_and_the_next_is_asked(stage: Stage) -> None:
+    await stage.open()
+    broken, sound = stage.join("a"), None
+    await broken.until(Welcome)
+    sound = stage.join("b")
+    assert not (await sound.until(Welcome)).upload
+    await broken.upload(float("nan"), fragments=1)
+    assert "not finite" in (await broken.until(Refused)).reason
+    await sound.upload(2.0)
+    await sound.until(Started)
+    values = np.empty(4, dtype=np.float32)
+    await get_fragment_once(url(stage), 0, values.view(np.uint8).data[: 4 * sound.plan.fragments[0].size], WAIT_S)
+    assert values[0] == 2.0
+
+
+async def test_what_a_dead_uploader_sent_is_worth_nothing(stage: Stage) -> None:
+    await stage.open()
+    first = stage.join("a")
+    await first.upload(7.0, fragments=1)
+    second = stage.join("b")
+    await second.until(Welcome)
+    await first.link.close()
+    await second.upload(2.0)
+    await second.until(Started)
+    for part in second.plan.fragments:
+        values = np.empty(part.size, dtype=np.float32)
+        await get_fragment_once(url(stage), part.index, values.view(np.uint8).data, WAIT_S)
+        assert (values == 2.0).all()
+
+
+async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:
+    await stage.open()
+    await stage.join("a").until(Welcome)
+    other = stage.join("b")
+    await other.until(Welcome)
+    data = np.ones(4, dtype=np.float32)[: other.plan.fragments[0].size].view(np.uint8).data
+    with pytest.raises(PeerError, match="b was not asked for the first parameters"):
+        await other.link.put_initial("b", other.session, 0, data, digest(data), WAIT_S)
+
+
+# ---- contributions ------------------------------------------------------------------------------------------------
+
+
+async def test_a_contribution_becomes_the_next_version(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    await learner.contribute(pull, 0.25)
+    announced = await learner.until(Announce)
+    assert (announced.version, announced.fragment) == (1, pull.fragment)
+    values = np.empty(learner.plan.fragments[pull.fragment].size, dtype=np.float32)
+    await get_fragment_once(url(stage), pull.fragment, values.view(np.uint8).data, WAIT_S)
+    assert (values == 0.75).all()
+
+
+async def test_a_nan_contribution_is_refused_three_times_over_and_the_parameters_stay_finite(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    for strike in range(1, 4):
+        await learner.contribute(pull, float("nan"))
+        await stage.until("refused", strike)
+        if strike < 3:
+            pull = await next_pull(learner, pull)
+    assert "not finite" in stage.events("refused")[0]["reason"]
+    await learner.until(Recover)
+    assert [e["learner"] for e in stage.events("quarantined")] == ["a"]
+    await stage.end()
+    assert stage.saved is not None and all((tensor == 1.0).all() for tensor in stage.saved.values())
+
+
+async def test_a_body_that_is_not_the_one_its_message_names_is_refused(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    await learner.contribute(pull, 0.5, digest="0" * 32)
+    assert "not the one its message names" in (await stage.until("refused"))["reason"]
+
+
+async def test_a_message_without_its_body_is_refused(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    learner.body = lambda pull, delta: asyncio.sleep(0, "0" * 32)  # type: ignore[method-assign]
+    await learner.contribute(pull, 0.5)
+    assert "did not arrive" in (await stage.until("refused"))["reason"]
+
+
+@pytest.mark.parametrize("fragment", [1, 7, -1])
+async def test_a_message_that_names_another_fragment_is_refused(stage: Stage, fragment: int) -> None:
+    learner, pull = await one_at_work(stage)
+    assert pull.fragment == 0
+    await learner.contribute(pull, 0.5, fragment=fragment)
+    assert (await stage.until("refused"))["learner"] == "a"
+
+
+async def test_a_body_of_the_wrong_size_is_refused(stage: Stage) -> None:
+    learner, pull = await one_at_work(stage)
+    data = np.zeros(99, dtype=np.uint8).data
+    with pytest.raises(PeerError, match="99 bytes, this fragment needs exactly"):
+        await learner.link.put_contribution("a", learner.session, pull.round, pull.attempt, data, digest(data), WAIT_S)
+
+
+async def test_a_body_nobody_asked_for_is_refused(stage: Stage) -> None:
+    learner, _ = await one_at_work(stage)
+    data = np.zeros(4, dtype=np.uint8).data
+    with pytest.raises(PeerError, match=r"no contribution to round 99 \(attempt 1\) is waited for"):
+        await learner.link.put_contribution("a", learner.session, 99, 1, data, digest(data), WAIT_S)
+
+
+async def test_a_contribution_told_twice_counts_once(stage: Stage) -> None:
+    """Two are asked, so that the first one's contribution waits for its merge when it is told again."""
+    await stage.open(quorum=2)
+    first, second = stage.join("a"), stage.join("b")
+    await first.begin(1.0)
+    await second.begin()
+    pulls = await asyncio.gather(next_pull(first), next_pull(second))
+    await first.contribute(pulls[0], 0.5)
+    first.body = lambda pull, delta: asyncio.sleep(0, "0" * 32)  # type: ignore[method-assign]
+    await first.contribute(pulls[0], 0.5)
+    await second.contribute(pulls[1], 0.5)
+    assert (await first.until(Announce)).version == 1
+    assert not stage.events("refused")
+    assert len(stage.events("round")[0]["members"]) == 2
+
+
+# ---- people and evaluators ----------------------------------------------------------------------------------------
+
+
+async def test_before_the_run_there_is_a_status_but_no_manifest_and_no_fragment(stage: Stage) -> None:
+    await stage.open()
+    status = await get_json(url(stage), "/v1/status")
+    assert isinstance(status, dict) and (status["phase"], status["learners"]) == ("waiting", [])
+    with pytest.raises(PeerError, match="has not begun"):
+        await get_json(url(stage), "/v1/manifest")
+    async with aiohttp.ClientSession() as session, session.get(f"{url(stage)}/v1/fragments/0") as answer:
+        assert answer.status == 404
+
+
+async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
+    await one_at_work(stage)
+    await post_score(url(stage), Score(round=0, loss=2.5, cpu_s=0.5, sample="def ", final=False))
+    event = await stage.until("score")
+    assert (event["loss"], event["sample"]) == (2.5, "def ")
+    status = await get_json(url(stage), "/v1/status")
+    assert isinstance(status, dict) and (status["validation_loss"], status["validation_round"]) == (2.5, 0)
+
+
+async def test_the_end_saves_the_model_and_says_why(stage: Stage) -> None:
+    await one_at_work(stage)
+    await stage.end()
+    assert stage.saved is not None and stage.saved["two"].shape == (2, 2)
+    finished = stage.events("finished")[0]
+    assert finished["reason"] == "the test is over"
+    assert finished["bytes_in"] > 0 and finished["learners"][0]["learner"] == "a"
+
+
+async def test_an_end_before_any_learner_saves_nothing(stage: Stage) -> None:
+    await stage.open()
+    await stage.end()
+    assert stage.saved is None
+    assert stage.events("finished")[0]["reason"] == "the test is over"

@@ -1,0 +1,132 @@
+"""The live figures, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from tests.syncer.conftest import TENSORS
+
+from atoll.config import Config, convert
+from atoll.fabric.wire import Score
+from atoll.protocol.effects import Greeted, Initialised, Received
+from atoll.protocol.messages import PROTOCOL, Hello, Progress
+from atoll.protocol.syncer import Syncer
+from atoll.syncer.status import Meter
+
+CONFIG: Config = convert(
+    {"protocol": {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "steps": 40}}, "a test"
+)
+
+
+def progress(t: int, versions: tuple[int, int] = (0, 0)) -> Progress:
+    counts = (t, t)
+    return Progress(
+        incarnation=1,
+        t=t,
+        steps=counts,
+        tokens=counts,
+        versions=versions,
+        tokens_total=10 * t,
+        busy_s=0.5 * t,
+        loss=2.0,
+    )
+
+
+@pytest.fixture
+def machine() -> Syncer:
+    """a and b joined at second 0; a gave the first parameters; both took them."""
+    machine = Syncer(CONFIG.protocol.resolved(2), run="r", fingerprint="f")
+    for name in ("a", "b"):
+        machine.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner=name, session=name, tensors=TENSORS)))
+    machine.handle(0.0, Initialised("a"))
+    for name in ("a", "b"):
+        machine.handle(0.0, Received(name, progress(0)))
+    return machine
+
+
+def committed(meter: Meter, at: float, number: int, *members: str, live: int = 2) -> None:
+    data = {
+        "round": number,
+        "fragment": number % 2,
+        "version": 1 + number // 2,
+        "live": live,
+        "members": [{"learner": name} for name in members],
+    }
+    meter.note(at, "round", data)
+
+
+def test_before_anybody_came() -> None:
+    status = Meter(CONFIG).status(100.0, "r", None)
+    assert (status.phase, status.round, status.learners, status.goodput, status.left_s) == (
+        "waiting",
+        0,
+        (),
+        None,
+        None,
+    )
+    assert (status.sync_every, status.quorum) == (4, 1)
+
+
+def test_gaps_and_participation() -> None:
+    meter = Meter(CONFIG)
+    meter.note(100.0, "recovered", {})
+    for at, number, members in ((101.0, 0, "ab"), (102.0, 1, "a"), (105.0, 2, "ab")):
+        committed(meter, at, number, *members)
+    status = meter.status(110.0, "r", None)
+    assert status.elapsed_s == 10.0
+    assert status.median_gap_s == 2.0  # of 1 and 3
+    assert status.participation == pytest.approx((1 + 0.5 + 1) / 3)
+
+
+def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    meter.note(100.0, "recovered", {})
+    machine.handle(1.0, Received("a", progress(4)))  # 2 s of steps
+    machine.handle(1.0, Received("b", progress(2)))  # 1 s
+    meter.note(104.0, "lost", {"learner": "c", "busy_s": 3.0})
+    assert meter.status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
+    meter.note(112.0, "ending", {})
+    assert meter.status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"
+
+
+def test_a_learners_last_adopted_round_is_that_of_the_versions_it_holds(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    for number in range(5):  # fragment 0: versions 1, 2, 3 in rounds 0, 2, 4; fragment 1: 1, 2 in 1, 3
+        committed(meter, 100.0 + number, number, "a")
+    machine.members.learners["a"].versions = (3, 2)
+    machine.members.learners["b"].versions = (1, 0)
+    by_name = {one.learner: one.version_round for one in meter.status(110.0, "r", machine).learners}
+    assert by_name == {"a": 4, "b": 0}
+    machine.members.learners["b"].versions = (0, 0)
+    assert meter.status(110.0, "r", machine).learners[1].version_round == -1
+
+
+def test_tokens_per_second_over_the_last_looks(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    meter.status(100.0, "r", machine)
+    machine.handle(1.0, Received("a", progress(4)))
+    status = meter.status(102.0, "r", machine)
+    assert {one.learner: one.tokens_per_s for one in status.learners} == {"a": 20.0, "b": 0.0}
+    assert status.tokens_per_s == 20.0
+    assert status.tokens == 40
+
+
+def test_the_newest_score_is_shown() -> None:
+    meter = Meter(CONFIG)
+    for round, loss in ((0, 3.0), (10, 2.5)):
+        meter.score(Score(round=round, loss=loss, cpu_s=0.1))
+    status = meter.status(1.0, "r", None)
+    assert (status.validation_loss, status.validation_round) == (2.5, 10)
+
+
+def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
+    a, b = machine.members.learners["a"], machine.members.learners["b"]
+    meter = Meter(CONFIG)
+
+    def states() -> list[str]:
+        return [one.state for one in meter.status(1.0, "r", machine).learners]
+
+    assert states() == ["training", "training"]
+    a.muted, b.stalled = True, True
+    assert states() == ["muted", "stalled"]
+    a.stopped, b.state = True, "gone"
+    assert states() == ["stopped", "gone"]

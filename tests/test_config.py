@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.config import Config, convert, load, merged, parse
+from atoll.protocol.errors import ConfigError
+
+
+def complaint(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "run.toml")
+    assert "\n" not in str(caught.value) or "not TOML" in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_empty_file_is_a_good_run() -> None:
+    assert parse("", "x") == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sed = 1", "run.toml: unknown key 'sed': did you mean 'seed'?"),
+        ("[protocol]\nqorum = 1", "run.toml: unknown key [protocol] 'qorum': did you mean 'quorum'?"),
+        ("[outer]\nmomentun = 1", "run.toml: unknown key [outer] 'momentun': did you mean 'momentum'?"),
+        ("[service]\nzzz = 1", "run.toml: unknown key [service] 'zzz': known are host, port, evaluate_every"),
+        ("[protcol]\nquorum = 1", "run.toml: unknown key 'protcol': did you mean 'protocol'?"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_neighbour(text: str, said: str) -> None:
+    assert complaint(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[protocol]\nlearners = 'two'", "run.toml: [protocol] learners: expected int, got str"),
+        ("seed = 1.5", "run.toml: seed: expected int, got float"),
+        ("protocol = 3", "run.toml: protocol: expected object, got int"),
+        ("[protocol]\nadopt = 'maybe'", "run.toml: [protocol] adopt: invalid enum value 'maybe'"),
+        ("[outer]\nmerge = 'sum'", "run.toml: [outer] merge: invalid enum value 'sum'"),
+    ],
+)
+def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:
+    assert complaint(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (
+            "[protocol]\nlearners = 2\nquorum = 3",
+            "quorum = 3 can never be reached by 2 learners: set quorum to 2 or less",
+        ),
+        ("[protocol]\nfragments = 9\nsync_every = 4", "fragments = 9 is more than sync_every = 4"),
+        ("[protocol]\nblend = 1.5", "blend = 1.5 is not between 0 and 1"),
+        ("[outer]\nnorm_limit = 0.5", "norm_limit = 0.5 must be above 1"),
+        ("[outer]\nlr = -1.0", "outer learning rate -1.0 must be a number above 0"),
+        ("[service]\nport = 70000", "port = 70000 is not between 0 and 65535"),
+        ("[service]\nevaluate_every = -1", "evaluate_every = -1 is below 0"),
+        ("seed = -1", "seed = -1 is below 0"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_fix(text: str, part: str) -> None:
+    assert part in complaint(text)
+
+
+def test_what_is_not_toml_is_said_to_be_so() -> None:
+    assert complaint("[protocol").startswith("run.toml is not TOML")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot read .*bytes\.toml"):
+        load(tmp_path / "bytes.toml")
+
+
+def test_settings_survive_the_way_to_toml_and_back(tmp_path: Path) -> None:
+    document: dict[str, Any] = {
+        "seed": 7,
+        "protocol": {"learners": 8, "quorum": 3, "overlap": 1, "adopt": "carry"},
+        "outer": {"merge": "rda-row", "lr": math.pi},
+        "service": {"port": 7077},
+        "workload": {"data": ["a b.txt", 'quo"ted'], "depth": 3, "nested": {"x": None}},
+    }
+    config = convert(document, "x")
+    path = tmp_path / "run.toml"
+    path.write_bytes(config.toml())
+    document["workload"]["nested"] = {}
+    assert load(path) == convert(document, "x")
+    assert load(path).outer.lr == math.pi
+
+
+def test_the_command_line_goes_on_top_and_none_says_nothing() -> None:
+    document = {"seed": 1, "protocol": {"quorum": 2, "learners": 4}}
+    result = merged(document, {"protocol": {"quorum": 3, "steps": None}, "outer": {"lr": None}, "service": {"port": 0}})
+    assert result == {"seed": 1, "protocol": {"quorum": 3, "learners": 4}, "service": {"port": 0}}
+    assert document == {"seed": 1, "protocol": {"quorum": 2, "learners": 4}}, "and the document stays as it was"
+
+
+def test_a_table_that_is_none_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="protocol: expected object, got int"):
+        convert(merged({"protocol": 3}, {"protocol": {"steps": 5}}), "x")
