@@ -1,6 +1,6 @@
 """Quality at equal tokens: Decoupled against its own synchronous mode and against data-parallel, on the small GPT.
 
-    python benchmarks/parity.py                      # three seeds, M = 4, 2,100 steps per learner: about 30 min on 2 cores
+    python benchmarks/parity.py                # three seeds, M = 4, 2,100 steps per learner: half an hour on 2 cores
     python benchmarks/parity.py --seeds 0 --steps 300
 
 Decoupled runs end on a budget of tokens, the others take that many tokens by construction. Synchronous means K = M and

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How contributions become the next version."""
 
-    merge: Literal["mean", "rda", "rda-row"] = "rda"
+    merge: Literal["mean", "rda", "rda-row"] = "rda-row"
     """Embeddings are merged by the mean under every rule."""
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
     lr: float = 0.6

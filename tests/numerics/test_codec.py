@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics.codec import Codec, make_codec, round_to_dtype
 from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import Codec, make_codec, round_to_dtype
 from atoll.protocol.errors import ConfigError, PeerError
 
 CODECS = [make_codec("fp32"), make_codec("bf16")]

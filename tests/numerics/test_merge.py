@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics.fragments import Fragment, make_plan
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.fragments import Fragment, make_plan
 from atoll.numerics.merge import RULES, merge, weigh
 from atoll.protocol.messages import TensorSpec
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from atoll.numerics.fragments import make_plan
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol.messages import TensorSpec
 

@@ -43,8 +43,14 @@ class Bodies:
         self._running: set[asyncio.Task[None]] = set()
         self._fetching: set[int] = set()
         self._initial: asyncio.Task[None] | None = None
+        self._meet_the_kernels()
         length = self._codec.nbytes(box.layout.largest)
         self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
+
+    def _meet_the_kernels(self) -> None:
+        """They are loaded at their first use, and the first pull should not wait for that."""
+        one = np.zeros(1, dtype=np.float32)
+        self._codec.encode_delta(one, one, np.zeros(self._codec.nbytes(1), dtype=np.uint8))
 
     def close(self) -> None:
         for task in self._running:

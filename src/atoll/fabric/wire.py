@@ -84,7 +84,8 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What an evaluator found out about the global model as of one round."""
 
     round: int
-    loss: float
+    loss: float | None
+    """None: what the scorer gave is not a finite number."""
     cpu_s: float
     sample: str = ""
     final: bool = False

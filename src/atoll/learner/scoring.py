@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,8 @@ class Evaluator:
         if not self._checked:
             self._check(plan)
         await self._fetch(plan)
-        loss = float(self._score(self._model))
+        value = float(self._score(self._model))
+        loss = value if math.isfinite(value) else None
         text = self._sample(self._model) if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent

@@ -72,7 +72,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     return {
         "run": header.get("run"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
-        "goodput": _ratio(sum(w.busy_s for w in work.values()), allocated * wall),
+        "goodput": _share(sum(w.busy_s for w in work.values()), allocated * wall),
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
         "uptime": _ratio(presence.stepping_s(), wall),
         "liveness": _ratio(presence.alive_s(), allocated * wall),
@@ -262,6 +262,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _ratio(part: float, whole: float) -> float | None:
     return _round(part / whole) if whole > 0 else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    """Learners count from their first step, the run from the first that it knows of: never more than all of it."""
+    ratio = _ratio(part, whole)
+    return None if ratio is None else min(1.0, ratio)
 
 
 def _round(value: float | None) -> float | None:

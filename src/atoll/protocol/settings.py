@@ -15,7 +15,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fragments: int = 0
     """P. 0: as many as fit, min(24, tensors of the model)."""
     sync_every: int = 0
-    """H: learner steps between two syncs of the same fragment. 0: the same as `fragments`."""
+    """H: learner steps between two syncs of the same fragment. 0: as many as fragments, and more than `overlap`."""
     overlap: int = 2
     """τ: learner steps a fragment may be on its way from reading to adoption."""
     quorum: int = 1
@@ -104,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """With P and H filled in for a model of so many tensors."""
         fragments = self.fragments or min(24, tensors, self.sync_every or 24)
         overlap = self.overlap
-        sync_every = self.sync_every or max(fragments, 1)
+        sync_every = self.sync_every or max(fragments, overlap + 1)
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "

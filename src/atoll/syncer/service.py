@@ -272,7 +272,8 @@ class SyncerService:
 
     def score(self, score: Score) -> None:
         self.meter.score(score)
-        text = f"validation loss {score.loss:.4f} at round {score.round}"
+        found = "is not finite" if score.loss is None else f"{score.loss:.4f}"
+        text = f"validation loss {found} at round {score.round}"
         data = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
         self._events.say("score", text, {**data, "final": score.final})
         if score.final:
