@@ -1,7 +1,7 @@
 """A training script as you may have one already; the lines that mention atoll are all it takes.
 
 Alone it just trains:            python examples/my_script.py
-Four learners train one model:   atoll train examples/my_script.py --learners 4
+Four learners train one model:   atoll train examples/my_script.py --learners 4 --steps 300
 """
 
 import argparse

@@ -53,6 +53,7 @@ def small_run() -> list[Event]:
     """Two learners, two fragments, H = 4; 10 s of training from 2 to 12; b is killed at 6 and back in a round at 9."""
     return [
         said(0.0, "run", run="small", learners=2, settings={"learners": 2, "fragments": 2, "sync_every": 4}),
+        said(0.0, "plan", settings={"fragments": 2}, parameters=12, data="5eed"),
         said(0.5, "started", process="a", pid=1),
         said(1.0, "joined", learner="a", incarnation=1),
         said(1.5, "score", round=-1, loss=5.5, cpu_s=1.0, sample="first"),

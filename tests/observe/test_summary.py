@@ -16,6 +16,8 @@ Say = Callable[..., Event]
 
 BY_HAND: dict[str, Any] = {
     "run": "small",
+    "data_digest": "5eed",
+    "parameters": 12,
     "reason": "the budget is spent",
     "goodput": (9.0 + 2.5 + 2.0) / (2 * 10),
     "merged_share": 390 / (2 * 240),

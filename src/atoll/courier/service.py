@@ -119,7 +119,7 @@ class Courier:
         match frame:
             case Start():
                 self._start = frame
-                self._machine = Learner(frame.learner, frame.session, frame.tensors)
+                self._machine = Learner(frame.learner, frame.session, frame.tensors, frame.data)
                 if not frame.boxed:
                     self._dial()
             case Box():

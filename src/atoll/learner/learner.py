@@ -45,7 +45,8 @@ class Learner:
     """Joins the run it was launched in; alone, without a syncer, it only counts.
 
     `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one; its state is never
-    sent, and reset only when this learner's numbers are broken and it recovers from the run.
+    sent, and reset only when this learner's numbers are broken and it recovers from the run. `data` is a digest of what
+    it trains on: it is noted in the run, and learners whose digests differ are warned of.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Learner:
         syncer: str | None = None,
         name: str | None = None,
         seed: int | None = None,
+        data: str = "",
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -64,6 +66,7 @@ class Learner:
         self._url = syncer or os.environ.get("ATOLL_SYNCER", "")
         self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
         self._seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
+        self._data = data
         self._join_wait_s = join_wait_s
         self._session = secrets.token_hex(8)
         self._partner = Partner()
@@ -162,7 +165,8 @@ class Learner:
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed=self._boundary is not None))
+        boxed = self._boundary is not None
+        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed, self._data))
         if self._box is not None and self._boundary is not None:
             self._partner.send(Box(self._boundary.settings, self._stepped()), self._box.fd)
 

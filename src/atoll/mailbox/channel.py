@@ -40,6 +40,7 @@ class Start(Frame, frozen=True):
     tensors: tuple[TensorSpec, ...]
     boxed: bool = False
     """A box follows at once: this courier takes over from one that died."""
+    data: str = ""
 
 
 class Box(Frame, frozen=True):

@@ -54,8 +54,11 @@ def summarise(events: Iterable[Event]) -> Summary:
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = sorted(events, key=lambda event: float(event["at"]))
     header = _first(timeline, "run") or {}
-    asked, planned = header.get("settings"), (_first(timeline, "plan") or {}).get("settings")
-    settings: dict[str, Any] = {**(asked or {}), **(planned or {})}  # with P and H as the model made them
+    plan = _first(timeline, "plan") or {}
+    settings: dict[str, Any] = {
+        **(header.get("settings") or {}),
+        **(plan.get("settings") or {}),
+    }  # with P and H as the model made them
     part = training_part(timeline)
     rounds = of_kind(timeline, "round")
     paced = paced_rounds(timeline)
@@ -71,6 +74,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     wall = part.length
     return {
         "run": header.get("run"),
+        "data_digest": plan.get("data") or None,
+        "parameters": plan.get("parameters"),
         "reason": closing.get("reason") or ending.get("reason") or ending.get("text"),
         "goodput": _share(sum(w.busy_s for w in work.values()), allocated * wall),
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),

@@ -70,7 +70,7 @@ Phase = Literal["out", "joining", "training", "ending", "finished"]
 
 
 class Learner:
-    def __init__(self, name: str, session: str, tensors: tuple[TensorSpec, ...]) -> None:
+    def __init__(self, name: str, session: str, tensors: tuple[TensorSpec, ...], data: str = "") -> None:
         self.name, self.session = name, session
         self.phase: Phase = "out"
         self.run = ""
@@ -78,7 +78,7 @@ class Learner:
         self.settings = Settings()
         self.t = 0
         self.wake_at: float | None = None
-        self._tensors = tensors
+        self._tensors, self._data = tensors, data
         self._connected = False
         self._clock: Clock = {}
         self._stepped = Stepped(0, (), ())
@@ -128,6 +128,7 @@ class Learner:
             versions=tuple(self.versions),
             t=self.t,
             tensors=self._tensors,
+            data=self._data,
             clock=self._now_clock(),
         )
 

@@ -47,6 +47,8 @@ class Hello(Message, frozen=True):
     """The committed version it last adopted, per fragment; −1 for none."""
     t: int = 0
     tensors: tuple[TensorSpec, ...] = ()
+    data: str = ""
+    """A digest of what it trains on, where the script names one."""
 
 
 class Progress(Message, frozen=True):

@@ -48,7 +48,8 @@ class SyncerService:
         self._channels: dict[str, Channel] = {}
         self._machine: Syncer | None = None
         self._plan: Plan | None = None
-        self._tensors: tuple[object, ...] = ()
+        self._data = ""
+        """The digest of the data that the first joiner trains on."""
         self._wake: asyncio.TimerHandle | None = None
         self._initial: set[int] = set()
         self._uploader = ("", "")
@@ -149,7 +150,6 @@ class SyncerService:
         """The first joiner's model is the run's model."""
         settings = self._config.protocol.resolved(len(hello.tensors))
         self._plan = make_plan(hello.tensors, settings.fragments, settings.plan)
-        self._tensors = hello.tensors
         self._parameters = Parameters(self._plan, self._config.outer)
         self._inbox = Inbox(self._plan, make_codec(settings.codec))
         self._screen = Screen(self._plan, limit=self._config.outer.norm_limit)
@@ -157,7 +157,9 @@ class SyncerService:
         text = (
             f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
         )
-        self._events.say("plan", text, {"settings": msgspec.to_builtins(settings), "parameters": self._plan.size})
+        data = {"settings": msgspec.to_builtins(settings), "parameters": self._plan.size, "data": hello.data}
+        self._events.say("plan", text, data)
+        self._data = hello.data
         return self._machine
 
     def _check_model(self, hello: Hello) -> None:
@@ -165,6 +167,9 @@ class SyncerService:
         run = tuple(tensor for part in self._plan.fragments for tensor in part.tensors)
         if (reason := difference(hello.tensors, run)) is not None:
             raise PeerError(f"{reason}. The run's own settings are in its run.toml.")
+        if hello.data != self._data:
+            text = f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({self._data[:12]})"
+            self._events.say("warning", text, {"learner": hello.learner})
 
     def received(self, channel: Channel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:

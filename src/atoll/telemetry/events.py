@@ -6,6 +6,7 @@ folds over these lines. Several processes append to the same file; a line is wri
 | kind | said by | fields beside `text` |
 | --- | --- | --- |
 | run | syncer | run, learners, settings |
+| plan | syncer | settings (P and H filled in), parameters, data |
 | joined, recovered | syncer | learner, incarnation (recovered: seconds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |

@@ -36,7 +36,7 @@ def main() -> None:
     )
 
     dataset = Windows(text, settings.block)
-    with atoll.Learner(model, optimizer) as learner:
+    with atoll.Learner(model, optimizer, data=text.digest) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):
             set_learning_rate(optimizer, learner.progress, settings)
             loss = model(batch.to(device))

@@ -1,0 +1,30 @@
+"""A picture of a live run's screen, for the README: `python docs/picture.py RUN_FOLDER docs/screen.svg`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from atoll.fabric.client import get_json
+from atoll.observe.screen import EventTail, Screen
+from atoll.store.rundir import RunDir
+from atoll.telemetry.status import RunStatus
+
+
+def main(folder: str, picture: str) -> None:
+    run = RunDir(Path(folder).absolute())
+    status = msgspec.convert(asyncio.run(get_json(run.address.read_text(), "/v1/status")), RunStatus)
+    console = Console(record=True, width=100, height=30, file=io.StringIO(), force_terminal=True)
+    screen = Screen(console)
+    screen.update(status, EventTail(run.events).read_new())
+    console.print(screen.render())
+    console.save_svg(picture, title="atoll train --demo")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
