@@ -9,6 +9,7 @@ from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
 from atoll.mailbox.channel import Bye, Copy, StopOrder, decode_to_training
 from atoll.protocol import effects as fx
+from atoll.protocol.messages import Refused
 
 
 def base(training: Training) -> dict[str, list[float]]:
@@ -201,11 +202,11 @@ async def test_a_model_that_differs_is_the_operators_mistake(stage: Stage) -> No
 async def test_to_come_too_late_is_no_mistake(stage: Stage) -> None:
     training = stage.training(await stage.run())
     await training.join()
-    training.courier._carry_out(fx.Stop("the run is over", final=True, failed=True))
+    training.courier._handle(fx.Arrived(Refused(reason="the run is over", over=True)))
     async with asyncio.timeout(WAIT_S):
         await training._readable.wait()
     frames = [decode_to_training(data) for data in training.channel.receive()]
-    assert StopOrder("the run is over", final=True, failed=True, mistake=False) in frames
+    assert StopOrder("the run is over", final=True, failed=False, mistake=False) in frames
 
 
 async def test_a_courier_in_the_wrong_ends_with_its_error(stage: Stage) -> None:

@@ -49,8 +49,6 @@ from atoll.protocol.messages import FromSyncer, Hello, Leave, Refused, Welcome
 from atoll.protocol.settings import Settings
 
 PARENT_CHECK_S = 1.0
-RUN_OVER = "the run is over"
-"""What a syncer says to one who comes too late: a failure, but no mistake of the operator's."""
 
 
 class Courier:
@@ -245,7 +243,7 @@ class Courier:
             case fx.Note(_, text):
                 _say(text)
             case fx.Stop(reason, final, failed):
-                self._channel.send(StopOrder(reason, final, failed, mistake=failed and reason != RUN_OVER))
+                self._channel.send(StopOrder(reason, final, failed, mistake=failed))
             case _:
                 if self._box is not None and self._bodies is not None:
                     self._order(effect, self._box, self._bodies)

@@ -4,11 +4,11 @@ It runs in the courier beside the training process. Training never waits for it:
 to copy at the coming boundary, answers pulls from those copies, and hands new versions over to be adopted between two
 steps. In a synchronous run it also says at which step to wait for which round.
 
-orders.py knows which copy to make and when, versions.py what is held of the run; here is what the syncer says, pulls
-and their answers, adoption and the end. Rules kept here, each with its test: nothing is contributed from a fragment
-that was not adopted from this run; a pull is declined while the version that holds this learner's last contribution is
-not adopted; a copy dies with the adoption of its fragment; a run of another name makes it forget what it held, and so
-does an incarnation that changed while it was away.
+orders.py knows which copy to make and when, copies.py which are at hand and what they answer, versions.py what is held
+of the run; here is what the syncer says, what a pull gets, adoption and the end. Rules kept here, each with its test:
+nothing is contributed from a fragment that was not adopted from this run; a pull is declined while the version that
+holds this learner's last contribution is not adopted; a copy dies with the adoption of its fragment; a run of another
+name makes it forget what it held, and so does an incarnation that changed while it was away.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from atoll.protocol.clock import Clock, merged
+from atoll.protocol.copies import Copies
 from atoll.protocol.effects import (
     Adopt,
     Adopted,
@@ -37,7 +38,6 @@ from atoll.protocol.effects import (
     Stepped,
     Stop,
     Tick,
-    Upload,
     UploadAll,
     Uploaded,
     UploadFailed,
@@ -45,7 +45,6 @@ from atoll.protocol.effects import (
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
-    Contribution,
     Decline,
     Ending,
     Finish,
@@ -85,11 +84,7 @@ class Learner:
         self._effects: list[LearnerEffect] = []
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
-        self._offer = -1
-        self._copies: dict[int, Copied] = {}
-        self._pulls: dict[int, Pull] = {}
-        """Pulls that wait for a copy, by fragment."""
-        self._uploads: dict[tuple[int, int], tuple[Copied, Pull]] = {}
+        self._copies = Copies(self._do)
         self._said_at = 0.0
         self._final: tuple[int, ...] | None = None
 
@@ -153,9 +148,10 @@ class Learner:
                 self._versions.failed(now, fragment)
                 self._note("warning", f"fragment {fragment} could not be fetched: {reason}; trying again")
             case Uploaded(number, attempt, digest):
-                self._uploaded(now, number, attempt, digest)
+                if (contribution := self._copies.arrived(number, attempt, digest)) is not None:
+                    self._say(now, contribution)
             case UploadFailed(number, attempt, reason):
-                self._uploads.pop((number, attempt), None)
+                self._copies.failed(number, attempt)
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
             case Tick():
                 pass
@@ -187,9 +183,9 @@ class Learner:
                 self._versions.newest = list(versions)
                 self._fetch_missing()
                 self._finish_if_done(now)
-            case Refused(reason=reason, final=True):
+            case Refused(reason=reason, final=True, over=over):
                 self.phase = "finished"
-                self._do(Stop(reason, final=True, failed=True))
+                self._do(Stop(reason, final=True, failed=not over))
             case Refused():
                 self._note("warning", message.reason)
 
@@ -238,8 +234,7 @@ class Learner:
         mine = [m.t for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
         self._versions.announced(announce, mine[0] if mine else None)
         self._do(Inform(announce.progress, announce.global_step))
-        if (waits := self._pulls.get(announce.fragment)) is not None and waits.round <= announce.round:
-            del self._pulls[announce.fragment]
+        self._copies.committed(announce.fragment, announce.round)
         self._move_on(announce.gathering)
         if self._keep_up(announce.round):
             self._plan()
@@ -251,10 +246,7 @@ class Learner:
     def _pass_over(self, number: int) -> None:
         """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""
         self._orders.let_go(number)
-        fragment = number % len(self.versions)
-        if (copy := self._copies.get(fragment)) is not None and copy.round <= number:
-            del self._copies[fragment]
-            self._do(Drop(fragment, copy.t))
+        self._copies.drop(number % len(self.versions), until=number)
 
     def _ending(self, reason: str) -> None:
         if self.phase in ("training", "joining"):
@@ -264,8 +256,7 @@ class Learner:
 
     def _cut(self, reason: str) -> None:
         self._connected = False
-        self._pulls.clear()
-        self._uploads.clear()
+        self._copies.cut()
         if self._final is not None:
             self._stop_for_good("the run is over")
         elif self.phase != "finished":
@@ -285,25 +276,20 @@ class Learner:
     def _is_useful(self, copy: Copied, ordered: bool) -> bool:
         if copy.base < 0 or copy.base != self.versions[copy.fragment]:
             return False
-        if not self._stepping or copy.fragment in self._pulls:
+        if not self._stepping or copy.fragment in self._copies.waiting:
             return True
         return ordered if self.settings.synchronous else copy.steps > 0
 
     def _keep(self, now: float, copy: Copied) -> None:
-        old = self._copies.get(copy.fragment)
-        if old is not None and old.t != copy.t:
-            self._do(Drop(copy.fragment, old.t))
-        self._copies[copy.fragment] = copy
-        self._offer = max(self._offer, copy.round)
-        if (pull := self._pulls.pop(copy.fragment, None)) is not None:
+        if (pull := self._copies.keep(copy)) is not None:
             self._answer(now, pull)
         elif self.settings.synchronous:
             self._report(now)
 
     def _order_next(self, step: int) -> None:
         """A pull that waits comes first; else (asynchronous) a fresher copy for the round that gathers."""
-        if self._pulls:
-            self._orders.order(next(iter(self._pulls.values())).round, step)
+        if self._copies.waiting:
+            self._orders.order(next(iter(self._copies.waiting.values())).round, step)
         elif self._stepping and not self.settings.synchronous:
             self._orders.order(self._orders.gathering, step)
 
@@ -318,8 +304,8 @@ class Learner:
         elif not pull.probe and self._nothing_comes(fragment):
             self._decline(now, pull, "no steps since its last adoption")
         else:
-            self._pulls[fragment] = pull
-            if len(self._pulls) == 1:
+            self._copies.waiting[fragment] = pull
+            if len(self._copies.waiting) == 1:
                 self._orders.order(pull.round, self.t)
 
     def _nothing_comes(self, fragment: int) -> bool:
@@ -329,29 +315,8 @@ class Learner:
         return not self._stepped.steps or self._stepped.steps[fragment] == 0
 
     def _answer(self, now: float, pull: Pull) -> None:
-        copy = self._copies[pull.fragment]
-        if copy.steps == 0 and not pull.probe:
+        if not self._copies.send(pull):
             self._decline(now, pull, "no steps since its last adoption")
-            return
-        self._uploads[(pull.round, pull.attempt)] = (copy, pull)
-        self._do(Upload(pull.round, pull.attempt, pull.fragment))
-
-    def _uploaded(self, now: float, number: int, attempt: int, digest: str) -> None:
-        if (upload := self._uploads.pop((number, attempt), None)) is None:
-            return
-        copy, pull = upload
-        contribution = Contribution(
-            round=number,
-            attempt=attempt,
-            fragment=copy.fragment,
-            base=copy.base,
-            t=copy.t,
-            steps=copy.steps,
-            tokens=copy.tokens,
-            digest=digest,
-            probe=pull.probe,
-        )
-        self._say(now, contribution)
 
     def _decline(self, now: float, pull: Pull, reason: str) -> None:
         self._say(now, Decline(round=pull.round, attempt=pull.attempt, reason=reason))
@@ -362,7 +327,7 @@ class Learner:
         """The syncer gathers a later round: aim at its fragment."""
         if gathering > self._orders.gathering:
             self._orders.gathering = gathering
-            if self._stepping and not self.settings.synchronous and not self._pulls:
+            if self._stepping and not self.settings.synchronous and not self._copies.waiting:
                 self._orders.ahead(self.t)
 
     def _plan(self) -> None:
@@ -417,8 +382,7 @@ class Learner:
         if (number := self._versions.adopted(fragment, event.version)) is None:
             return
         self._orders.adopted(fragment, number)
-        if (copy := self._copies.pop(fragment, None)) is not None:
-            self._do(Drop(fragment, copy.t))
+        self._copies.drop(fragment)
         self._stepped = _counted(self._stepped, fragment, event.steps, event.tokens)
         if self.phase == "joining" and self.recovered:
             self.phase = "training"
@@ -433,14 +397,9 @@ class Learner:
         self._forget(reason, fragments=len(self.versions), reset=True)
 
     def _forget(self, reason: str, *, fragments: int, reset: bool) -> None:
-        for copy in self._copies.values():
-            self._do(Drop(copy.fragment, copy.t))
+        self._copies.forget()
         self._orders.forget()
         self._versions.forget(fragments)
-        self._copies.clear()
-        self._pulls.clear()
-        self._uploads.clear()
-        self._offer = -1
         if self.phase == "training":
             self.phase = "joining"
         self._do(Forget(reason, reset))
@@ -479,7 +438,7 @@ class Learner:
             steps=last.steps or (0,) * fragments,
             tokens=last.tokens or (0,) * fragments,
             versions=tuple(self.versions),
-            offer=self._offer,
+            offer=self._copies.offer,
             aims=self._orders.aims,
             tokens_total=last.tokens_total,
             busy_s=last.busy_s,

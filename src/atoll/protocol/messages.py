@@ -126,6 +126,8 @@ class Refused(Message, frozen=True):
     reason: str
     final: bool = True
     """Trying again with the same model and settings cannot help."""
+    over: bool = False
+    """Nobody made a mistake: the run has ended."""
 
 
 class Started(Message, frozen=True):

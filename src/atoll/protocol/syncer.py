@@ -149,7 +149,7 @@ class Syncer:
         before = self.members.learners.get(hello.learner)
         same = before is not None and before.session == hello.session
         if self.phase == "finished" and not same:
-            self.out.send(hello.learner, Refused(reason="the run is over", final=True))
+            self.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
         if before is not None and before.connected:
             self._lose(before, "lost", "it dialled again" if same else "another process took its name")
