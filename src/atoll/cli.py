@@ -8,9 +8,8 @@ import re
 import socket
 import sys
 import tomllib
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -53,33 +52,11 @@ STEPS = 1000
 """The built-in workload's budget when none is named."""
 
 
-class Algorithm(StrEnum):
-    decoupled = "decoupled"
-    data_parallel = "data-parallel"
-
-
-class Adopt(StrEnum):
-    overwrite = "overwrite"
-    blend = "blend"
-    carry = "carry"
-
-
-class MergeRule(StrEnum):
-    mean = "mean"
-    rda = "rda"
-    rda_row = "rda-row"
-
-
-class Codec(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class PlanKind(StrEnum):
-    balanced = "balanced"
-    layer = "layer"
-    tensor = "tensor"
-
+Algorithm = Literal["decoupled", "data-parallel"]
+Adopt = Literal["overwrite", "blend", "carry"]
+MergeRule = Literal["mean", "rda", "rda-row"]
+Codec = Literal["fp32", "bf16"]
+PlanKind = Literal["balanced", "layer", "tensor"]
 
 RUN, RULES, OUTER, WORK = "The run", "The rules", "The outer step", "The built-in workload"
 
@@ -101,7 +78,7 @@ def train(
     ] = None,
     algorithm: Annotated[
         Algorithm, typer.Option(help="decoupled, or data-parallel as a baseline.", metavar="NAME", rich_help_panel=RUN)
-    ] = Algorithm.decoupled,
+    ] = "decoupled",
     demo: Annotated[
         bool, typer.Option("--demo", help="A first run: one learner is killed on the way.", rich_help_panel=RUN)
     ] = False,
@@ -155,12 +132,12 @@ def train(
             "fragments": fragments,
             "sync_every": sync_every,
             "overlap": 0 if sync and overlap is None else overlap,
-            "adopt": adopt and adopt.value,
+            "adopt": adopt,
             "blend": blend,
-            "codec": codec and codec.value,
-            "plan": plan and plan.value,
+            "codec": codec,
+            "plan": plan,
         },
-        "outer": {"merge": merge and merge.value, "lr": outer_lr, "momentum": outer_momentum},
+        "outer": {"merge": merge, "lr": outer_lr, "momentum": outer_momentum},
         "service": {"port": port, "evaluate_every": evaluate_every},
         "workload": {"depth": depth, "block": block, "batch": batch, "lr": lr, "data": data or None},
     }
@@ -172,13 +149,13 @@ def train(
     settings = _budgeted(convert(merged(document, changes), str(config or "the command line")), script)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
-    elif algorithm is Algorithm.data_parallel:
+    elif algorithm == "data-parallel":
         raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
     arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
     kills = tuple(_kill(text, settings) for text in kill or ()) or ((DEMO_KILL,) if demo else ())
     run_dir = RunDir.create(out, force=force or demo)
     console = Console(stderr=json_)
-    if algorithm is Algorithm.data_parallel:
+    if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
     _train(settings, run_dir, console, arguments, kills, json_)
@@ -230,13 +207,23 @@ def _train(
             watch=lambda status: view.update(status, tail.read_new()),
         )
         asyncio.run(run.run())
+    _close(out, console, as_json)
+
+
+def _close(out: RunDir, console: Console, as_json: bool = False) -> None:
+    """The summary, written down and shown."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
     summary = summarise(events)
-    write_atomic(out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
-    else:
+    _write_summary(out, summary, as_json)
+    if not as_json:
         print_closing(console, summary, story(summary, events), last_sample(events), _short(out.path))
+
+
+def _write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:
+    text = msgspec.json.format(msgspec.json.encode(summary))
+    write_atomic(out.summary, text + b"\n")
+    if as_json:
+        print(text.decode())
 
 
 def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
@@ -251,10 +238,8 @@ def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json:
                 console.print(f"step {report['step']:,} of {steps:,}: validation loss {report['validation_loss']:.4f}")
 
         summary = asyncio.run(DataParallelRun(config, out, steps, watch).run())
-    write_atomic(out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
-    else:
+    _write_summary(out, summary, as_json)
+    if not as_json:
         console.print(
             f"data-parallel, {protocol.learners} ranks, {steps:,} steps in {summary['wall_s']:.0f} s: validation loss "
             f"{summary['validation_loss_start']:.3f} → {summary['validation_loss_end']:.3f}"
@@ -294,10 +279,7 @@ def syncer(
     code = serve(settings, run_dir, evaluated=False, ready=ready)
     if code:
         raise typer.Exit(code)
-    events = list(parse(run_dir.events.read_bytes().splitlines(keepends=True)))
-    summary = summarise(events)
-    write_atomic(run_dir.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
-    print_closing(console, summary, story(summary, events), last_sample(events), _short(run_dir.path))
+    _close(run_dir, console)
 
 
 @app.command(context_settings={"allow_extra_args": True})
