@@ -72,6 +72,7 @@ def train(
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
     config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.", rich_help_panel=RUN)] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order.", rich_help_panel=RUN)] = None,
+    init: Annotated[Path | None, typer.Option(help="Weights to begin with (safetensors).", rich_help_panel=RUN)] = None,
     port: Annotated[int | None, typer.Option(help="Of the syncer; 0 for any.", rich_help_panel=RUN)] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Rounds between two scores; 0: never.", rich_help_panel=RUN)
@@ -146,6 +147,8 @@ def train(
         document = merged(document, DEMO)
     if seed is not None:
         document["seed"] = seed
+    if init is not None:
+        document["init"] = str(init)
     settings = _budgeted(convert(merged(document, changes), str(config or "the command line")), script)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")

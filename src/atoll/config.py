@@ -1,6 +1,6 @@
 """A run's settings: TOML into small frozen structs, with good defaults for everything.
 
-seed = 0
+seed, init   chance; pretrained weights to begin with
 [protocol]   the rules: protocol.settings.Settings
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
@@ -63,6 +63,8 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int = 0
+    init: str = ""
+    """Pretrained weights to begin with: a safetensors file. Empty: the first learner's own."""
     protocol: Settings = Settings()
     outer: Outer = Outer()
     service: Service = Service()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from atoll.learner.model import describe, trained
-from atoll.protocol.errors import PlanError
+from atoll.learner.model import describe, load_weights, trained
+from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec
 
 
@@ -117,3 +120,24 @@ def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_without_trained_parameters_is_refused() -> None:
     assert "no trained parameters" in refusal(nn.Linear(2, 2).requires_grad_(False))
     assert "no trained parameters" in refusal(nn.Tanh())
+
+
+def test_pretrained_weights_are_loaded_by_name_and_into_the_parameters_own_type(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, dtype=torch.bfloat16)
+    save_file(
+        {"weight": torch.tensor([[1.5, -2.0]]), "bias": torch.tensor([3.0]), "more": torch.ones(1)}, tmp_path / "w"
+    )
+    load_weights(model, tmp_path / "w")
+    assert model.weight.tolist() == [[1.5, -2.0]] and model.bias.tolist() == [3.0]
+
+
+def test_pretrained_weights_of_another_model_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+    model, file = nn.Linear(2, 1), tmp_path / "w"
+    with pytest.raises(ConfigError, match="cannot read the weights to begin with"):
+        load_weights(model, file)
+    save_file({"weight": torch.ones(1, 2)}, file)
+    with pytest.raises(ConfigError, match="holds no weights for 'bias'"):
+        load_weights(model, file)
+    save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, file)
+    with pytest.raises(ConfigError, match=r"'weight' is \(1, 2\) here, \(1, 3\) in the file"):
+        load_weights(model, file)

@@ -276,6 +276,8 @@ class LocalRun:
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
         }
+        if self.config.init:
+            common["ATOLL_INIT"] = str(Path(self.config.init).absolute())
         if hasattr(self, "_url"):
             common["ATOLL_SYNCER"] = self._url
         command = [sys.executable, *arguments]

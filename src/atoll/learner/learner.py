@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ from atoll.learner.boundary import Boundary
 from atoll.learner.data import Samples, collect, generator, orders
 from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.losses import Losses
-from atoll.learner.model import describe, trained
+from atoll.learner.model import describe, load_weights, trained
 from atoll.learner.partner import Partner
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Box, Bye, ForgetOrder, Start, Step, StopOrder, ToTraining, Welcomed
@@ -114,6 +115,8 @@ class Learner:
         if not self.alone:
             try:
                 self._tensors = describe(self.model)
+                if init := os.environ.get("ATOLL_INIT"):
+                    load_weights(self.model, Path(init))
                 self._partner.start()
                 self._introduce()
                 self._join()

@@ -7,10 +7,14 @@ would have none.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
-from atoll.protocol.errors import PlanError
+from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -40,6 +44,21 @@ def describe(model: nn.Module) -> tuple[TensorSpec, ...]:
         TensorSpec(name, tuple(p.shape), DTYPES[p.dtype], embedding=id(p) in embeddings)
         for name, p in trained(model).items()
     )
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Pretrained weights from a safetensors file, for every trained parameter, before the run begins."""
+    try:
+        held = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read the weights to begin with from {path}: {error}") from error
+    for name, parameter in trained(model).items():
+        if name not in held:
+            raise ConfigError(f"{path} holds no weights for '{name}': it is of another model")
+        if held[name].shape != parameter.shape:
+            here, there = tuple(parameter.shape), tuple(held[name].shape)
+            raise ConfigError(f"{path} is of another model: '{name}' is {here} here, {there} in the file")
+        parameter.data.copy_(held[name])
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
