@@ -197,6 +197,8 @@ async def _ended(task: asyncio.Task[None]) -> None:
 async def place() -> AsyncIterator[Place]:
     async with AsyncExitStack() as stack:
         yield Place(stack)
+    for _ in range(3):
+        await asyncio.sleep(0)  # a closed transport lets go of its socket in a later turn of the loop
 
 
 @pytest.fixture
