@@ -146,10 +146,25 @@ async def test_version_0_is_every_base_and_is_tried_again(monkeypatch: pytest.Mo
         assert here.link.initial == [0, 1, 2]
 
 
-async def test_version_0_that_is_not_wanted_any_more_is_given_up() -> None:
+async def test_version_0_that_is_not_taken_now_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.courier.body.RETRY_S", 0.0)
     async with place() as here:
-        here.link.errors = [PeerError("the run has its parameters")]
+        here.link.errors = [PeerError("an older one is still on its way")]
         here.bodies.upload_all()
+        await done(here)
+        assert here.link.initial == [0, 1, 2]
+
+
+async def test_version_0_is_given_up_once_there_is_something_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.courier.body.RETRY_S", 0.0)
+    async with place() as here:
+        here.link.errors = [PeerError("another was asked")] * 1000
+        here.bodies.upload_all()
+        await asyncio.sleep(0)
+        here.link.errors = []
+        here.link.open.clear()
+        here.bodies.fetch(0)
+        here.link.open.set()
         await done(here)
         assert here.link.initial == []
 

@@ -2,7 +2,10 @@
 
 from tests.protocol.world import World
 
-from atoll.protocol.messages import Refused, Welcome
+from atoll.protocol.effects import Greeted, Initialised, Received, Send
+from atoll.protocol.messages import Hello, Leave, Refused, Welcome
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
 
 
 def test_the_first_joiner_gives_the_first_parameters_and_the_others_take_them() -> None:
@@ -132,3 +135,28 @@ def test_one_loop_that_ends_by_itself_holds_up_nobody_and_its_last_steps_are_mer
     world.run_until(seconds=30)
     assert world.syncer.committed > 15
     assert world.islands["learner-1"].steps == [0, 0]
+
+
+def test_the_last_to_stop_ends_the_run_also_when_the_others_have_left() -> None:
+    """It would wait for a minute otherwise, and its last steps with it."""
+    world = World(2, fragments=2, sync_every=4).run_until(round=6)
+    world.islands["learner-1"].done = True
+    world.run_until(seconds=20)
+    world.inject(Received("learner-1", Leave(reason="it left before the run ended")))
+    world.islands["learner-1"].alive = False
+    world.islands["learner-0"].done = True
+    world.run_to_end(seconds=10)
+    assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")
+
+
+def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_newcomer() -> None:
+    """After a restart of the syncer a learner that has only just started may well be the first to come."""
+    syncer = Syncer(Settings(learners=2, fragments=2, sync_every=4), run="new", fingerprint="plan")
+    newcomer = Hello(protocol=1, learner="learner-0", session="a")
+    survivor = Hello(protocol=1, learner="learner-1", session="b", run="old", versions=(3, 3))
+    asked = [effect.message for effect in syncer.handle(0.0, Greeted(newcomer)) if isinstance(effect, Send)]
+    assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
+    asked = [effect.message for effect in syncer.handle(0.1, Greeted(survivor)) if isinstance(effect, Send)]
+    assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
+    syncer.handle(0.2, Initialised("learner-0"))
+    assert syncer.phase == "empty", "what the newcomer sends is not wanted any more"

@@ -44,6 +44,21 @@ def test_a_non_member_carries_from_its_base() -> None:
     assert isinstance(adopt, fx.Adopt) and adopt.copy_t is None
 
 
+def test_nothing_is_carried_into_a_version_that_nobody_has_told_of_yet() -> None:
+    """A fetch brings the newest; whether our steps are in it only its announcement will say."""
+    learner = a_learner()
+    learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
+    (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 5)))
+    assert isinstance(adopt, fx.Adopt) and adopt.rule == "overwrite"
+
+
+def test_a_courier_that_missed_the_order_to_recover_makes_up_for_it() -> None:
+    learner = Learner("a", "s", TENSORS)
+    learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)), incarnation=1)
+    effects = learner.handle(0.0, fx.Arrived(welcomed(incarnation=2)))
+    assert [forget.reset for forget in of(fx.Forget, effects)] == [True]  # type: ignore[attr-defined]
+
+
 def test_a_merge_whose_announcement_was_lost_is_told_at_the_welcome() -> None:
     learner = a_learner(versions=(4, 3), merged=((4, 9), (-1, 0)))
     (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 4)))

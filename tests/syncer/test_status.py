@@ -82,7 +82,9 @@ def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:
     meter.note(100.0, "recovered", {})
     machine.handle(1.0, Received("a", progress(4)))  # 2 s of steps
     machine.handle(1.0, Received("b", progress(2)))  # 1 s
-    meter.note(104.0, "lost", {"learner": "c", "busy_s": 3.0})
+    meter.note(104.0, "lost", {"learner": "c", "incarnation": 1, "busy_s": 3.0})
+    assert meter.status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
+    meter.note(105.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 2.0})  # and comes back: it counts once
     assert meter.status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
     meter.note(112.0, "ending", {})
     assert meter.status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"

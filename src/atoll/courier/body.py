@@ -109,7 +109,7 @@ class Bodies:
         self._initial = self._spawn(self._upload_all())
 
     async def _upload_all(self) -> None:
-        """Every fragment's base as version 0; one that failed is sent again, until the link is lost."""
+        """Every fragment's base as version 0; one that failed is sent again, until the link is lost or all is there."""
         for fragment in range(self._box.layout.fragments):
             data = self._box.base(fragment).view(np.uint8).data
             mark = digest(data)
@@ -117,14 +117,14 @@ class Bodies:
                 try:
                     await self._link.put_initial(self._start.learner, self._start.session, fragment, data, mark, BODY_S)
                     break
-                except Unreachable:
+                except (PeerError, Unreachable):
                     await asyncio.sleep(RETRY_S)
-                except PeerError:
-                    return  # the run has its parameters, or another was asked
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
     def fetch(self, fragment: int) -> None:
+        if self._initial is not None:
+            self._initial.cancel()  # the run has its parameters
         self._fetching.add(fragment)
         self._spawn(self._fetch(fragment))
 

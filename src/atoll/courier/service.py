@@ -45,7 +45,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError
 from atoll.protocol.learner import Learner
-from atoll.protocol.messages import FromSyncer, Hello, Leave, Refused, Welcome
+from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
 
 PARENT_CHECK_S = 1.0
@@ -161,7 +161,7 @@ class Courier:
         if self._link is None:
             self._unsure = set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
-            self._machine.restore(box.run, whole, frame.stepped)
+            self._machine.restore(box.run, whole, frame.stepped, box.count("incarnation"))
             self._dial()
         assert self._link is not None
         self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
@@ -206,6 +206,8 @@ class Courier:
         self._handle(fx.Arrived(message))
         if isinstance(message, Welcome) and self._box is not None:
             self._box.run = message.run
+            self._box.set_count("incarnation", message.incarnation)
+        elif isinstance(message, Recover) and self._box is not None:
             self._box.set_count("incarnation", message.incarnation)
 
     def _fits(self, welcome: Welcome) -> bool:
@@ -289,11 +291,10 @@ class Courier:
         if adopt.fragment in self._unsure and rule == "carry":
             rule = "overwrite"
         if rule == "carry" and adopt.copy_t is not None:
-            key = (adopt.fragment, adopt.copy_t)
-            if key in bodies.outgoing.copies:
-                minus = bodies.outgoing.copies[key]
-                steps, tokens = bodies.outgoing.counters[key]
+            if (copy := bodies.outgoing.name(adopt.fragment, adopt.copy_t)) is not None:
+                minus, steps, tokens = copy
             else:
+                _say(f"the copy to carry on from is gone: fragment {adopt.fragment} is overwritten this once")
                 rule = "overwrite"
         return AdoptOrder(
             slot=bodies.incoming.landed.pop(adopt.fragment),

@@ -17,12 +17,15 @@ class Outgoing:
     """(fragment, t) → (steps, tokens) at the copy."""
     _sent: set[tuple[int, int]] = field(default_factory=set)
     _dropped: set[tuple[int, int]] = field(default_factory=set)
+    _named: set[tuple[int, int]] = field(default_factory=set)
+    """Named in an order to adopt that is not carried out yet."""
 
     def take(self) -> int | None:
         """A free slot; where there is none, the oldest copy gives way, first of those that were only kept for carry."""
-        if not self.free and self.copies:
-            kept = self._dropped & self._sent
-            self._release(min(kept or self.copies, key=lambda key: key[1]))
+        may_go = self.copies.keys() - self._named
+        if not self.free and may_go:
+            kept = self._dropped & self._sent & may_go
+            self._release(min(kept or may_go, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
 
     def made(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
@@ -40,6 +43,14 @@ class Outgoing:
         self._sent.add(newest)
         return self.copies[newest]
 
+    def name(self, fragment: int, t: int) -> tuple[int, int, int] | None:
+        """Slot, steps and tokens of a copy that an adoption will subtract; it stays until then."""
+        key = (fragment, t)
+        if key not in self.copies:
+            return None
+        self._named.add(key)
+        return (self.copies[key], *self.counters[key])
+
     def drop(self, fragment: int, t: int) -> None:
         """Of no more use as an answer."""
         key = (fragment, t)
@@ -52,6 +63,7 @@ class Outgoing:
         """Nothing of what was sent of this fragment is needed any more."""
         for key in [key for key in self._sent if key[0] == fragment]:
             self._sent.discard(key)
+            self._named.discard(key)
             if key in self._dropped:
                 self._release(key)
 
@@ -63,6 +75,7 @@ class Outgoing:
     def _release(self, key: tuple[int, int]) -> None:
         self._sent.discard(key)
         self._dropped.discard(key)
+        self._named.discard(key)
         self.counters.pop(key, None)
         self.free.append(self.copies.pop(key))
 

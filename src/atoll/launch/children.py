@@ -26,7 +26,6 @@ class Child:
     command: list[str]
     env: dict[str, str]
     log: Path
-    nice: int = 0
     obeys: bool = False
     """It takes orders on its standard input, and ends when that closes."""
     restarts: int = 0
@@ -35,24 +34,26 @@ class Child:
     _deaths: int = field(default=0, repr=False)
     _started_at: float = field(default=0.0, repr=False)
     _restart_at: float | None = field(default=None, repr=False)
+    _gave_way: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = self._spawn(log)
         self._started_at = time.monotonic()
         self._restart_at = None
-        if self.nice:
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, self.nice)
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """In a session of its own: Ctrl-C is for us, and we end it in good order."""
+        """In a process group of its own: Ctrl-C is for us, and we end it in good order.
+
+        Not in a session of its own: Linux shares the processor fairly between sessions, and niceness would not count.
+        """
         return subprocess.Popen(
             self.command,
             env={**os.environ, **self.env, SUPERVISOR: str(os.getpid())},
             stdin=subprocess.PIPE if self.obeys else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property
@@ -95,6 +96,16 @@ class Child:
             with suppress(OSError):
                 self.process.stdin.write(f"{line}\n".encode())
                 self.process.stdin.flush()
+
+    def give_way(self, nice: int) -> None:
+        """Let others go first from now on. What it started before keeps its place."""
+        if self.running and self._gave_way != self.process:
+            assert self.process is not None
+            self._gave_way = self.process
+            threads = Path(f"/proc/{self.process.pid}/task")
+            for thread in [int(t.name) for t in threads.iterdir()] if threads.is_dir() else [self.process.pid]:
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
 
     def signal(self, number: signal.Signals) -> None:
         if self.running:

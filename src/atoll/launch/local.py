@@ -40,10 +40,12 @@ START_S = 60.0
 LAST_S = 30.0
 """How long the others may take to end after the syncer."""
 RUNNER = ["-m", "atoll.launch.script"]
+TRAINING_NICE = 5
+"""The niceness of a learner once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
 NEW_RUN = (
     "the syncer died and is started again; without a journal it begins a new run from the parameters of the first "
-    "learner that comes back: rounds, budget and momentum start anew"
+    "learner that comes back: rounds, the budget in steps and momentum start anew"
 )
 
 
@@ -85,6 +87,7 @@ class LocalRun:
             self._done: set[str] = set()
             self._pending = list(self.kills)
             self._interrupts = 0
+            self._orders: list[str] = []
             self._ending = False
             self._refusal = ""
             self._failure: AtollError | None = None
@@ -108,6 +111,7 @@ class LocalRun:
             self._mend_syncer(code)
             status = await self._status()
             self.watch(status)
+            self._let_newcomers_first(status)
             self._kill_as_planned(status)
             self._mend()
             await asyncio.sleep(TICK_S)
@@ -138,7 +142,7 @@ class LocalRun:
             name = f"learner-{index}"
             self._learners[name] = self._child(name, script, {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner"})
         if self.evaluator:
-            self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"}, nice=10)
+            self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"})
         for child in self._everyone()[1:]:
             self._start(child)
 
@@ -171,14 +175,15 @@ class LocalRun:
 
     def _mend_syncer(self, code: int | None) -> None:
         if code is None:
-            self._restart_if_due(self._syncer)
+            if self._restart_if_due(self._syncer):
+                for line in self._orders:
+                    self._syncer.order(line)
             return
         self._say_exited(self._syncer, code)
         if self._interrupts > 1:
             raise Killed("everything was killed, as asked; the last steps are not in the model")
         if self._interrupts or not self._syncer.restart_later():
             raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._words(self._syncer)}")
-        self._ending = False
         self._events.say("warning", NEW_RUN)
 
     def _mend(self) -> None:
@@ -195,9 +200,16 @@ class LocalRun:
         if not any(child.running or child.waiting for child in self._learners.values()):
             self._end_without_learners()
 
-    def _restart_if_due(self, child: Child) -> None:
-        if child.restart_if_due():
+    def _restart_if_due(self, child: Child) -> bool:
+        due = child.restart_if_due()
+        if due:
             self._events.say("restarted", f"{child.name} was started again", {"process": child.name})
+        return due
+
+    def _order(self, line: str) -> None:
+        """To the syncer; one that takes over from a dead one hears it again."""
+        self._orders.append(line)
+        self._syncer.order(line)
 
     def _say_exited(self, child: Child, code: int) -> None:
         self._events.say("exited", f"{child.name} ended: {describe_exit(code)}", {"process": child.name, "code": code})
@@ -216,7 +228,7 @@ class LocalRun:
             return
         if code != 0:
             self._warn(child, f"the model is not scored any more: {self._words(child)}")
-        self._syncer.order("unscored")
+        self._order("unscored")
 
     def _end_without_learners(self) -> None:
         """The syncer writes down what there is; a run that nobody finished has failed."""
@@ -224,15 +236,23 @@ class LocalRun:
             return
         self._ending = True
         if self._done:
-            self._syncer.order("end every learner has ended")
+            self._order("end every learner has ended")
             return
         self._failure = (
             ConfigError(self._refusal)
             if self._refusal
             else RunFailed(f"every learner died too often; their logs are in {self.out.logs}")
         )
-        self._syncer.order("unscored")
-        self._syncer.order("end no learner is left")
+        self._order("unscored")
+        self._order("end no learner is left")
+
+    def _let_newcomers_first(self, status: RunStatus | None) -> None:
+        """A learner that starts, and every courier, goes before those that train: it is soon done with starting."""
+        for one in status.learners if status is not None else ():
+            if one.state == "training" and one.learner in self._learners:
+                self._learners[one.learner].give_way(TRAINING_NICE)
+        if self._scorer is not None and status is not None and status.validation_round is not None:
+            self._scorer.give_way(TRAINING_NICE)
 
     def _kill_as_planned(self, status: RunStatus | None) -> None:
         for kill in [k for k in self._pending if status is not None and status.progress >= k.at]:
@@ -247,7 +267,7 @@ class LocalRun:
         self._interrupts += 1
         if self._interrupts == 1:
             self._events.say("warning", "asked to end: the last steps are collected; once more to kill everything")
-            self._syncer.order("end the operator asked for it")
+            self._order("end the operator asked for it")
         else:
             for child in self._everyone():
                 child.kill_all()
@@ -267,7 +287,7 @@ class LocalRun:
     def _everyone(self) -> list[Child]:
         return [self._syncer, *self._learners.values(), *([self._scorer] if self._scorer else [])]
 
-    def _child(self, name: str, arguments: list[str], env: dict[str, str] | None = None, nice: int = 0) -> Child:
+    def _child(self, name: str, arguments: list[str], env: dict[str, str] | None = None) -> Child:
         threads = str(max(1, cores() // self.config.protocol.learners))
         common = {
             "ATOLL_RUN_TOML": str(self.out.settings),
@@ -281,7 +301,7 @@ class LocalRun:
         if hasattr(self, "_url"):
             common["ATOLL_SYNCER"] = self._url
         command = [sys.executable, *arguments]
-        return Child(name, command, {**common, **(env or {})}, self.out.log(name), nice)
+        return Child(name, command, {**common, **(env or {})}, self.out.log(name))
 
 
 def script_arguments(script: Path, arguments: list[str]) -> list[str]:

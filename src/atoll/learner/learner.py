@@ -37,7 +37,7 @@ from atoll.protocol.errors import AtollError, ConfigError, PlanError, RunFailed
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
 LEAVE_WAIT_S = 10.0
-"""How long leaving early waits for the last steps to be merged."""
+"""How long leaving early waits for the last steps to be merged; longer where the others need longer for two cycles."""
 END_WAIT_S = 120.0
 """How long a learner waits for the run to end once it was told that it ends."""
 
@@ -77,6 +77,7 @@ class Learner:
         self._t = self._tokens = 0
         self._busy_s = 0.0
         self._left_at = 0.0
+        self._pass = 0.0
         self._done = self._final = False
         self._stopped = False
         self._inside = self._left = False
@@ -105,8 +106,11 @@ class Learner:
 
     @property
     def progress(self) -> float:
-        """How much of the run's budget is spent, in [0, 1]: what learning rate schedules should follow."""
-        return 0.0 if self._box is None else min(1.0, self._box.measure("progress"))
+        """How much of the run's budget is spent, in [0, 1]: what learning rate schedules should follow.
+
+        Alone: of the pass that `batches` makes. A run without a budget stays at 0.
+        """
+        return self._pass if self._box is None else min(1.0, self._box.measure("progress"))
 
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
@@ -145,9 +149,11 @@ class Learner:
         """Batches of a map-style dataset in this learner's own order, until the run is done (alone: one pass)."""
         incarnation = 1 if self._box is None else self._box.count("incarnation")
         random = generator(self._seed, self.name, incarnation)
-        for indices in orders(len(dataset), batch_size, random, passes=1 if self.alone else None):
+        for number, indices in enumerate(orders(len(dataset), batch_size, random, passes=1 if self.alone else None)):
             if self._done:
                 return
+            if self.alone:
+                self._pass = number / (len(dataset) // batch_size)
             yield collect(dataset, indices)
 
     def __exit__(
@@ -179,7 +185,8 @@ class Learner:
         while not self._final and (self._boundary is None or not self._boundary.recovered):
             left = deadline - time.monotonic()
             if left <= 0:
-                say(f"no syncer at {self._url} for {self._join_wait_s:g} s: training goes on, joining when it can")
+                waited = f"no parameters from the syncer at {self._url} for {self._join_wait_s:g} s"
+                say(f"{waited}: training goes on, joining when it can")
                 return
             self._partner.wait(min(left, 0.5))
             self._listen()
@@ -276,7 +283,7 @@ class Learner:
         self._stopped = True
         early = not self._done
         self._report()
-        deadline = time.monotonic() + (LEAVE_WAIT_S if early else END_WAIT_S)
+        deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
         while not self._final and time.monotonic() < deadline and self._boundary is not None:
             self._partner.wait(0.2)
             self._listen()
@@ -289,6 +296,11 @@ class Learner:
             self._boundary.take_base()
         if not self._final:
             self._partner.send(Bye("it left before the run ended" if early else "the end of the run did not come"))
+
+    def _leave_wait_s(self) -> float:
+        if self._boundary is None or self._t == 0:
+            return LEAVE_WAIT_S
+        return max(LEAVE_WAIT_S, 2 * self._boundary.settings.sync_every * self._busy_s / self._t)
 
     def _box_has_more(self) -> bool:
         return self._box is not None and bool(self._box.steps.any())

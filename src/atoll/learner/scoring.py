@@ -36,7 +36,7 @@ class Evaluator:
         self._cpu_s = 0.0
 
     async def run(self) -> None:
-        due, heard_at = 0, time.monotonic()
+        due, run, heard_at = 0, "", time.monotonic()
         while True:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
@@ -46,6 +46,8 @@ class Evaluator:
                 await asyncio.sleep(POLL_S)
                 continue
             heard_at = time.monotonic()
+            if status.run != run:
+                due, run = 0, status.run
             final = status.phase == "finished"
             if status.phase != "waiting" and (final or status.round >= due):
                 every = await self._once(status.round, final)

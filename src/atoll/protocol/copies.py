@@ -69,8 +69,13 @@ class Copies:
             probe=pull.probe,
         )
 
-    def failed(self, number: int, attempt: int) -> None:
-        self._sent.pop((number, attempt), None)
+    def failed(self, number: int, attempt: int) -> bool:
+        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy."""
+        if (sent := self._sent.pop((number, attempt), None)) is None:
+            return False
+        if self._at_hand.get(sent[0].fragment) is sent[0]:
+            self.drop(sent[0].fragment)
+        return True
 
     def committed(self, fragment: int, number: int) -> None:
         """The round is behind the run: nobody waits for an answer to it."""

@@ -109,9 +109,9 @@ class Learner:
         """More boundaries will come."""
         return self.phase == "training" and not self._stepped.stopped
 
-    def restore(self, run: str, versions: list[int], stepped: Stepped) -> None:
+    def restore(self, run: str, versions: list[int], stepped: Stepped, incarnation: int = 0) -> None:
         """What the shared memory says, for a courier that takes over from a dead one."""
-        self.run, self._versions.held = run, list(versions)
+        self.run, self.incarnation, self._versions.held = run, incarnation, list(versions)
         self._stepped, self.t = stepped, stepped.t
 
     def hello(self) -> Hello:
@@ -151,8 +151,11 @@ class Learner:
                 if (contribution := self._copies.arrived(number, attempt, digest)) is not None:
                     self._say(now, contribution)
             case UploadFailed(number, attempt, reason):
-                self._copies.failed(number, attempt)
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
+                if self._copies.failed(number, attempt):
+                    self._say(
+                        now, Decline(round=number, attempt=attempt, reason=f"its answer did not arrive: {reason}")
+                    )
             case Tick():
                 pass
         self._by_time(now)
@@ -353,12 +356,13 @@ class Learner:
             self._versions.fetch_missing()
 
     def _fetched(self, fragment: int, version: int) -> None:
+        untold = version > self.newest[fragment]  # whether it holds our steps is not known yet: nothing may be carried
         if not self._versions.fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)
         if self.settings.synchronous:
             self._before_adoption(fragment, number)
-        plain = not self.recovered or self._final is not None
+        plain = not self.recovered or self._final is not None or (untold and self.settings.adopt == "carry")
         adopt = Adopt(
             fragment=fragment,
             version=version,

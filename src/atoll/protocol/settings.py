@@ -15,7 +15,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fragments: int = 0
     """P. 0: as many as fit, min(24, tensors of the model)."""
     sync_every: int = 0
-    """H: learner steps between two syncs of the same fragment. 0: as many as fragments, and more than `overlap`."""
+    """H: learner steps between two syncs of the same fragment. 0: min(24, tensors), and above `overlap`."""
     overlap: int = 2
     """τ: learner steps a fragment may be on its way from reading to adoption."""
     quorum: int = 1
@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     startup_s: float = 3.0
     """Before a step time is known, the most a round waits for all live learners."""
     assemble_s: float = 60.0
-    """A synchronous run waits this long for all its learners before it begins with those that are there."""
+    """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped."""
     patience_s: float = 5.0
     """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer."""
     heartbeat_s: float = 1.0
@@ -104,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """With P and H filled in for a model of so many tensors."""
         fragments = self.fragments or min(24, tensors, self.sync_every or 24)
         overlap = self.overlap
-        sync_every = self.sync_every or max(fragments, overlap + 1)
+        sync_every = self.sync_every or max(fragments, min(24, tensors), overlap + 1)
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "

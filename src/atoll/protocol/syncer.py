@@ -70,6 +70,7 @@ class Syncer:
         self.drain = Drain(settings, self.members, self.rounds)
         self.wake_at: float | None = None
         self._uploader: str | None = None
+        self._uploader_holds = False
         self._started_at = self._idle_since = 0.0
         self._end_reason = ""
 
@@ -156,8 +157,8 @@ class Syncer:
         learner, new = self.members.greet(now, hello, self.run)
         if hello.run == self.run:
             self.out.hear(hello.clock)
-        if self.phase == "empty" and self._uploader is None:
-            self._uploader = hello.learner
+        if self.phase == "empty" and self._is_better_uploader(hello):
+            self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
         self._welcome(learner)
         word = "joined" if new else "came back"
         self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
@@ -165,6 +166,10 @@ class Syncer:
             self.out.send(learner.name, Ending(reason=self._end_reason))
         elif self.phase == "finished":
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
+
+    def _is_better_uploader(self, hello: Hello) -> bool:
+        """The first that comes; but one that has adopted a global model goes before one with weights of its own."""
+        return self._uploader is None or (_holds_a_model(hello) and not self._uploader_holds)
 
     def _welcome(self, learner: Learner) -> None:
         welcome = Welcome(
@@ -378,7 +383,8 @@ class Syncer:
             self._idle_since = now
             return False
         wakes.append(self._idle_since + self.settings.assemble_s)
-        return len(there) >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
+        stopped = sum(one.stopped for one in self.members.learners.values())  # also those that have left since
+        return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
 
     def _end(self, now: float, reason: str) -> None:
         if self.phase == "empty":
@@ -397,3 +403,7 @@ class Syncer:
         for learner in self.members.connected():
             self.out.send(learner.name, Finish(reason=reason, versions=tuple(self.versions)))
         self.out.add(Finished(reason))
+
+
+def _holds_a_model(hello: Hello) -> bool:
+    return bool(hello.versions) and min(hello.versions) >= 0

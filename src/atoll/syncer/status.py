@@ -29,7 +29,8 @@ class Meter:
         self._shares: deque[float] = deque(maxlen=RECENT)
         self._versions: dict[int, deque[tuple[int, int]]] = {}
         """Per fragment its newest (version, round): enough for whoever is not far behind."""
-        self._busy_before: dict[str, float] = {}
+        self._busy: dict[tuple[str, int], float] = {}
+        """Seconds spent stepping of every incarnation that was lost or left."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._score: Score | None = None
 
@@ -42,8 +43,7 @@ class Meter:
             known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
             known.append((data["version"], data["round"]))
         elif kind in ("lost", "left"):
-            name = data["learner"]
-            self._busy_before[name] = self._busy_before.get(name, 0.0) + data["busy_s"]
+            self._busy[data["learner"], data["incarnation"]] = data["busy_s"]
         elif kind == "ending":
             self._ended = at
 
@@ -85,9 +85,8 @@ class Meter:
         )
 
     def _goodput(self, machine: Syncer, elapsed: float) -> float:
-        busy = sum(self._busy_before.values())
-        busy += sum(one.busy_s for one in machine.members.learners.values() if one.connected)
-        return min(1.0, busy / (max(self._learners, 1) * elapsed))
+        now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
+        return min(1.0, sum({**self._busy, **now}.values()) / (max(self._learners, 1) * elapsed))
 
     def _learner(self, now: float, one: Learner, machine: Syncer | None) -> LearnerStatus:
         assert machine is not None

@@ -1,0 +1,51 @@
+"""A learner's copies, and what becomes of an answer that does not get there."""
+
+from __future__ import annotations
+
+from atoll.protocol.copies import Copies
+from atoll.protocol.effects import Copied, Drop, LearnerEffect, Upload
+from atoll.protocol.messages import Pull
+
+
+def copy(t: int, steps: int = 3) -> Copied:
+    return Copied(round=7, fragment=1, t=t, steps=steps, tokens=30, base=2)
+
+
+def pull(attempt: int = 1, probe: bool = False) -> Pull:
+    return Pull(round=7, attempt=attempt, fragment=1, gathering=8, deadline_s=1.0, probe=probe)
+
+
+def test_a_newer_copy_takes_the_place_of_the_older() -> None:
+    effects: list[LearnerEffect] = []
+    copies = Copies(effects.append)
+    assert copies.keep(copy(4)) is None and copies.keep(copy(5)) is None
+    assert effects == [Drop(1, 4)] and 1 in copies
+
+
+def test_a_contribution_says_what_its_copy_said() -> None:
+    effects: list[LearnerEffect] = []
+    copies = Copies(effects.append)
+    copies.waiting[1] = pull()
+    waited = copies.keep(copy(5))
+    assert waited == pull() and copies.send(waited)
+    assert effects == [Upload(7, 1, 1)]
+    copies.keep(copy(6))  # a fresher one does not change what was sent
+    given = copies.arrived(7, 1, "digest")
+    assert given is not None and (given.t, given.steps, given.tokens, given.base) == (5, 3, 30, 2)
+    assert copies.arrived(7, 1, "digest") is None, "it is told once"
+
+
+def test_nothing_is_sent_of_a_copy_without_steps_unless_it_is_only_a_probe() -> None:
+    copies = Copies(lambda effect: None)
+    copies.keep(copy(5, steps=0))
+    assert not copies.send(pull()) and copies.send(pull(probe=True))
+
+
+def test_a_copy_that_did_not_get_there_is_not_sent_again() -> None:
+    effects: list[LearnerEffect] = []
+    copies = Copies(effects.append)
+    copies.keep(copy(5))
+    copies.send(pull())
+    assert copies.failed(7, 1) and 1 not in copies
+    assert effects[-1] == Drop(1, 5)
+    assert not copies.failed(7, 1), "nobody waits for it any more"
