@@ -141,11 +141,10 @@ def assert_is_the_runs(result: dict[str, Any], out: RunDir) -> None:
 @pytest.mark.parametrize(
     "rules",
     [
-        {"adopt": "blend", "codec": "bf16"},
-        {"adopt": "carry"},
-        {"adopt": "overwrite", "synchronous": True, "overlap": 0},
+        pytest.param({"adopt": "blend", "codec": "bf16"}, id="blend", marks=pytest.mark.faults),
+        pytest.param({"adopt": "carry"}, id="carry"),
+        pytest.param({"adopt": "overwrite", "synchronous": True, "overlap": 0}, id="sync", marks=pytest.mark.faults),
     ],
-    ids=["blend", "carry", "synchronous"],
 )
 def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) -> None:
     out = place.syncer(steps=60, **rules)
@@ -160,7 +159,13 @@ def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) ->
     assert not events(out, "refused")
 
 
-@pytest.mark.parametrize("rules", [{}, {"synchronous": True, "overlap": 0}], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param({}, id="asynchronous"),
+        pytest.param({"synchronous": True, "overlap": 0}, id="synchronous", marks=pytest.mark.faults),
+    ],
+)
 def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: Place, rules: dict[str, object]) -> None:
     out = place.syncer(tokens=100_000_000, **rules)
     first, second = place.learner("learner-0"), place.learner("learner-1")

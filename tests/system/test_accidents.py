@@ -27,7 +27,7 @@ def test_a_killed_learner_comes_back_and_the_others_go_on(run: Run) -> None:
     recovered = next(e["at"] for e in run.events("recovered") if e["incarnation"] == 2)
     alone = [e for e in run.events("round") if killed < e["at"] < recovered]
     assert len(alone) > 10, "the other learner's rounds go on"
-    assert recovered - back < 30
+    assert recovered - back < 30, "generous: other tests run beside this one; `make run` shows under 10 s"
 
 
 def test_an_interrupt_ends_the_run_in_good_order(run: Run) -> None:
@@ -93,7 +93,12 @@ def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
 
 def test_a_model_that_differs_is_refused_and_the_others_go_on(run: Run) -> None:
     """With an evaluator, for which this script brings no scorer: the run says so and does not wait for it."""
-    run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "600", "--overlap", "1", "--", "--odd", "5").ended()
+    run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "100000", "--overlap", "1", "--", "--odd", "5")
+    run.until(lambda events: any("cannot take part" in e["text"] for e in events if e["kind"] == "warning"))
+    run.until(lambda events: any("brings no scorer" in e["text"] for e in events if e["kind"] == "warning"))
+    run.until(lambda events: len(members(events)) == 2)
+    run.interrupt()
+    run.ended()
     refused = run.events("refused")
     assert {e["learner"] for e in refused} == {"learner-1"}
     assert "is (5,) here, (4,) in the run" in refused[0]["text"] or "is (5, 5) here" in refused[0]["text"]

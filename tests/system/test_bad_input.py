@@ -37,6 +37,7 @@ def test_a_dataset_too_small(run: Run) -> None:
     assert "small" in text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["decoupled", "data-parallel"])
 def test_data_that_is_not_there(run: Run, algorithm: str) -> None:
     text = complaint(run.train("--learners", "1", "--steps", "10", "--data", "nowhere.txt", "--algorithm", algorithm))

@@ -21,7 +21,8 @@ class Alone:
 
     told: list[tuple[int, float, float]]
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: str) -> None:
+        assert len(data) == 64, "the digest of the data goes into the run"
         self.optimizer = optimizer
         self.progress = 0.0
         Alone.told = []
