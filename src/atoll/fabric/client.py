@@ -168,6 +168,7 @@ class Link:
                 outbox.close(discard=True)
         finally:
             self._outbox = None
+            await socket.close()  # also when this task is cancelled; a closed one stays as it is
         return reason
 
     async def _dial(self) -> aiohttp.ClientWebSocketResponse:
@@ -237,6 +238,7 @@ async def _no_redirect(request: aiohttp.ClientRequest, handler: aiohttp.ClientHa
     """A WebSocket's handshake would follow one, whatever else is said."""
     response = await handler(request)
     if 300 <= response.status < 400:
+        await response.read()
         response.close()
         raise PeerError("it answered with a redirect: is this a syncer?")
     return response
