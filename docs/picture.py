@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def main(folder: str, picture: str) -> None:
     screen = Screen(console)
     screen.update(status, EventTail(run.events).read_new())
     console.print(screen.render())
-    console.save_svg(picture, title="atoll train --demo")
+    svg = console.export_svg(title="atoll train --demo")
+    Path(picture).write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL))  # no fonts from elsewhere
 
 
 if __name__ == "__main__":

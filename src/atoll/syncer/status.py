@@ -52,9 +52,8 @@ class Meter:
 
     def status(self, now: float, run: str, machine: Syncer | None) -> RunStatus:
         elapsed = (self._ended or now) - self._began if self._began else 0.0
-        learners = (
-            tuple(self._learner(now, one, machine) for one in machine.members.learners.values()) if machine else ()
-        )
+        known = sorted(machine.members.learners.items()) if machine else []
+        learners = tuple(self._learner(now, one, machine) for _, one in known)
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
