@@ -162,8 +162,11 @@ def lives(events: Iterable[Event]) -> set[Life]:
 
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
     lost: dict[Life, float] = {}
+    gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
-        if event["kind"] == "lost":
+        if event["kind"] == "ending":
+            gone_kinds = {"lost"}
+        if event["kind"] in gone_kinds:
             lost[event["learner"], event["incarnation"]] = float(event.get("unmerged_tokens") or 0)
         elif event["kind"] in ("joined", "recovered"):
             # The same incarnation is back: it was the connection that was lost, not the steps.

@@ -152,7 +152,9 @@ class SyncerService:
         self._plan = make_plan(hello.tensors, settings.fragments, settings.plan)
         self._parameters = Parameters(self._plan, self._config.outer)
         self._inbox = Inbox(self._plan, make_codec(settings.codec))
-        self._screen = Screen(self._plan, limit=self._config.outer.norm_limit)
+        # Eight rounds of everybody before norms are judged: a learning rate that warms up makes the first ones tiny.
+        few = 8 * settings.learners
+        self._screen = Screen(self._plan, limit=self._config.outer.norm_limit, window=2 * few, least=few)
         self._machine = Syncer(settings, run=self._run, fingerprint=self._plan.fingerprint)
         text = (
             f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
