@@ -208,6 +208,13 @@ def test_forgetting_drops_orders_and_versions_but_not_the_counters(place: Place)
     assert place.partner.told() == [Took(0, Adopted(0, 0, t=2), epoch=1)]
 
 
+def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:
+    place.w["w0"].fill_(float("nan"))
+    place.boundary.obey(ForgetOrder(epoch=1, reset=True))
+    assert [float(w) for w in place.w.values()] == [1.0, 2.0], "the base, at once: one more step would spread them"
+    assert not place.boundary.recovered, "but what it holds is no version of the run"
+
+
 def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: Place) -> None:
     place.boundary.obey(ForgetOrder(epoch=3, reset=False))
     place.partner.told()

@@ -80,13 +80,17 @@ def test_a_syncer_that_dies_is_started_again_and_learners_rejoin(run: Run) -> No
 
 
 def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
-    """Its contributions are refused until it is healed: by adopting both fragments, or, after three, by recovery."""
+    """Its momentum is broken too: refused three times, it recovers with a fresh optimizer and contributes again."""
     calm = ("--merge", "mean", "--outer-lr", "1", "--outer-momentum", "0")
     run.train(*LINE, "--learners", "4", "--steps", "100000", *calm, "--", "--nan-at", "30")
-    run.until(lambda events: len(members(events)) >= 4 and sum(e["kind"] == "round" for e in events) > 500)
+    run.until(lambda events: ("learner-1", 2) in members(events) and len(members(events)) >= 5)
+    run.until(lambda events: sum(e["kind"] == "round" for e in events) > 500)
     run.interrupt()
     run.ended()
-    assert all(e["learner"] == "learner-1" and "not finite" in e["reason"] for e in run.events("refused"))
+    refused = run.events("refused")
+    assert len(refused) == 3
+    assert all(e["learner"] == "learner-1" and "not finite" in e["reason"] for e in refused)
+    assert [e["learner"] for e in run.events("quarantined")] == ["learner-1"], "once is enough"
     model = load_file(run.out / "model.safetensors")
     assert np.abs(model["weight"] - 2 * np.eye(4)).max() < 0.2, "the run learned what it was to learn"
     assert np.abs(model["bias"] - 1).max() < 0.2

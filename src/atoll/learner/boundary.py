@@ -69,8 +69,10 @@ class Boundary:
                 self._holds.pop(round, None)
             case OwnOrder():
                 self._box.adopted[:] = 0
-            case ForgetOrder(epoch):
+            case ForgetOrder(epoch, reset):
                 self._forget(epoch)
+                if reset:
+                    self._heal()
 
     def count(self, t: int, tokens: int) -> None:
         self._t = t
@@ -177,6 +179,11 @@ class Boundary:
             transfer.wait()
             self._partner.send(Freed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
+
+    def _heal(self) -> None:
+        """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
+        for fragment, own in enumerate(self._own):
+            adopt(own, self._offload.base(fragment), "overwrite")
 
     def _drop_reads(self, after: int = -1) -> None:
         """Those for steps after this one; a copy that is due may have a pull waiting for it."""

@@ -2,8 +2,8 @@
 
 A run's way: *empty* (the first joiner is asked for version 0) → *running* (rounds.py, one round after another) →
 *ending* (budget spent or the operator asked: learners stop, then one unpaced cycle of P rounds brings their last steps
-in) → *finished*. Here is who takes part (joining, silence, stalls, probes), which contributions may be merged, and the
-end; gathering.py says when a round may freeze its members, rounds.py what becomes of it.
+in) → *finished*. Here is who takes part, which contributions may be merged, and the end; watch.py knows who is silent,
+stalled or mute; gathering.py says when a round may freeze its members, rounds.py what becomes of it.
 
 Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
 whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
@@ -43,7 +43,6 @@ from atoll.protocol.messages import (
     Hello,
     Leave,
     Progress,
-    Pull,
     Recover,
     Refused,
     Started,
@@ -53,9 +52,9 @@ from atoll.protocol.outbox import Outbox
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, wrong_report
 from atoll.protocol.settings import Settings
+from atoll.protocol.watch import Watch
 
 Phase = Literal["empty", "running", "ending", "finished"]
-PROBE_EVERY_S = 2.0
 
 
 class Syncer:
@@ -67,6 +66,7 @@ class Syncer:
         self.out = Outbox()
         self.members = Membership(settings)
         self.rounds = Rounds(settings, self.members, self.out)
+        self.watch = Watch(settings, self.members, self.rounds, self.out)
         self.drain = Drain(settings, self.members, self.rounds)
         self.wake_at: float | None = None
         self._uploader: str | None = None
@@ -257,7 +257,7 @@ class Syncer:
     def _contribute(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
         if given.probe:
             self.out.discard(learner.name, given.round, given.attempt)
-            self._answered(learner)
+            self.watch.answered(learner)
             return
         seat = self.rounds.seat(learner, given.round, given.attempt)
         if seat is None:
@@ -288,12 +288,6 @@ class Syncer:
             self.members.restart(now, learner)
             self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
 
-    def _answered(self, learner: Learner) -> None:
-        learner.misses = 0
-        if learner.muted:
-            learner.muted = False
-            self.out.note("probed", f"{learner.name} answers again", learner)
-
     # ---- what time brings ---------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
@@ -302,7 +296,9 @@ class Syncer:
         wakes: list[float] = []
         while moved:
             wakes.clear()
-            self._watch(now, wakes)
+            for silent in self.watch.turn(now, wakes):
+                self._expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+            self.rounds.gathering.watch(now)
             self._end_if_spent(now, wakes)
             if self.phase == "running":
                 self._open_next(now, wakes)
@@ -319,49 +315,6 @@ class Syncer:
             if now < late_at or there == 0:
                 return
         self.rounds.open_next(now)
-
-    def _watch(self, now: float, wakes: list[float]) -> None:
-        """Silence, stalls and probes."""
-        for learner in self.members.connected():
-            if now >= self.members.silence_limit(learner):
-                self._expel(learner, f"nothing heard for {self.settings.lost_after_s:g} s")
-                continue
-            wakes.append(self.members.silence_limit(learner))
-            if learner.state == "training":
-                self._watch_steps(now, learner, wakes)
-            if learner.muted:
-                self._probe(now, learner, wakes)
-        self.rounds.gathering.watch(now)
-
-    def _watch_steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
-        if learner.stopped or (self.settings.synchronous and learner.offer >= self.committed):
-            learner.last_step_at = now  # it waits for us, not we for it
-        limit = self.members.stall_limit(learner)
-        if (now >= limit) != learner.stalled:
-            learner.stalled = not learner.stalled
-            kind, word = (
-                ("stalled", "makes no steps; it is not waited for")
-                if learner.stalled
-                else ("steps", "makes steps again")
-            )
-            self.out.note(kind, f"{learner.name} {word}", learner)
-        wakes.append(limit)
-
-    def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
-        if now >= learner.probed_at + PROBE_EVERY_S:
-            learner.probed_at = now
-            copied = self.settings.synchronous and learner.offer >= 0  # one that waits at a hold makes no new copy
-            number = learner.offer if copied else self.rounds.aim
-            pull = Pull(
-                round=number,
-                attempt=0,
-                fragment=schedule.fragment_of(number, self.settings),
-                gathering=self.rounds.aim,
-                deadline_s=self.estimates.pull_deadline_s(self.settings),
-                probe=True,
-            )
-            self.out.send(learner.name, pull)
-        wakes.append(learner.probed_at + PROBE_EVERY_S)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A straight line in 5 ms per step: what the system tests train when the model does not matter.
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
-breaks its weights once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
+has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
 --poor (hardly any memory is free).
 """
 
@@ -38,19 +38,18 @@ while said.odd and second:
     time.sleep(0.05)
 torch.manual_seed(0)
 model = torch.nn.Linear(width, width)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 broken = False
 
 with atoll.Learner(model, optimizer) as learner:
     while (said.deaf or not learner.done) and (not said.steps or learner.steps < said.steps):
         x = torch.randn(16, width)
         loss = ((model(x) - 2 * x - 1) ** 2).mean()
+        if said.nan_at and second and learner.steps >= said.nan_at and not broken:
+            broken = True
+            loss = loss * float("nan")  # in the gradients, so in the optimizer's momentum: no adoption heals that
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if said.nan_at and second and learner.steps >= said.nan_at and not broken:
-            broken = True
-            with torch.no_grad():
-                model.weight[0, 0] = float("nan")
         time.sleep(0.005)
         learner.step(tokens=16, loss=loss)

@@ -1,0 +1,70 @@
+"""Who is silent, who makes no steps, who reports but does not answer.
+
+Rules kept here, each with its test: one that says nothing is gone; one that makes no steps is not waited for; one that
+missed its pulls is asked for a probe, which is merged into nothing, until it answers.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol import schedule
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import Pull
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.settings import Settings
+
+PROBE_EVERY_S = 2.0
+
+
+class Watch:
+    def __init__(self, settings: Settings, members: Membership, rounds: Rounds, out: Outbox) -> None:
+        self.settings, self.members, self.rounds, self.out = settings, members, rounds, out
+
+    def turn(self, now: float, wakes: list[float]) -> list[Learner]:
+        """Look at everyone; those that have been silent for too long."""
+        silent = [one for one in self.members.connected() if now >= self.members.silence_limit(one)]
+        for learner in self.members.connected():
+            if learner in silent:
+                continue
+            wakes.append(self.members.silence_limit(learner))
+            if learner.state == "training":
+                self._steps(now, learner, wakes)
+            if learner.muted:
+                self._probe(now, learner, wakes)
+        return silent
+
+    def answered(self, learner: Learner) -> None:
+        learner.misses = 0
+        if learner.muted:
+            learner.muted = False
+            self.out.note("probed", f"{learner.name} answers again", learner)
+
+    def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
+        if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):
+            learner.last_step_at = now  # it waits for us, not we for it
+        limit = self.members.stall_limit(learner)
+        if (now >= limit) != learner.stalled:
+            learner.stalled = not learner.stalled
+            kind, word = (
+                ("stalled", "makes no steps; it is not waited for")
+                if learner.stalled
+                else ("steps", "makes steps again")
+            )
+            self.out.note(kind, f"{learner.name} {word}", learner)
+        wakes.append(limit)
+
+    def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
+        if now >= learner.probed_at + PROBE_EVERY_S:
+            learner.probed_at = now
+            copied = self.settings.synchronous and learner.offer >= 0  # one that waits at a hold makes no new copy
+            number = learner.offer if copied else self.rounds.aim
+            pull = Pull(
+                round=number,
+                attempt=0,
+                fragment=schedule.fragment_of(number, self.settings),
+                gathering=self.rounds.aim,
+                deadline_s=self.rounds.gathering.estimates.pull_deadline_s(self.settings),
+                probe=True,
+            )
+            self.out.send(learner.name, pull)
+        wakes.append(learner.probed_at + PROBE_EVERY_S)
