@@ -1,6 +1,6 @@
 """A run's settings: TOML into small frozen structs, with good defaults for everything.
 
-seed, init   chance; pretrained weights to begin with
+seed, init   chance; pretrained weights to begin with; script: what learners run
 [protocol]   the rules: protocol.settings.Settings
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
@@ -51,12 +51,19 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free one."""
+    durability: Literal["round", "cut"] = "round"
+    """round: every round is on disk before it is told. cut: the disk is only waited for at cuts, so that a crash of the
+    whole machine (not of a process) may cost the rounds since the last one."""
+    keep_cuts: int = 3
+    """Complete cuts that are kept."""
     evaluate_every: int = 100
     """Rounds between two scores of the global model. 0: it is not scored."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
+        if self.keep_cuts < 1:
+            raise ConfigError(f"keep_cuts = {self.keep_cuts} is too small: the least is 1")
         if self.evaluate_every < 0:
             raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
 
@@ -65,6 +72,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seed: int = 0
     init: str = ""
     """Pretrained weights to begin with: a safetensors file. Empty: the first learner's own."""
+    script: tuple[str, ...] = ()
+    """What every learner runs, for `--resume`; empty: the built-in workload."""
     protocol: Settings = Settings()
     outer: Outer = Outer()
     service: Service = Service()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ from atoll.mailbox.channel import Box, Channel, Frame, Start, Step, StopOrder, W
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
 from atoll.protocol.messages import TensorSpec
+from atoll.store.rundir import RunDir
+from atoll.store.terms import acquire
+from atoll.syncer.books import Books
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -38,7 +43,12 @@ class Run:
         self.deltas: list[tuple[int, np.ndarray]] = []
         self._news = asyncio.Event()
         log = EventLog(self._note)
-        self.service = SyncerService(convert(document, "the test"), run=f"run-{id(self):x}", events=log)
+        self._folder = tempfile.TemporaryDirectory()
+        out = RunDir.create(Path(self._folder.name) / "run")
+        self._books = Books(out, acquire(out.journal))
+        self.service = SyncerService(
+            convert(document, "the test"), run=f"run-{id(self):x}", events=log, books=self._books
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -54,6 +64,8 @@ class Run:
                 await self._task
             await self.service.server.stop()
             self._task = None
+            self._books.close()
+            self._folder.cleanup()
 
     @property
     def url(self) -> str:
@@ -182,7 +194,8 @@ class Training:
     def stepped(self, stopped: bool = False) -> Stepped:
         steps = () if self.box is None else tuple(self.box.steps.tolist())
         tokens = () if self.box is None else tuple(self.box.tokens.tolist())
-        return Stepped(self.t, steps, tokens, tokens_total=self.tokens, stopped=stopped)
+        dropped = () if self.box is None else tuple(self.box.dropped.tolist())
+        return Stepped(self.t, steps, tokens, tokens_total=self.tokens, stopped=stopped, dropped=dropped)
 
     def step(self, change: float, tokens: int = 10) -> None:
         """Every parameter changes by so much; then the boundary, as the learner does it."""
@@ -190,14 +203,15 @@ class Training:
         self.t, self.tokens = self.t + 1, self.tokens + tokens
         for parameter in self.parameters.values():
             parameter += change
-        self.boundary.count(self.t, tokens)
+        self.boundary.count(self.t, tokens, self.tokens)
         self.listen()
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)
-        self.send(Step(self.stepped()))
+        self.send(Step(self.stepped(), self.boundary.epoch))
 
     def stop(self) -> None:
-        self.send(Step(self.stepped(stopped=True)))
+        assert self.boundary is not None
+        self.send(Step(self.stepped(stopped=True), self.boundary.epoch))
 
     def versions(self) -> list[int]:
         assert self.box is not None

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 
 from atoll.fabric.client import Link
+from atoll.fabric.host import Host
+from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.server import Channel, Served, Server
 from atoll.fabric.wire import Limits, Score, digest
 from atoll.protocol.errors import PeerError
@@ -29,6 +31,8 @@ class MemoryDesk:
         self.buffers: dict[tuple[str, int, int], bytearray] = {}
         self.initials: dict[int, bytearray] = {}
         self.fragments: dict[int, bytes] = {}
+        self.tickets: dict[str, tuple[str, str]] = {}
+        """The newcomer and the peer of each recovery."""
         self.held = 0
         self._news = asyncio.Event()
 
@@ -89,6 +93,15 @@ class MemoryDesk:
         self.held -= 1
         self.note("released")
 
+    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+        if self.tickets.get(ticket, ("", ""))[0] != learner:
+            raise PeerError(f"{ticket} is no ticket of {learner}")
+        self.note("wanted", ticket, learner, start)
+
+    def relay_allowed(self, ticket: str, learner: str) -> None:
+        if self.tickets.get(ticket, ("", ""))[1] != learner:
+            raise PeerError(f"{learner} is not the peer of {ticket}")
+
     def status(self) -> bytes:
         return json.dumps({"round": 7}).encode()
 
@@ -140,12 +153,16 @@ class Place:
         return self._server
 
     @property
+    def relay(self) -> Relay:
+        return self.server._relay
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
 
-    async def open(self, limits: Limits | None = None, port: int = 0) -> None:
+    async def open(self, limits: Limits | None = None, port: int = 0, relay_limits: RelayLimits | None = None) -> None:
         self.limits = limits or Limits()
-        self._server = Server(self.desk, host="127.0.0.1", port=port, limits=self.limits)
+        self._server = Server(self.desk, host="127.0.0.1", port=port, limits=self.limits, relay_limits=relay_limits)
         await self._server.start()
         self._stack.push_async_callback(self._server.stop)
 
@@ -166,11 +183,23 @@ class Place:
         http = await self._stack.enter_async_context(aiohttp.ClientSession())
         return await self._stack.enter_async_context(http.ws_connect(f"{self.url}/v1/control"))
 
-    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def raw(self, port: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare TCP connection."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.server.port)
         self._stack.push_async_callback(_hung_up, writer)
         return reader, writer
+
+    async def host(self, limits: Limits | None = None) -> Host:
+        """A courier's own server."""
+        host = Host(limits=limits)
+        await host.start()
+        self._stack.push_async_callback(host.stop)
+        return host
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - nobody tells when it becomes true
+                await asyncio.sleep(0.001)
 
     async def request(
         self, method: str, path: str, data: object = None, headers: dict[str, str] | None = None

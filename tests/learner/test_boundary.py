@@ -100,7 +100,7 @@ def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> No
     place.adopts(0, version=4, value=9.0)
     place.step(change=1.0)
     took, copy = place.partner.told()
-    assert took == Took(0, Adopted(0, 4, t=1), epoch=0)
+    assert took == Took(0, Adopted(0, 4, t=1, dropped=10), epoch=0)
     assert copy == Copy(1, 0, 0, t=1, steps=0, tokens=0, base=4, epoch=0)
     assert place.box.outgoing(1, 0).tolist() == [9.0]
 
@@ -135,7 +135,7 @@ def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> Non
     place.step(change=1.0)  # w0 = 2, copied
     place.step(change=1.0)  # w0 = 3
     place.partner.told()
-    place.adopts(0, version=1, value=10.0, rule="carry", minus=2, minus_steps=1, minus_tokens=10)
+    place.adopts(0, version=1, value=10.0, rule="carry", minus=2, minus_steps=1, minus_tokens=10, held_tokens=10)
     place.step(change=1.0)  # w0 = 4
     assert place.w["w0"].tolist() == [10.0 + (4.0 - 2.0)]
     assert counters(place.box)[0][0] == 2 and counters(place.box)[1][0] == 20
@@ -193,7 +193,7 @@ def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Pl
     assert place.partner.told() == [Freed(0, incoming=False)]
 
 
-def test_forgetting_drops_orders_and_versions_but_not_the_counters(place: Place) -> None:
+def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
     place.boundary.obey(OwnOrder())
     place.step()
     place.reads(slot=1, round=0, step=9)
@@ -201,11 +201,11 @@ def test_forgetting_drops_orders_and_versions_but_not_the_counters(place: Place)
     place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
     place.boundary.obey(ForgetOrder(epoch=1, reset=False))
     assert place.partner.told() == [Freed(1, incoming=False), Freed(2, incoming=True)]
-    assert counters(place.box) == ([1, 1], [10, 10], [-1, -1])
+    assert counters(place.box) == ([0, 0], [0, 0], [-1, -1]), "they belong to the life before"
     assert not place.boundary.held(place.t)
     place.adopts(0, version=0, value=5.0)
     place.step()
-    assert place.partner.told() == [Took(0, Adopted(0, 0, t=2), epoch=1)]
+    assert place.partner.told() == [Took(0, Adopted(0, 0, t=2, dropped=10), epoch=1)]
 
 
 def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from atoll.protocol import effects as fx
+from atoll.protocol import records
 from atoll.protocol.clock import knows
 from atoll.protocol.messages import Announce
 
@@ -23,23 +24,43 @@ class Invariants:
         self.recovered: set[tuple[str, int]] = set()
         self.clock: dict[str, int] = {}
         self.progress = 0.0
+        self.written: set[int] = set()
+        self.told = [-1] * world.settings.fragments
+        """The newest version of every fragment that any learner was told of."""
 
-    def check(self, event: fx.SyncerEvent, effects: list[fx.SyncerEffect]) -> None:
+    def restarted(self) -> None:
+        """The syncer is another process, which knows what is durable: nothing that was told may be missing."""
+        versions = self.world.syncer.versions
+        assert all(now >= told for now, told in zip(versions, self.told, strict=True)), "a version was lost"
+        self.clock, self.progress = {}, 0.0
+        self.versions = [max(0, version) for version in versions]
+        self.round = self.world.syncer.committed - 1
+
+    def check(self) -> None:
+        """What the syncer is, after an event."""
         syncer, now = self.world.syncer, self.world.now
         assert syncer.wake_at is None or syncer.wake_at > now, "wake_at lies in the future"
         assert syncer.progress >= self.progress, "progress never goes back"
         self.progress = syncer.progress
-        for effect in effects:
-            match effect:
-                case fx.Note():
-                    self._note(effect)
-                case fx.Commit(number, fragment, version):
-                    self._commit(number, fragment, version)
-                case fx.Send(_, message):
-                    assert knows(message.clock, self.clock), "a vector clock never goes back"
-                    self.clock = dict(message.clock)
-                    if isinstance(message, Announce):
-                        assert message.round < syncer.committed, "announced is committed or passed over"
+        totals = syncer.history.ledger.totals()
+        assert not any(totals.balance()), f"the ledger does not balance: {totals}"
+
+    def see(self, effect: fx.SyncerEffect) -> None:
+        """What it does, in the order in which it is carried out."""
+        match effect:
+            case fx.Persist(lines):
+                self.written |= {line.round for line in lines if isinstance(line, records.Merged | records.Passed)}
+            case fx.Note():
+                self._note(effect)
+            case fx.Commit(number, fragment, version):
+                assert number in self.written, "durable, then committed"
+                self._commit(number, fragment, version)
+            case fx.Send(_, message):
+                assert knows(message.clock, self.clock), "a vector clock never goes back"
+                self.clock = dict(message.clock)
+                if isinstance(message, Announce):
+                    assert message.round in self.written, "told only what is written down before"
+                    self.told[message.fragment] = max(self.told[message.fragment], message.version)
 
     def _commit(self, number: int, fragment: int, version: int) -> None:
         assert number > self.round, "rounds commit in order of t"
@@ -49,6 +70,7 @@ class Invariants:
 
     def _note(self, note: fx.Note) -> None:
         assert note.text.strip(), "every note has a text"
+        assert note.kind != "unbalanced", note.text
         data: Any = note.data
         if note.kind == "recovered":
             self.recovered.add((data["learner"], data["incarnation"]))

@@ -18,12 +18,19 @@ def a_learner(**welcome: object) -> Learner:
 
 
 def welcomed(**changes: object) -> Welcome:
-    known: dict[str, object] = {"versions": (3, 3), "gathering": 8, "committed": 8, "incarnation": 1, **changes}
-    return Welcome(run="run", term=1, settings=SETTINGS, fingerprint="p", **known)  # type: ignore[arg-type]
+    known: dict[str, object] = {
+        "versions": (3, 3),
+        "gathering": 8,
+        "committed": 8,
+        "incarnation": 1,
+        "term": 1,
+        **changes,
+    }
+    return Welcome(run="run", settings=SETTINGS, fingerprint="p", **known)  # type: ignore[arg-type]
 
 
 def announce(version: int, round: int, *members: Member) -> fx.Arrived:
-    return fx.Arrived(Announce(round=round, fragment=0, version=version, members=members, gathering=round + 1))
+    return fx.Arrived(Announce(round=round, fragment=0, version=version, members=members, gathering=round + 1, term=1))
 
 
 def of(kind: type, effects: list[fx.LearnerEffect]) -> list[fx.LearnerEffect]:
@@ -44,23 +51,32 @@ def test_a_non_member_carries_from_its_base() -> None:
     assert isinstance(adopt, fx.Adopt) and adopt.copy_t is None
 
 
-def test_nothing_is_carried_into_a_version_that_nobody_has_told_of_yet() -> None:
+def test_a_version_that_nobody_has_told_of_yet_is_fetched_again_once_it_is() -> None:
     """A fetch brings the newest; whether our steps are in it only its announcement will say."""
     learner = a_learner()
     learner.handle(1.0, announce(4, 8, Member("b", 1, 9)))
-    (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 5)))
-    assert isinstance(adopt, fx.Adopt) and adopt.rule == "overwrite"
+    assert of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 5))) == []
+    assert of(fx.Fetch, learner.handle(1.2, announce(5, 10, Member("a", 1, 9, 30)))) == [fx.Fetch(0, 5)]
+    (adopt,) = of(fx.Adopt, learner.handle(1.3, fx.Fetched(0, 5)))
+    assert isinstance(adopt, fx.Adopt) and (adopt.rule, adopt.held_tokens) == ("carry", 30)
+
+
+def test_a_syncer_of_an_earlier_term_is_not_listened_to() -> None:
+    learner = a_learner()
+    learner.handle(1.0, fx.Arrived(welcomed(term=3)))
+    effects = learner.handle(1.1, announce(4, 8, Member("b", 1, 9)))
+    assert [type(effect) for effect in effects] == [fx.HangUp] and learner.newest == [3, 3]
 
 
 def test_a_courier_that_missed_the_order_to_recover_makes_up_for_it() -> None:
     learner = Learner("a", "s", TENSORS)
     learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)), incarnation=1)
-    effects = learner.handle(0.0, fx.Arrived(welcomed(incarnation=2)))
+    effects = learner.handle(0.0, fx.Arrived(welcomed(incarnation=2, reset=True)))
     assert [forget.reset for forget in of(fx.Forget, effects)] == [True]  # type: ignore[attr-defined]
 
 
 def test_a_merge_whose_announcement_was_lost_is_told_at_the_welcome() -> None:
-    learner = a_learner(versions=(4, 3), merged=((4, 9), (-1, 0)))
+    learner = a_learner(versions=(4, 3), merged=((4, 9, 30), (-1, 0, 0)))
     (adopt,) = of(fx.Adopt, learner.handle(1.1, fx.Fetched(0, 4)))
     assert isinstance(adopt, fx.Adopt) and adopt.copy_t == 9
 
@@ -100,7 +116,9 @@ def test_the_copy_for_a_round_that_was_passed_over_is_dropped() -> None:
 
 def test_a_learners_clock_never_goes_back() -> None:
     learner = a_learner()
-    learner.handle(1.0, fx.Arrived(Announce(round=8, fragment=0, version=3, members=(), gathering=9, clock={"a": 50})))
+    learner.handle(
+        1.0, fx.Arrived(Announce(round=8, fragment=0, version=3, members=(), gathering=9, clock={"a": 50}, term=1))
+    )
     assert learner.hello().clock["a"] == 50
 
 

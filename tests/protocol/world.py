@@ -17,6 +17,8 @@ from typing import Any
 from tests.protocol.invariants import Invariants
 
 from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.protocol.history import History
 from atoll.protocol.learner import Learner
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
@@ -53,6 +55,8 @@ class Island:
     """True: its contributions fail screening, until its inner optimizer starts afresh."""
     paused: bool = False
     """True: it makes no steps; its courier lives."""
+    saves: bool = True
+    """False: it never comes to save its part of a cut."""
     silent: bool = False
     """True: what it says never arrives."""
     t: int = 0
@@ -67,6 +71,9 @@ class Island:
     training: bool = False
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    position: int = -1
+    """Leased samples it has taken."""
     base: list[float] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
     fetched: dict[int, float] = field(default_factory=dict)
@@ -82,8 +89,18 @@ class Island:
     """Per direction, when the last message arrives."""
 
     def __post_init__(self) -> None:
-        self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments
+        self._zero()
         self.base, self.adopted = list(self.theta), [-1] * self.fragments
+
+    def _zero(self) -> None:
+        self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments
+        self.dropped = [0] * self.fragments
+
+    def forget(self, reset: bool) -> None:
+        self._zero()
+        self.adopted = [-1] * self.fragments
+        self.broken = self.broken and not reset
+        self.inbox, self.reads, self.holds = [], {}, {}
 
     def holding(self, fragment: int | None = None) -> bool:
         return any(
@@ -109,13 +126,22 @@ class World:
         settings.setdefault("fragments", 2)
         settings.setdefault("sync_every", max(4, settings["fragments"]))
         self.settings = Settings(learners=learners, **settings).resolved(1000)
-        self.syncer = Syncer(self.settings, run="run", fingerprint="plan")
+        self.begun = records.Begun("run", self.settings, {}, (), "plan")
+        self.syncer = Syncer(History(self.begun))
+        self.journal: list[records.AnyRecord] = []
+        """What is durable."""
+        self.crash: Callable[[fx.SyncerEffect, str], bool] = lambda effect, when: False
+        """Asked "before" and "after" every effect of the syncer: whether its process dies there."""
+        self.outages: list[float] = []
+        self.complete: list[fx.CompleteCut] = []
+        """Cuts that were completed."""
         self.invariants = Invariants(self)
         self.now, self.latency_s, self.jitter, self.outer_lr = 0.0, latency_s, jitter, outer_lr
         self.random = random.Random(seed)
         self.gradient = gradient
         self.start_theta = theta
         self.theta = [theta] * self.settings.fragments
+        self.durable = list(self.theta)
         self.staged: dict[int, float] = {}
         self.bodies: dict[tuple[str, int, int], float] = {}
         self.unmergeable: set[tuple[int, int]] = set()
@@ -179,12 +205,36 @@ class World:
             if self.islands[name].linked:
                 self.islands[name].linked = False
                 self._hear(self.islands[name], fx.Cut("the syncer died"))
-        self.syncer = Syncer(self.settings, run=run, fingerprint="plan")
+        self.begun = records.Begun(run, self.settings, {}, (), "plan")
+        self.syncer, self.journal = Syncer(History(self.begun)), []
         self.invariants = Invariants(self)
         self.staged, self.bodies = {}, {}
         for name, island in self.islands.items():
             if island.alive:
                 self.link(name)
+
+    def crash_syncer(self, down_s: float = 0.5) -> None:
+        """Its process dies; a new one reads what is durable, in a new term."""
+        self.outages.append(self.now)
+        history = History(self.begun)
+        for record in self.journal:
+            history.apply(record)
+        reigned = records.Reigned(history.term + 1, 0, "", history.committed)
+        history.apply(reigned)
+        self.journal.append(reigned)
+        for island in self.islands.values():
+            if island.linked:
+                island.linked = False
+                self._hear(island, fx.Cut("the syncer died"))
+        self.syncer = Syncer(history)
+        self.theta, self.staged, self.bodies = list(self.durable), {}, {}
+        self.invariants.restarted()
+        for name in self.islands:
+            self._later(down_s, lambda name=name: self._redial(name))
+
+    def _redial(self, name: str) -> None:
+        if self.islands[name].alive and not self.islands[name].linked:
+            self.link(name)
 
     def pause(self, name: str) -> None:
         self.islands[name].paused = True
@@ -273,10 +323,19 @@ class World:
     def _tell(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
         syncer = self.syncer
         effects = syncer.handle(self.now, event)
-        self.invariants.check(event, effects)
+        self.invariants.check()
         for effect in effects:
+            if self.crash(effect, "before"):
+                self.crash_syncer()
+                return effects
             self.log.append((self.now, effect))
+            self.invariants.see(effect)
             self._carry_out(effect)
+            if self.crash(effect, "after"):
+                self.crash_syncer()
+                return effects
+            if syncer is not self.syncer:
+                return effects
         if (wake := syncer.wake_at) is not None:
             self._later(wake - self.now, lambda: self._wake_syncer(syncer, wake))
         return effects
@@ -291,6 +350,21 @@ class World:
                 self._deliver(learner, message)
             case fx.Merge():
                 self._merge(effect)
+            case fx.Persist(lines, number):
+                self.journal.extend(lines)
+                for line in lines:
+                    if isinstance(line, records.Merged):
+                        assert line.round == number, "its outer gradient goes with it"
+                        self.durable[line.fragment] = self.staged[line.fragment]
+                    elif isinstance(line, records.Started):
+                        self.durable = list(self.theta)
+            case fx.TakeCut(cut):
+                syncer = self.syncer
+                self._later(self._delay(), lambda: syncer is self.syncer and self._tell(fx.CutKept(cut)))
+            case fx.CompleteCut(cut):
+                syncer = self.syncer
+                self.complete.append(effect)
+                self._later(0.0, lambda: syncer is self.syncer and self._tell(fx.CutWritten(cut, "digest")))
             case fx.Commit(_, fragment, _):
                 self.theta[fragment] = self.staged.pop(fragment)
             case fx.Discard(learner, number, attempt):
@@ -368,11 +442,14 @@ class World:
             case fx.Own():
                 island.adopted = [0] * island.fragments
                 self._soon(island)
-            case fx.Forget():
-                island.adopted = [-1] * island.fragments
-                island.broken = island.broken and not effect.reset
-                island.inbox, island.reads, island.holds = [], {}, {}
+            case fx.Forget(reset=reset):
+                island.forget(reset)
                 self._soon(island)
+            case fx.Save(cut):
+                if island.saves:
+                    self._later(self._delay(), lambda: self._hear(island, fx.Saved(cut, island.t, "file", "digest")))
+            case fx.Supply() | fx.HangUp():
+                pass
             case fx.UploadAll():
                 self._upload_all(island)
             case fx.Upload(number, attempt, fragment):
@@ -501,6 +578,7 @@ class World:
             tokens=tuple(island.tokens),
             tokens_total=island.tokens_total,
             stopped=island.stopped,
+            dropped=tuple(island.dropped),
         )
 
     def _make_copies(self, island: Island) -> None:
@@ -508,7 +586,8 @@ class World:
             if (island.t >= read.step or island.stopped) and island.reads.get(number) is read:
                 del island.reads[number]
                 f = read.fragment
-                fact = fx.Copied(number, f, island.t, island.steps[f], island.tokens[f], island.adopted[f])
+                counters = (island.t, island.steps[f], island.tokens[f], island.adopted[f], island.tokens_total)
+                fact = fx.Copied(number, f, *counters)
                 island.copies[f, island.t] = Copy(island.theta[f], island.base[f], fact)
                 self._hear(island, fact)
 
@@ -532,6 +611,8 @@ class World:
             tokens = island.tokens[f] - (copy.fact.tokens if copy else 0)
         else:
             island.theta[f] = value
+        island.dropped[f] += island.tokens[f] - adopt.held_tokens - tokens
+        assert island.dropped[f] >= 0, "more was said to be merged than was there"
         island.base[f], island.adopted[f] = value, adopt.version
         island.steps[f], island.tokens[f] = steps, tokens
         island.adoptions.append((island.t, f, adopt.version))
@@ -539,4 +620,4 @@ class World:
             del island.copies[key]
         for number in [n for n in island.holds if n % island.fragments == f and n <= adopt.round]:
             del island.holds[number]
-        self._hear(island, fx.Adopted(f, adopt.version, island.t, steps, tokens))
+        self._hear(island, fx.Adopted(f, adopt.version, island.t, steps, tokens, island.dropped[f]))

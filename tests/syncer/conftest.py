@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,9 @@ from atoll.protocol.messages import (
     TensorSpec,
     Welcome,
 )
+from atoll.store.rundir import RunDir
+from atoll.store.terms import acquire
+from atoll.syncer.books import Books
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
@@ -105,6 +109,8 @@ class FakeLearner:
             tokens_total=8 * t,
             busy_s=0.1 * t,
             loss=1.5,
+            dropped=(0,) * size,
+            counted=tuple(self.versions),
         )
         assert self.link.send(progress)
 
@@ -128,7 +134,8 @@ class FakeLearner:
 class Stage:
     """A service, what it said and saved, and whoever joined it."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.out = RunDir.create(path / "run")
         self.lines: list[dict[str, Any]] = []
         self._news = asyncio.Event()
         self.saved: dict[str, Any] | None = None
@@ -139,7 +146,8 @@ class Stage:
         settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}
         outer = {"merge": "mean", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
         config: Config = convert({"protocol": settings, "outer": outer}, "a test")
-        self.service = SyncerService(config, run="r1", events=EventLog(self._hear))
+        self.books = Books(self.out, acquire(self.out.journal))
+        self.service = SyncerService(config, run="r1", events=EventLog(self._hear), books=self.books)
         assert self._tasks is not None
         self.running = self._tasks.create_task(self.service.run(self._save))
         async with asyncio.timeout(WAIT_S):
@@ -180,10 +188,11 @@ class Stage:
 
 
 @pytest.fixture
-async def stage() -> AsyncIterator[Stage]:
-    stage = Stage()
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    stage = Stage(tmp_path)
     async with asyncio.TaskGroup() as tasks:
         stage._tasks = tasks
         yield stage
         if not stage.running.done():
             await stage.end()
+    stage.books.close()

@@ -28,13 +28,15 @@ def progress(t: int, versions: tuple[int, int] = (0, 0)) -> Progress:
         tokens_total=10 * t,
         busy_s=0.5 * t,
         loss=2.0,
+        dropped=(0, 0),
+        counted=versions,
     )
 
 
 @pytest.fixture
 def machine() -> Syncer:
     """a and b joined at second 0; a gave the first parameters; both took them."""
-    machine = Syncer(CONFIG.protocol.resolved(2), run="r", fingerprint="f")
+    machine = Syncer.fresh(CONFIG.protocol.resolved(2), run="r", fingerprint="f")
     for name in ("a", "b"):
         machine.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner=name, session=name, tensors=TENSORS)))
     machine.handle(0.0, Initialised("a"))

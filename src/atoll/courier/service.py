@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll.courier.body import Bodies
 from atoll.fabric.client import Link
-from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
@@ -29,12 +29,16 @@ from atoll.mailbox.channel import (
     ForgetOrder,
     Freed,
     HoldOrder,
+    Kept,
     LetGoOrder,
     OwnOrder,
     ReadOrder,
+    SaveOrder,
+    Sources,
     Start,
     Step,
     StopOrder,
+    Supplies,
     ToCourier,
     Took,
     Welcomed,
@@ -122,8 +126,11 @@ class Courier:
                     self._dial()
             case Box():
                 self._open_box(frame)
-            case Step(stepped):
-                self._handle(stepped)
+            case Step(stepped, epoch):
+                if epoch == self._epoch:
+                    self._handle(stepped)
+            case Sources(registered):
+                self._handle(registered)
             case Copy():
                 self._copied(frame)
             case Took(slot, adopted, epoch):
@@ -131,6 +138,8 @@ class Courier:
             case Freed(slot, incoming):
                 assert self._bodies is not None
                 self._bodies.freed(slot, incoming)
+            case Kept(saved):
+                self._handle(saved)
             case Bye(reason):
                 self._leave(reason)
 
@@ -159,9 +168,10 @@ class Courier:
         self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
         box.close()  # the memory stays mapped without its descriptor
         if self._link is None:
-            self._unsure = set(range(len(self._plan.fragments)))
+            self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
-            self._machine.restore(box.run, whole, frame.stepped, box.count("incarnation"))
+            counted = [int(v) for v in box.adopted]
+            self._machine.restore(box.run, whole, frame.stepped, box.count("incarnation"), counted)
             self._dial()
         assert self._link is not None
         self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
@@ -175,7 +185,8 @@ class Courier:
             self._bodies.freed(frame.slot, incoming=False)
             return
         self._bodies.outgoing.made(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
-        self._handle(fx.Copied(frame.round, frame.fragment, frame.t, frame.steps, frame.tokens, frame.base))
+        counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
+        self._handle(fx.Copied(frame.round, frame.fragment, *counters))
 
     def _took(self, slot: int, adopted: fx.Adopted, epoch: int) -> None:
         assert self._bodies is not None
@@ -194,7 +205,7 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation))
+            self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation, message.versions))
             if not self._fits(message):
                 self._box = None
         if self._box is None and not isinstance(message, Refused):
@@ -212,8 +223,10 @@ class Courier:
 
     def _fits(self, welcome: Welcome) -> bool:
         """Whether the shared memory is cut as this run asks. If not, the training process makes it anew."""
-        same_plan = self._plan is not None and self._plan.fingerprint == welcome.fingerprint
-        return self._box is not None and same_plan and self._settings == welcome.settings
+        if self._box is None or self._plan is None or self._settings is None:
+            return False
+        same_plan = self._plan.fingerprint == welcome.fingerprint
+        return same_plan and cut_alike(self._plan, self._settings, welcome.settings)
 
     def _lost(self, reason: str) -> None:
         self._held.clear()
@@ -244,6 +257,13 @@ class Courier:
                     self._link.send(message)
             case fx.Note(_, text):
                 _say(text)
+            case fx.Save(cut):
+                self._channel.send(SaveOrder(cut))
+            case fx.Supply(ranges, over, own):
+                self._channel.send(Supplies(ranges, over, own))
+            case fx.HangUp(reason):
+                if self._link is not None:
+                    self._link.hang_up(reason)
             case fx.Stop(reason, final, failed):
                 self._channel.send(StopOrder(reason, final, failed, mistake=failed))
             case _:
@@ -307,6 +327,7 @@ class Courier:
             minus=minus,
             minus_steps=steps,
             minus_tokens=tokens,
+            held_tokens=adopt.held_tokens,
         )
 
     # ---- leaving ------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 Rules:
 - trouble with the network is never raised by `run`: it is told to `on_lost`, and the syncer is dialled again after a
-  wait drawn evenly from 0 to 0.1 s, 0.2 s, … 5 s; the first message that is no refusal sets the wait back;
+  wait drawn evenly from 0 to 0.1 s, 0.2 s, … 1 s; the first message that is no refusal sets the wait back;
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
+- where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
 - a dead syncer is noticed within 9 s by pings, at once where its machine says so;
 - bodies travel on connections of their own (16 at most) so that bulk never starves control.
 """
@@ -19,6 +20,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from atoll.fabric.outbox import Outbox
+from atoll.fabric.security import check_loopback
+from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
 from atoll.fabric.transfer import (
     body_headers,
     body_session,
@@ -50,7 +53,7 @@ class Link:
         limits: Limits | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.url = checked_url(url)
+        self._urls = [checked_url(one) for one in url.split(",")]
         self.bytes_in = 0
         self.bytes_out = 0
         self._hello = hello
@@ -68,6 +71,11 @@ class Link:
         self._idle.set()
 
     @property
+    def url(self) -> str:
+        """Where the syncer is, or is looked for now."""
+        return self._urls[0]
+
+    @property
     def up(self) -> bool:
         return self._outbox is not None
 
@@ -81,6 +89,7 @@ class Link:
                     break
                 self._on_lost(reason)
                 await self._pause()
+                self._urls.append(self._urls.pop(0))
         finally:
             self._idle.set()
             await self._control.close()
@@ -95,6 +104,11 @@ class Link:
             return True
         self._outbox.close(discard=True)
         return False
+
+    def hang_up(self, reason: str) -> None:
+        """Leave this syncer; the next address is dialled."""
+        if self._outbox is not None:
+            self._outbox.close(discard=True)
 
     async def put_contribution(
         self, learner: str, session: str, round: int, attempt: int, data: memoryview, digest: str, deadline_s: float
@@ -113,6 +127,33 @@ class Link:
         labels = await get_body(self._for_bodies(), fragment_url(self.url, index), into, deadline_s)
         self.bytes_in += into.nbytes
         return labels
+
+    async def get_state(
+        self,
+        ticket: str,
+        into: Into,
+        *,
+        learner: str,
+        session: str,
+        most_bytes: int,
+        deadline_s: float,
+        direct: str = "",
+    ) -> str:
+        """The digest of a peer's state, which came into the buffer that `into` gave for its size."""
+        sources = [*_direct(direct, ticket), Source.relayed(self.url, ticket, learner, session)]
+        arrival = Arrival(into, most_bytes)
+        try:
+            return await get_state(self._for_bodies(), sources, arrival, deadline_s, self._limits)
+        finally:
+            self.bytes_in += arrival.received
+
+    async def put_relay(
+        self, ticket: str, parts: Parts, *, offset: int, digest: str, learner: str, session: str, deadline_s: float
+    ) -> None:
+        """Our state from `offset` on, which must not change meanwhile. The newcomer asks again for what it lacks."""
+        source = Source.relayed(self.url, ticket, learner, session)
+        sent = await put_relay(self._for_bodies(), source, parts, offset, digest, deadline_s, self._limits)
+        self.bytes_out += sent
 
     async def close(self) -> None:
         """Sends what is queued (2 s at most) and ends `run`."""
@@ -213,6 +254,16 @@ def checked_url(url: str) -> str:
     if not good:
         raise ConfigError(one_line(f"{url!r} is no address of a syncer: it looks like http://127.0.0.1:7077"))
     return url.rstrip("/")
+
+
+def _direct(url: str, ticket: str) -> list[Source]:
+    """Where a peer says that it can be reached; what we may not dial is passed over, for the syncer passes it on."""
+    try:
+        checked = checked_url(url)
+        check_loopback(urlsplit(checked).hostname or "")
+    except ConfigError:
+        return []
+    return [Source.direct(checked, ticket)]
 
 
 def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -> str:

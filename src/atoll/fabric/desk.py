@@ -93,6 +93,15 @@ class Desk(Protocol):
 
     def fragment(self, index: int) -> Served: ...
 
+    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+        """A newcomer waits for its peer's state from this byte on: ask the peer for it; PeerError if it may not.
+
+        Called again, with a later byte, after a break; another peer may be asked then.
+        """
+
+    def relay_allowed(self, ticket: str, learner: str) -> None:
+        """PeerError unless this learner is the peer of that ticket."""
+
     def status(self) -> bytes: ...
 
     def manifest(self) -> bytes: ...

@@ -8,7 +8,7 @@ the syncer named is a PeerError. `Unreachable` is worth another try, a PeerError
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -54,8 +54,8 @@ async def put_body(
 ) -> None:
     data = data.cast("B")
     headers = {**headers, "Content-Length": str(data.nbytes), "Content-Type": "application/octet-stream"}
-    body = _pieces(data, limits.chunk_bytes)
-    async with _asked(session, "PUT", url, deadline_s, headers=headers, data=body):
+    body = sent(pieces([data], 0, limits.chunk_bytes))
+    async with asked(session, "PUT", url, deadline_s, headers=headers, data=body):
         pass
 
 
@@ -64,7 +64,7 @@ async def get_body(
 ) -> tuple[int, int, str]:
     """Version, round and digest of what is now in `into`; after an error its content is undefined."""
     into = into.cast("B")
-    async with _asked(session, "GET", url, deadline_s) as response:
+    async with asked(session, "GET", url, deadline_s) as response:
         version, round, named = _labels(response)
         if response.content_length != into.nbytes:
             raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
@@ -82,7 +82,7 @@ async def get_json(url: str, path: str, deadline_s: float = 10.0) -> object:
     """What the syncer answers to GET `path`, decoded."""
     async with (
         body_session(Limits()) as session,
-        _asked(session, "GET", url.rstrip("/") + path, deadline_s) as response,
+        asked(session, "GET", url.rstrip("/") + path, deadline_s) as response,
     ):
         data = await _bounded(response, _ANSWER_BYTES)
     try:
@@ -97,7 +97,7 @@ async def post_score(url: str, score: Score, deadline_s: float = 10.0) -> None:
     data = msgspec.json.encode(score)
     async with (
         body_session(Limits()) as session,
-        _asked(session, "POST", url.rstrip("/") + "/v1/scores", deadline_s, headers=headers, data=data),
+        asked(session, "POST", url.rstrip("/") + "/v1/scores", deadline_s, headers=headers, data=data),
     ):
         pass
 
@@ -116,8 +116,17 @@ def body_headers(session: str, digest: str) -> dict[str, str]:
     return {SESSION_HEADER: session, DIGEST_HEADER: digest}
 
 
+def pieces(parts: Iterable[memoryview], start: int, size: int) -> Iterator[memoryview]:
+    """The parts as one run of bytes from `start` on, at most `size` at a time, without copying."""
+    for part in parts:
+        data = part.cast("B")
+        for at in range(start, data.nbytes, size):
+            yield data[at : at + size]
+        start = max(0, start - data.nbytes)
+
+
 @asynccontextmanager
-async def _asked(
+async def asked(
     session: aiohttp.ClientSession,
     method: str,
     url: str,
@@ -132,7 +141,7 @@ async def _asked(
             asyncio.timeout(deadline_s),
             session.request(method, url, headers=headers, data=data, allow_redirects=False) as response,
         ):
-            if response.status not in (200, 204):
+            if response.status not in (200, 204, 206):
                 await _complain(response, url)
             yield response
     except TimeoutError:
@@ -173,6 +182,6 @@ def _labels(response: aiohttp.ClientResponse) -> tuple[int, int, str]:
         raise PeerError(f"{response.url} came without version, round and digest: is this a syncer?") from None
 
 
-async def _pieces(data: memoryview, size: int) -> AsyncIterator[memoryview]:
-    for at in range(0, data.nbytes, size):
-        yield data[at : at + size]
+async def sent(body: Iterator[memoryview]) -> AsyncIterator[memoryview]:
+    for piece in body:
+        yield piece

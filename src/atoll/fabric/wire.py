@@ -71,7 +71,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bodies are sent in pieces of this size."""
     backoff_s: float = 0.1
     """The first wait before a lost syncer is dialled again; it doubles …"""
-    backoff_cap_s: float = 5.0
+    backoff_cap_s: float = 1.0
     """… up to this, and is drawn evenly between 0 and that."""
 
     def __post_init__(self) -> None:

@@ -14,6 +14,8 @@ from typing import IO
 from atoll.launch.script import SUPERVISOR
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)
+SOON_S = (0.0, 0.1, 0.5, 2.0, 5.0)
+"""For the syncer: everybody's steps are dropped while it is away."""
 HEALTHY_S = 60.0
 """A child that lived this long starts its waits and its limit anew."""
 LIMIT = 5
@@ -28,6 +30,7 @@ class Child:
     log: Path
     obeys: bool = False
     """It takes orders on its standard input, and ends when that closes."""
+    waits_s: tuple[float, ...] = BACKOFF_S
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None
@@ -76,7 +79,7 @@ class Child:
         if self._deaths > LIMIT:
             self.given_up = True
             return False
-        self._restart_at = now + BACKOFF_S[self._deaths - 1]
+        self._restart_at = now + self.waits_s[self._deaths - 1]
         return True
 
     def restart_if_due(self) -> bool:

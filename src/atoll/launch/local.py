@@ -8,8 +8,7 @@ What becomes of a process that ended:
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
-- a new syncer listens where the old one did, and learners find it by themselves. It has no journal yet: it begins a new
-  run from the parameters of the first learner that comes back.
+- a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ import msgspec
 
 from atoll.config import Config
 from atoll.fabric.client import get_json
-from atoll.launch.children import Child, cores, describe_exit
+from atoll.launch.children import SOON_S, Child, cores, describe_exit
+from atoll.launch.resume import Resume
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -43,10 +43,8 @@ RUNNER = ["-m", "atoll.launch.script"]
 TRAINING_NICE = 5
 """The niceness of a learner once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
-NEW_RUN = (
-    "the syncer died and is started again; without a journal it begins a new run from the parameters of the first "
-    "learner that comes back: rounds, the budget in steps and momentum start anew"
-)
+UNWRITABLE = 4
+"""A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
 
 
 class Killed(RunFailed):
@@ -72,16 +70,21 @@ class LocalRun:
     """What every learner runs: arguments of a Python interpreter."""
     evaluator: bool = True
     kills: tuple[Kill, ...] = ()
+    resume: Resume | None = None
+    """A run that lies there already is gone on with."""
     watch: Callable[[RunStatus | None], None] = lambda status: None
     """Called a few times a second with the newest status."""
 
     async def run(self) -> None:
         """Returns when the run has ended well; RunFailed or ConfigError when not."""
         write_atomic(self.out.settings, self.config.toml())
+        self.out.address.unlink(missing_ok=True)
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            self._syncer = self._child("syncer", ["-m", "atoll.syncer", str(self.out.path), *self._evaluated])
-            self._syncer.obeys = True
+            command = ["-m", "atoll.syncer", str(self.out.path), *self._evaluated]
+            changes = [part for change in self.resume.changes for part in ("--set", change)] if self.resume else []
+            self._syncer = self._child("syncer", [*command, *changes])
+            self._syncer.obeys, self._syncer.waits_s = True, SOON_S
             self._learners: dict[str, Child] = {}
             self._scorer: Child | None = None
             self._done: set[str] = set()
@@ -140,11 +143,19 @@ class LocalRun:
         script = [*RUNNER, *self.script]
         for index in range(self.config.protocol.learners):
             name = f"learner-{index}"
-            self._learners[name] = self._child(name, script, {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner"})
+            self._learners[name] = self._child(name, script, self._learner_env(name))
         if self.evaluator:
             self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"})
         for child in self._everyone()[1:]:
             self._start(child)
+
+    def _learner_env(self, name: str) -> dict[str, str]:
+        env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}
+        if self.resume is not None and name in self.resume.states:
+            env["ATOLL_STATE"] = str(self.resume.states[name])
+            env["ATOLL_EXACT"] = "1" if self.resume.exact else "0"
+            env["ATOLL_RUN"] = self.resume.run
+        return env
 
     def _start(self, child: Child) -> None:
         child.start()
@@ -182,9 +193,8 @@ class LocalRun:
         self._say_exited(self._syncer, code)
         if self._interrupts > 1:
             raise Killed("everything was killed, as asked; the last steps are not in the model")
-        if self._interrupts or not self._syncer.restart_later():
+        if self._interrupts or code == UNWRITABLE or not self._syncer.restart_later():
             raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._words(self._syncer)}")
-        self._events.say("warning", NEW_RUN)
 
     def _mend(self) -> None:
         for child in self._everyone()[1:]:

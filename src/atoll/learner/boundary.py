@@ -40,7 +40,10 @@ class Boundary:
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
         self._offload = make_offload(box, self._own)
         self._t = 0
-        self._epoch = 0
+        self._total = 0
+        self._position = -1
+        self.epoch = 0
+        """How many times it was told to forget."""
         self._reads: dict[int, ReadOrder] = {}
         self._copying: list[tuple[Transfer, Copy]] = []
         self._arriving: list[tuple[Transfer, AdoptOrder]] = []
@@ -74,8 +77,8 @@ class Boundary:
                 if reset:
                     self._heal()
 
-    def count(self, t: int, tokens: int) -> None:
-        self._t = t
+    def count(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
+        self._t, self._total, self._position = t, total, position
         self._steps += 1
         self._tokens += tokens
 
@@ -95,7 +98,7 @@ class Boundary:
     def _copy(self, order: ReadOrder, t: int) -> None:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
-        made = Copy(order.slot, order.round, f, t, steps, tokens, version, self._epoch)
+        made = Copy(order.slot, order.round, f, t, steps, tokens, version, self.epoch, self._total, self._position)
         self._copying.append((self._offload.read(f, order.slot), made))
         self._copied[f] = (t, version)
 
@@ -132,11 +135,13 @@ class Boundary:
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
         adopt(self._own[f], self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
+        self._box.dropped[f] += int(self._box.tokens[f]) - order.held_tokens - tokens
         self._box.steps[f], self._box.tokens[f] = steps, tokens
         self._box.adopted[f] = order.version
         for round in [r for r, hold in self._holds.items() if hold.fragment == f and r <= order.round]:
             del self._holds[round]
-        self._partner.send(Took(order.slot, Adopted(f, order.version, self._t, steps, tokens), self._epoch))
+        adopted = Adopted(f, order.version, self._t, steps, tokens, int(self._box.dropped[f]))
+        self._partner.send(Took(order.slot, adopted, self.epoch))
 
     def held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
@@ -169,11 +174,12 @@ class Boundary:
         for transfer, _ in [*self._copying, *self._arriving]:
             transfer.wait()
         self._reads, self._arriving, self._copying, self._holds = {}, [], [], {}
-        self._epoch = 0
+        self.epoch = 0
 
     def _forget(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._box.adopted[:] = -1
+        self._box.steps[:] = self._box.tokens[:] = self._box.dropped[:] = 0  # another life's account
         self._drop_reads()
         for transfer, order in self._arriving:
             transfer.wait()

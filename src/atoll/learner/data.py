@@ -1,15 +1,28 @@
-"""Batches for one learner: its own seeded order of the samples, pass after pass."""
+"""Batches for one learner: from the leases of the run, or, where there are none, in a seeded order of its own.
+
+Rules kept here: leased samples are taken in the order they were granted, each once; a batch holds samples of one
+dataset, and a short one ends the data or goes before another dataset; samples count as taken when their step is done.
+When leases run out because the syncer is out of reach, the last one is gone through again: training does not stop, and
+those tokens are counted but not leased.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import torch
 
+from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.messages import Range
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Samples(Protocol):
@@ -26,6 +39,118 @@ class Gathers(Protocol):
     def gather(self, indices: np.ndarray[Any, Any]) -> torch.Tensor: ...
 
 
+Datasets = Samples | Mapping[str, Samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    name: str
+    samples: Samples
+    weight: float
+
+
+def sources(data: Datasets, weights: Mapping[str, float] | None) -> tuple[Source, ...]:
+    """One dataset, or several by name; weights say how much of each there is in what is trained on."""
+    named: Mapping[str, Samples] = data if isinstance(data, Mapping) else {"data": data}
+    unknown = set(weights or ()) - set(named)
+    if unknown:
+        raise ConfigError(f"weights name {sorted(unknown)[0]!r}, which is none of the datasets {sorted(named)}")
+    found = tuple(Source(name, one, float((weights or {}).get(name, 1.0))) for name, one in named.items())
+    for source in found:
+        if not source.weight > 0:
+            raise ConfigError(f"the weight of dataset {source.name!r} is {source.weight}: it must be above 0")
+        if len(source.samples) == 0:
+            raise ConfigError(f"the dataset {source.name!r} has no samples")
+    if not found:
+        raise ConfigError("no dataset was given")
+    return found
+
+
+class Leased:
+    """What this learner was leased and has not taken yet."""
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
+        self._lengths, self._batch, self._seed = lengths, batch_size, seed
+        self._ranges: deque[Range] = deque()
+        self._newest = -1
+        self._at = 0
+        """Samples of the first range that are handed out."""
+        self._last: Range | None = None
+        self._again = 0
+        self._handed = 0
+        self.position = 0
+        """Samples whose steps are done."""
+        self.over = False
+
+    def supply(self, ranges: Sequence[Range], over: bool) -> None:
+        for one in ranges:
+            if one.lease > self._newest:
+                self._newest = one.lease
+                self._ranges.append(one)
+        self.over = self.over or over
+
+    def forget(self) -> None:
+        """Another life: what it was leased goes to whoever gets it next."""
+        self._ranges.clear()
+        self._at = self._handed = self.position = 0
+        self.over = False
+
+    def stepped(self) -> None:
+        self.position += self._handed
+        self._handed = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self._ranges
+
+    def take(self) -> tuple[int, Indices] | None:
+        """The next batch: its dataset and the indices of its samples. None when there is none."""
+        if self.empty:
+            return None
+        dataset, wanted, parts = self._ranges[0].dataset, self._batch, []
+        while wanted and self._ranges and self._ranges[0].dataset == dataset:
+            part = self._piece(wanted)
+            wanted -= len(part)
+            parts.append(part)
+        indices = np.concatenate(parts)
+        self._handed += len(indices)
+        return dataset, indices
+
+    def repeat(self) -> tuple[int, Indices] | None:
+        """A batch of the last lease once more: counted, not leased."""
+        last = self._last
+        if last is None:
+            return None
+        positions = last.start + (self._again + np.arange(self._batch, dtype=np.int64)) % (last.stop - last.start)
+        self._again += self._batch
+        return last.dataset, self._indices(last, positions)
+
+    def state(self) -> dict[str, Any]:
+        """As a cut carries it. A batch that was handed out and not stepped on is taken again."""
+        ranges = [msgspec.to_builtins(one) for one in self._ranges]
+        return {"ranges": ranges, "at": self._at, "newest": self._newest, "position": self.position, "over": self.over}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._ranges = deque(msgspec.convert(one, Range) for one in state["ranges"])
+        self._at, self._newest = state["at"], state["newest"]
+        self.position, self.over = state["position"], state["over"]
+
+    def _piece(self, wanted: int) -> Indices:
+        first = self._ranges[0]
+        start = first.start + self._at
+        stop = min(first.stop, start + wanted)
+        self._at += stop - start
+        self._last = first
+        if stop == first.stop:
+            self._ranges.popleft()
+            self._at = 0
+        return self._indices(first, np.arange(start, stop, dtype=np.int64))
+
+    def _indices(self, range_: Range, positions: Indices) -> Indices:
+        length = self._lengths[range_.dataset]
+        return permuted(positions, length=length, seed=self._seed, dataset=range_.dataset, epoch=range_.epoch)
+
+
 def generator(seed: int, learner: str, incarnation: int) -> np.random.Generator:
     """Every learner, and every life of it, sees the samples in an order of its own."""
     return np.random.default_rng([seed, zlib.crc32(learner.encode()), incarnation])
@@ -33,18 +158,22 @@ def generator(seed: int, learner: str, incarnation: int) -> np.random.Generator:
 
 def orders(length: int, batch_size: int, random: np.random.Generator, passes: int | None) -> Iterator[Any]:
     """Indices batch by batch; a pass's rest that fills no batch is left out."""
-    if batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size} is too small: the least is 1")
-    if length < batch_size:
-        raise ConfigError(
-            f"the dataset has {length} samples, fewer than one batch of {batch_size}: use a smaller batch"
-        )
+    check_batch(length, batch_size)
     done = 0
     while passes is None or done < passes:
         order = random.permutation(length)
         for start in range(0, length - batch_size + 1, batch_size):
             yield order[start : start + batch_size]
         done += 1
+
+
+def check_batch(length: int, batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size} is too small: the least is 1")
+    if length < batch_size:
+        raise ConfigError(
+            f"the dataset has {length} samples, fewer than one batch of {batch_size}: use a smaller batch"
+        )
 
 
 def collect(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:

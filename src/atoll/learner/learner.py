@@ -14,7 +14,7 @@ import operator
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,31 @@ import torch
 from torch import nn
 
 from atoll.learner.boundary import Boundary
-from atoll.learner.data import Samples, collect, generator, orders
+from atoll.learner.data import Datasets
 from atoll.learner.ending import INTERRUPTED, end_script, say
+from atoll.learner.feed import Feed
 from atoll.learner.losses import Losses
 from atoll.learner.model import describe, load_weights, trained
 from atoll.learner.partner import Partner
-from atoll.mailbox.box import Mailbox
-from atoll.mailbox.channel import Box, Bye, ForgetOrder, Start, Step, StopOrder, ToTraining, Welcomed
+from atoll.learner.place import Place, describe_place, fill_box, settings_of
+from atoll.learner.saving import Saver
+from atoll.learner.snapshot import Snapshot, read
+from atoll.learner.state import Stateful, capture, restore
+from atoll.mailbox.box import Mailbox, cut_alike
+from atoll.mailbox.channel import (
+    Box,
+    Bye,
+    ForgetOrder,
+    Kept,
+    SaveOrder,
+    Start,
+    Step,
+    StopOrder,
+    Supplies,
+    ToTraining,
+    Welcomed,
+)
+from atoll.mailbox.channel import Sources as SourcesFrame
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import AtollError, ConfigError, PlanError, RunFailed
@@ -38,6 +56,8 @@ JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
 LEAVE_WAIT_S = 10.0
 """How long leaving early waits for the last steps to be merged; longer where the others need longer for two cycles."""
+PLACE = "atoll"
+"""Under this name a learner's place in its run is saved beside what the script registered."""
 END_WAIT_S = 120.0
 """How long a learner waits for the run to end once it was told that it ends."""
 
@@ -75,9 +95,14 @@ class Learner:
         self._box: Mailbox | None = None
         self._losses = Losses()
         self._t = self._tokens = 0
+        self._feed = Feed(seed=self._seed, name=self.name)
+        self._extras: dict[str, Stateful] = {}
+        folder = os.environ.get("ATOLL_FOLDER")
+        self._saver = Saver(Path(folder) if folder else None)
+        self._newest: tuple[int, ...] | None = None
+        """The run's versions at the last welcome."""
         self._busy_s = 0.0
         self._left_at = 0.0
-        self._pass = 0.0
         self._done = self._final = False
         self._stopped = False
         self._inside = self._left = False
@@ -110,7 +135,16 @@ class Learner:
 
         Alone: of the pass that `batches` makes. A run without a budget stays at 0.
         """
-        return self._pass if self._box is None else min(1.0, self._box.measure("progress"))
+        return self._feed.passed if self._box is None else min(1.0, self._box.measure("progress"))
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
+
+        To be called before the learner is entered.
+        """
+        if self._inside:
+            raise RuntimeError(f"register({name!r}, …) comes before 'with atoll.Learner(...) as learner:'")
+        self._extras[name] = thing
 
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
@@ -121,9 +155,14 @@ class Learner:
                 self._tensors = describe(self.model)
                 if init := os.environ.get("ATOLL_INIT"):
                     load_weights(self.model, Path(init))
+                saved, exact = _saved_state()
+                if saved is not None and exact:
+                    self._stand_where(saved)
                 self._partner.start()
-                self._introduce()
+                self._introduce(sure=exact)
                 self._join()
+                if saved is not None:
+                    self._put_back(saved)
             except BaseException as error:
                 self._leave(error)
                 raise
@@ -141,20 +180,33 @@ class Learner:
         self._t += 1
         self._tokens += tokens
         if not self.alone:
+            self._feed.stepped()
             self._losses.add(loss)
             self._at_boundary(tokens)
         self._left_at = time.perf_counter()
 
-    def batches(self, dataset: Samples, batch_size: int) -> Iterator[Any]:
-        """Batches of a map-style dataset in this learner's own order, until the run is done (alone: one pass)."""
-        incarnation = 1 if self._box is None else self._box.count("incarnation")
-        random = generator(self._seed, self.name, incarnation)
-        for number, indices in enumerate(orders(len(dataset), batch_size, random, passes=1 if self.alone else None)):
-            if self._done:
-                return
-            if self.alone:
-                self._pass = number / (len(dataset) // batch_size)
-            yield collect(dataset, indices)
+    def batches(
+        self, dataset: Datasets, batch_size: int, *, weights: Mapping[str, float] | None = None, epochs: int = 0
+    ) -> Iterator[Any]:
+        """Batches of what this run leases to this learner, until the run is done or the data is used up.
+
+        `dataset` is anything with a length and an index, or several of them by name, with `weights`. `epochs` is how
+        many passes the run makes over them; 0: no end. Alone, without a syncer, it is one pass in a seeded order.
+        """
+        found = self._feed.open(dataset, batch_size, weights)
+        if self.alone or not self._inside:
+            yield from self._feed.own(found, batch_size, lambda: self._done, incarnation=1, passes=1)
+            return
+        seed = self._boundary.settings.seed if self._boundary is not None else self._seed
+        self._partner.send(SourcesFrame(self._feed.ask(found, batch_size, epochs, seed)))
+        yield from self._feed.leased(found, batch_size, lambda: self._done, self._wait, self._join_wait_s)
+
+    def _wait(self, seconds: float) -> None:
+        """Not training: listen, and serve what is due."""
+        self._partner.wait(seconds)
+        self._listen()
+        if self._boundary is not None:
+            self._boundary.idle()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -173,33 +225,41 @@ class Learner:
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
-    def _introduce(self) -> None:
+    def _introduce(self, *, sure: bool = False) -> None:
         boxed = self._boundary is not None
         self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed, self._data))
         if self._box is not None and self._boundary is not None:
-            self._partner.send(Box(self._boundary.settings, self._stepped()), self._box.fd)
+            self._partner.send(Box(self._boundary.settings, self._stepped(), sure), self._box.fd)
+        if self._feed.registered is not None:
+            self._partner.send(SourcesFrame(self._feed.registered))
 
     def _join(self) -> None:
         """Wait for the run's parameters; past the patience, train on and take them when they come."""
         deadline = time.monotonic() + self._join_wait_s
-        while not self._final and (self._boundary is None or not self._boundary.recovered):
+        while not self._final and not self._is_current():
             left = deadline - time.monotonic()
             if left <= 0:
                 waited = f"no parameters from the syncer at {self._url} for {self._join_wait_s:g} s"
                 say(f"{waited}: training goes on, joining when it can")
                 return
-            self._partner.wait(min(left, 0.5))
-            self._listen()
-            if self._boundary is not None:
-                self._boundary.idle()
+            self._wait(min(left, 0.5))
+
+    def _is_current(self) -> bool:
+        """It has what the run had when it was welcomed."""
+        if self._boundary is None or self._box is None or self._newest is None or not self._boundary.recovered:
+            return False
+        return all(held >= newest for held, newest in zip(self._box.adopted.tolist(), self._newest, strict=False))
 
     def _welcomed(self, frame: Welcomed) -> None:
         """The run's settings are known: cut the model as they say, and share memory with the courier."""
+        self._newest = frame.versions
         plan = make_plan(self._tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
         if self._box is not None and self._boundary is not None:
-            if self._box.plan.fingerprint == plan.fingerprint and self._boundary.settings == frame.settings:
+            same_plan = self._box.plan.fingerprint == plan.fingerprint
+            if same_plan and cut_alike(plan, self._boundary.settings, frame.settings):
+                self._boundary.settings = frame.settings
                 return
             self._drop_box()
         self._box = Mailbox.create(plan, frame.settings)
@@ -211,7 +271,7 @@ class Learner:
 
     def _at_boundary(self, tokens: int) -> None:
         if self._boundary is not None:
-            self._boundary.count(self._t, tokens)
+            self._boundary.count(self._t, tokens, self._tokens, self._feed.position)
         self._listen()
         if self._boundary is not None:
             self._boundary.adopt_ready(self._t)
@@ -237,6 +297,8 @@ class Learner:
             self._report()
         for frame in self._partner.receive():
             self._obey(frame)
+        for saved in self._saver.results():
+            self._partner.send(Kept(saved))
         if self._boundary is not None:
             self._boundary.settle_done()
 
@@ -249,23 +311,33 @@ class Learner:
                 self._final = self._final or final
                 if failed:
                     raise ConfigError(reason) if mistake else RunFailed(reason)
+            case SaveOrder(cut):
+                self._save(cut)
+            case Supplies(ranges, over, own):
+                self._feed.supplied(ranges, over, own)
             case _:
                 assert self._boundary is not None
                 self._boundary.obey(frame)
-                if isinstance(frame, ForgetOrder) and frame.reset and self.optimizer is not None:
-                    self.optimizer.state.clear()
-                    say("the inner optimizer starts afresh")
+                if isinstance(frame, ForgetOrder):
+                    self._forget(frame.reset)
+
+    def _forget(self, reset: bool) -> None:
+        self._feed.forget()
+        if reset and self.optimizer is not None:
+            self.optimizer.state.clear()
+            say("the inner optimizer starts afresh")
 
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
         if self._stopped or not self._partner.clogged:
-            self._partner.send(Step(self._stepped()))
+            self._partner.send(Step(self._stepped(), self._boundary.epoch if self._boundary else 0))
 
     def _stepped(self) -> Stepped:
         steps: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
-        if self._box is not None:
-            steps, tokens = tuple(self._box.steps.tolist()), tuple(self._box.tokens.tolist())
+        dropped: tuple[int, ...] = ()
+        if (box := self._box) is not None:
+            steps, tokens, dropped = tuple(box.steps.tolist()), tuple(box.tokens.tolist()), tuple(box.dropped.tolist())
         return Stepped(
             t=self._t,
             steps=steps,
@@ -274,7 +346,59 @@ class Learner:
             busy_s=round(self._busy_s, 6),
             loss=self._losses.latest(),
             stopped=self._stopped,
+            dropped=dropped,
+            position=self._feed.position,
         )
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def _save(self, cut: int) -> None:
+        """Between two steps: only copies are made here."""
+        if reason := self._saver.reason_not_to():
+            self._saver.refuse(cut, self._t, reason)
+            return
+        try:
+            snapshot = self._captured()
+        except AtollError as error:
+            self._saver.refuse(cut, self._t, str(error))
+        else:
+            self._saver.save(cut, self._t, snapshot)
+
+    def _captured(self) -> Snapshot:
+        assert self._box is not None and self._boundary is not None
+        place = describe_place(
+            self._box,
+            self._boundary.settings,
+            self._tensors,
+            name=self.name,
+            session=self._session,
+            t=self._t,
+            total=self._tokens,
+            busy_s=self._busy_s,
+            feed=self._feed.state(),
+        )
+        return capture(self.model, self.optimizer, {**self._extras, PLACE: place})
+
+    def _stand_where(self, saved: Snapshot) -> None:
+        """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
+        place = Place({})
+        restore(self.model, self.optimizer, {**self._extras, PLACE: place}, saved, rng=False)
+        state = place.state
+        if state["learner"] != self.name:
+            raise ConfigError(f"the saved state is of {state['learner']}, this is {self.name}")
+        self._session, self._t, self._tokens = state["session"], state["t"], state["total"]
+        self._busy_s = state["busy_s"]
+        settings = settings_of(state)
+        self._box = Mailbox.create(make_plan(self._tensors, settings.fragments, settings.plan), settings)
+        self._boundary = Boundary(self._box, settings, trained(self.model), self._partner)
+        fill_box(self._box, state, os.environ.get("ATOLL_RUN", ""))
+        self._feed.load(state["feed"])
+
+    def _put_back(self, saved: Snapshot) -> None:
+        """What the run does not know: optimizer, schedules, chance. Parameters are the run's."""
+        place = Place({})
+        restore(self.model, self.optimizer, {**self._extras, PLACE: place}, saved, parameters=False)
+        say(f"goes on with the inner optimizer, schedules and random states of step {place.state['t']}")
 
     # ---- leaving ------------------------------------------------------------------------------------------------
 
@@ -329,3 +453,9 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     return f"its training script ended with {type(error).__name__}"
+
+
+def _saved_state() -> tuple[Snapshot | None, bool]:
+    """What the launcher says to go on from, and whether all of it is to be as it was."""
+    path = os.environ.get("ATOLL_STATE")
+    return (read(Path(path)), os.environ.get("ATOLL_EXACT") == "1") if path else (None, False)

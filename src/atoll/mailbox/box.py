@@ -29,7 +29,7 @@ from atoll.protocol.settings import Settings
 PAGE = 4096
 COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step")
 MEASURES = ("busy_s", "loss", "progress")
-PER_FRAGMENT = ("steps", "tokens", "adopted", "base_version")
+PER_FRAGMENT = ("steps", "tokens", "dropped", "adopted", "base_version")
 RUN_BYTES = 64
 
 
@@ -100,7 +100,7 @@ class Mailbox:
             os.close(fd)
             raise _too_little(need, have) from error
         box = Mailbox(fd, layout, plan)
-        box.steps[:] = box.tokens[:] = 0
+        box.steps[:] = box.tokens[:] = box.dropped[:] = 0
         box.adopted[:] = box.base_version[:] = -1
         return box
 
@@ -121,6 +121,11 @@ class Mailbox:
     def tokens(self) -> npt.NDArray[np.int64]:
         """Tokens since the last adoption, per fragment. Written by the training process."""
         return self._fragments["tokens"]
+
+    @property
+    def dropped(self) -> npt.NDArray[np.int64]:
+        """Tokens that adoptions overwrote and no version contains, per fragment. Written by the training process."""
+        return self._fragments["dropped"]
 
     @property
     def adopted(self) -> npt.NDArray[np.int64]:
@@ -178,6 +183,11 @@ class Mailbox:
 
     def _floats(self, start: int, size: int) -> FloatArray:
         return self.memory[start : start + 4 * size].view(np.float32)
+
+
+def cut_alike(plan: Plan, one: Settings, other: Settings) -> bool:
+    """Whether shared memory made for one setting serves the other."""
+    return Layout.of(plan, one) == Layout.of(plan, other) and one.codec == other.codec
 
 
 def available_bytes() -> int | None:

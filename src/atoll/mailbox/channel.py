@@ -1,8 +1,8 @@
 """Small messages between the training process and its courier, over a local socket.
 
-    training process → courier    Start  Box  Step  Copy  Took  Freed  Bye
+    training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  Bye
     courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder
-                                  StopOrder
+                                  Supplies  SaveOrder  StopOrder
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
@@ -17,9 +17,9 @@ from collections import deque
 
 import msgspec
 
-from atoll.protocol.effects import Adopted, Stepped
+from atoll.protocol.effects import Adopted, Registered, Saved, Stepped
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import AdoptRule, TensorSpec
+from atoll.protocol.messages import AdoptRule, Range, TensorSpec
 from atoll.protocol.settings import Settings
 
 FRAME_LIMIT = 16 * 2**20
@@ -48,10 +48,19 @@ class Box(Frame, frozen=True):
 
     settings: Settings
     stepped: Stepped
+    sure: bool = False
+    """The base is whole and nothing was on its way: it comes out of a cut, not from a courier that died."""
 
 
 class Step(Frame, frozen=True):
     stepped: Stepped
+    epoch: int = 0
+
+
+class Sources(Frame, frozen=True):
+    """Batches are taken from these datasets: leases, please."""
+
+    registered: Registered
 
 
 class Copy(Frame, frozen=True):
@@ -64,6 +73,8 @@ class Copy(Frame, frozen=True):
     base: int
     epoch: int
     """How many times the training process was told to forget; what it did before no longer counts."""
+    total: int = 0
+    position: int = -1
 
 
 class Took(Frame, frozen=True):
@@ -81,6 +92,12 @@ class Freed(Frame, frozen=True):
     incoming: bool
 
 
+class Kept(Frame, frozen=True):
+    """A part of a cut is durable, or could not be saved."""
+
+    saved: Saved
+
+
 class Bye(Frame, frozen=True):
     reason: str
 
@@ -89,6 +106,8 @@ class Welcomed(Frame, frozen=True):
     settings: Settings
     fingerprint: str
     incarnation: int
+    versions: tuple[int, ...] = ()
+    """The run's newest, which a learner takes before it trains on."""
 
 
 class ReadOrder(Frame, frozen=True):
@@ -122,6 +141,8 @@ class AdoptOrder(Frame, frozen=True):
     """carry: the outgoing slot to subtract, or BASE."""
     minus_steps: int = 0
     minus_tokens: int = 0
+    held_tokens: int = 0
+    """Own tokens that the version contains: what is overwritten beyond them is dropped."""
 
 
 class OwnOrder(Frame, frozen=True):
@@ -134,6 +155,20 @@ class ForgetOrder(Frame, frozen=True):
     """The inner optimizer starts afresh too."""
 
 
+class Supplies(Frame, frozen=True):
+    """Samples to train on, in this order; ranges it has already are said again after a reconnect."""
+
+    ranges: tuple[Range, ...]
+    over: bool
+    own: str
+
+
+class SaveOrder(Frame, frozen=True):
+    """Capture your state at this boundary: it is your part of the cut."""
+
+    cut: int
+
+
 class StopOrder(Frame, frozen=True):
     reason: str
     final: bool
@@ -142,8 +177,19 @@ class StopOrder(Frame, frozen=True):
     """It failed, and the operator can mend it: the model or the settings do not fit."""
 
 
-ToCourier = Start | Box | Step | Copy | Took | Freed | Bye
-ToTraining = Welcomed | ReadOrder | HoldOrder | LetGoOrder | AdoptOrder | OwnOrder | ForgetOrder | StopOrder
+ToCourier = Start | Box | Step | Sources | Copy | Took | Freed | Kept | Bye
+ToTraining = (
+    Welcomed
+    | ReadOrder
+    | HoldOrder
+    | LetGoOrder
+    | AdoptOrder
+    | OwnOrder
+    | ForgetOrder
+    | Supplies
+    | SaveOrder
+    | StopOrder
+)
 
 
 class Channel:

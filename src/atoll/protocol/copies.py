@@ -67,6 +67,8 @@ class Copies:
             tokens=copy.tokens,
             digest=digest,
             probe=pull.probe,
+            total=copy.total,
+            position=copy.position,
         )
 
     def failed(self, number: int, attempt: int) -> bool:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
+from atoll.protocol.history import State
 from atoll.protocol.messages import (
     AdoptRule,
     Contribution,
+    CutSaved,
     FromLearner,
     FromSyncer,
     Hello,
+    Range,
 )
+from atoll.protocol.records import AnyRecord
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -87,6 +91,26 @@ class Unmergeable(Fact, frozen=True):
 
     round: int
     reason: str
+    reset: bool = False
+    """The outer state of the round's fragment was broken by it and starts anew."""
+
+
+class CutKept(Fact, frozen=True):
+    """Event: the syncer's part of a cut is durable; with a reason: it could not be written."""
+
+    cut: int
+    reason: str = ""
+
+
+class CutWritten(Fact, frozen=True):
+    """Event: the manifest of a cut is durable."""
+
+    cut: int
+    manifest: str
+
+
+class Over(Fact, frozen=True):
+    """Event: nobody is waited for any more; whatever account is open is closed."""
 
 
 class EndAsked(Fact, frozen=True):
@@ -118,6 +142,33 @@ class Merge(Fact, frozen=True):
     parts: tuple[Part, ...]
 
 
+class Persist(Fact, frozen=True):
+    """Effect: make these durable. No effect behind it, of this event or a later one, is carried out before they are."""
+
+    records: tuple[AnyRecord, ...]
+    round: int = -1
+    """The round whose merged outer gradient belongs to them; −1 for none."""
+
+
+class TakeCut(Fact, frozen=True):
+    """Effect: record Θ, the outer state and this history as they are now, and answer CutKept.
+
+    The `first` is durable before any effect behind it is carried out.
+    """
+
+    cut: int
+    history: State
+    first: bool = False
+
+
+class CompleteCut(Fact, frozen=True):
+    """Effect: write the manifest of a cut with these learners' parts, and answer CutWritten."""
+
+    cut: int
+    saved: tuple[tuple[str, CutSaved], ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
 class Commit(Fact, frozen=True):
     """Effect: what Merged named is now the fragment's version."""
 
@@ -147,8 +198,21 @@ class Finished(Fact, frozen=True):
     reason: str
 
 
-SyncerEvent = Greeted | Received | Delivered | Lost | Initialised | Merged | Unmergeable | EndAsked | Tick
-SyncerEffect = Send | Merge | Commit | Discard | Expel | Finished | Note
+SyncerEvent = (
+    Greeted
+    | Received
+    | Delivered
+    | Lost
+    | Initialised
+    | Merged
+    | Unmergeable
+    | CutKept
+    | CutWritten
+    | EndAsked
+    | Over
+    | Tick
+)
+SyncerEffect = Send | Merge | Persist | TakeCut | CompleteCut | Commit | Discard | Expel | Finished | Note
 
 
 # ---- the learner --------------------------------------------------------------------------------------------------
@@ -176,6 +240,16 @@ class Stepped(Fact, frozen=True):
     busy_s: float = 0.0
     loss: float | None = None
     stopped: bool = False
+    dropped: tuple[int, ...] = ()
+    position: int = -1
+
+
+class Registered(Fact, frozen=True):
+    """Event: the training process takes its batches from these datasets (name, samples, weight)."""
+
+    datasets: tuple[tuple[str, int, float], ...]
+    epochs: int
+    batch: int
 
 
 class Copied(Fact, frozen=True):
@@ -187,6 +261,8 @@ class Copied(Fact, frozen=True):
     steps: int
     tokens: int
     base: int
+    total: int = 0
+    position: int = -1
 
 
 class Adopted(Fact, frozen=True):
@@ -197,6 +273,8 @@ class Adopted(Fact, frozen=True):
     t: int
     steps: int = 0
     tokens: int = 0
+    dropped: int = 0
+    """Tokens of this fragment that it overwrote so far, in all."""
 
 
 class Fetched(Fact, frozen=True):
@@ -223,6 +301,16 @@ class UploadFailed(Fact, frozen=True):
     round: int
     attempt: int
     reason: str
+
+
+class Saved(Fact, frozen=True):
+    """Event: the training process's part of a cut is durable; with a reason: it could not be saved."""
+
+    cut: int
+    t: int
+    file: str = ""
+    digest: str = ""
+    reason: str = ""
 
 
 class Say(Fact, frozen=True):
@@ -271,6 +359,8 @@ class Adopt(Fact, frozen=True):
     rule: AdoptRule
     step: int = 0
     copy_t: int | None = None
+    held_tokens: int = 0
+    """Own tokens that the version contains and the model's last one did not: what is overwritten beyond is dropped."""
 
 
 class Own(Fact, frozen=True):
@@ -303,6 +393,26 @@ class Drop(Fact, frozen=True):
     t: int
 
 
+class Supply(Fact, frozen=True):
+    """Effect: these samples are the training process's, in this order; some of them it may have already."""
+
+    ranges: tuple[Range, ...]
+    over: bool = False
+    own: str = ""
+
+
+class Save(Fact, frozen=True):
+    """Effect: save the training process's state at the next boundary, as its part of this cut."""
+
+    cut: int
+
+
+class HangUp(Fact, frozen=True):
+    """Effect: this syncer was replaced; dial for its successor."""
+
+    reason: str
+
+
 class Inform(Fact, frozen=True):
     """Effect: how far the run is, for `learner.progress` and `learner.global_step`."""
 
@@ -318,7 +428,36 @@ class Stop(Fact, frozen=True):
     failed: bool = False
 
 
-LearnerEvent = Arrived | Cut | Stepped | Copied | Adopted | Fetched | FetchFailed | Uploaded | UploadFailed | Tick
+LearnerEvent = (
+    Arrived
+    | Cut
+    | Stepped
+    | Registered
+    | Copied
+    | Adopted
+    | Fetched
+    | FetchFailed
+    | Uploaded
+    | UploadFailed
+    | Saved
+    | Tick
+)
 LearnerEffect = (
-    Say | Read | Hold | LetGo | Fetch | Adopt | Own | Forget | UploadAll | Upload | Drop | Inform | Stop | Note
+    Say
+    | Read
+    | Hold
+    | LetGo
+    | Fetch
+    | Adopt
+    | Own
+    | Forget
+    | UploadAll
+    | Upload
+    | Drop
+    | Supply
+    | Save
+    | HangUp
+    | Inform
+    | Stop
+    | Note
 )

@@ -29,14 +29,19 @@ from atoll.protocol.effects import (
     Fetched,
     FetchFailed,
     Forget,
+    HangUp,
     Inform,
     LearnerEffect,
     LearnerEvent,
     Note,
     Own,
+    Registered,
+    Save,
+    Saved,
     Say,
     Stepped,
     Stop,
+    Supply,
     Tick,
     UploadAll,
     Uploaded,
@@ -45,6 +50,7 @@ from atoll.protocol.effects import (
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
+    CutSaved,
     Decline,
     Ending,
     Finish,
@@ -52,11 +58,13 @@ from atoll.protocol.messages import (
     FromSyncer,
     Heartbeat,
     Hello,
+    Lease,
     Leave,
     Progress,
     Pull,
     Recover,
     Refused,
+    Register,
     Started,
     TensorSpec,
     Welcome,
@@ -73,6 +81,7 @@ class Learner:
         self.name, self.session = name, session
         self.phase: Phase = "out"
         self.run = ""
+        self.term = 0
         self.incarnation = 0
         self.settings = Settings()
         self.t = 0
@@ -81,6 +90,11 @@ class Learner:
         self._connected = False
         self._clock: Clock = {}
         self._stepped = Stepped(0, (), ())
+        self._half_told = False
+        """It adopted at a boundary whose step is not told yet: its counters do not fit together."""
+        self._data_of: Registered | None = None
+        self._marker = 0
+        """The newest cut it has heard of."""
         self._effects: list[LearnerEffect] = []
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
@@ -109,9 +123,12 @@ class Learner:
         """More boundaries will come."""
         return self.phase == "training" and not self._stepped.stopped
 
-    def restore(self, run: str, versions: list[int], stepped: Stepped, incarnation: int = 0) -> None:
+    def restore(
+        self, run: str, versions: list[int], stepped: Stepped, incarnation: int = 0, counted: list[int] | None = None
+    ) -> None:
         """What the shared memory says, for a courier that takes over from a dead one."""
         self.run, self.incarnation, self._versions.held = run, incarnation, list(versions)
+        self._versions.counted = list(versions if counted is None else counted)
         self._stepped, self.t = stepped, stepped.t
 
     def hello(self) -> Hello:
@@ -121,23 +138,27 @@ class Learner:
             session=self.session,
             run=self.run,
             versions=tuple(self.versions),
+            incarnation=self.incarnation,
             t=self.t,
             tensors=self._tensors,
             data=self._data,
             clock=self._now_clock(),
+            term=self.term,
         )
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         self._effects.clear()
         match event:
             case Arrived(message):
-                self._clock = merged(self._clock, message.clock)
-                self._arrive(now, message)
+                self._hear(now, message)
             case Cut(reason):
                 self._cut(reason)
             case Stepped():
-                self._stepped, self.t = event, event.t
+                self._stepped, self.t, self._half_told = event, event.t, False
                 self._report(now)
+            case Registered():
+                self._data_of = event
+                self._register(now)
             case Copied():
                 self._copied(now, event)
             case Adopted():
@@ -156,6 +177,8 @@ class Learner:
                     self._say(
                         now, Decline(round=number, attempt=attempt, reason=f"its answer did not arrive: {reason}")
                     )
+            case Saved():
+                self._saved(now, event)
             case Tick():
                 pass
         self._by_time(now)
@@ -163,12 +186,29 @@ class Learner:
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
+    def _hear(self, now: float, message: FromSyncer) -> None:
+        if message.term < self.term and not isinstance(message, Refused):
+            self._do(HangUp(f"it speaks for term {message.term}, the run is in term {self.term}"))
+            return
+        self.term = max(self.term, message.term)
+        self._clock = merged(self._clock, message.clock)
+        self._mark(message)
+        self._arrive(now, message)
+
+    def _mark(self, message: FromSyncer) -> None:
+        """The first message that names a cut is the marker. At a welcome it is old news: others have saved theirs."""
+        if message.cut > self._marker and not isinstance(message, Welcome) and self.phase == "training":
+            self._do(Save(message.cut))
+        self._marker = max(self._marker, message.cut)
+
     def _arrive(self, now: float, message: FromSyncer) -> None:
         match message:
             case Welcome():
                 self._welcome(now, message)
             case Started(uploader=uploader):
                 self._started(now, uploader)
+            case Lease(ranges=ranges, over=over, own=own):
+                self._do(Supply(ranges, over, own))
             case Pull():
                 self._pull(now, message)
                 self._move_on(message.gathering)
@@ -176,8 +216,9 @@ class Learner:
                 self._announced(now, message)
             case Recover(incarnation=incarnation, reason=reason):
                 self.incarnation = incarnation
-                self._recover(reason)
+                self._recover(reason, reset=True)
                 self._fetch_missing()
+                self._register(now)
             case Ending(reason=reason):
                 self._ending(reason)
             case Finish(reason=reason, versions=versions):
@@ -199,8 +240,11 @@ class Learner:
         if self.run != welcome.run or len(self.versions) != len(welcome.versions):
             self._change_run(welcome)
         elif before not in (0, welcome.incarnation):
-            self._recover("the syncer asked for it while the connection was down")
+            self._recover("it was given up while the connection was down", reset=welcome.reset)
         self._versions.welcomed(welcome)
+        if welcome.leases:
+            self._do(Supply(welcome.leases))
+        self._register(now)
         self._orders.gathering = max(welcome.gathering, 0)
         if self.phase not in ("ending", "finished"):
             self.phase = "training" if self.recovered else "joining"
@@ -226,7 +270,7 @@ class Learner:
         if uploader != self.name:
             self._fetch_missing()
             return
-        self._versions.held = [0] * len(self.newest)
+        self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
         if self.phase == "joining":
             self.phase = "training"
         self._plan()
@@ -234,7 +278,7 @@ class Learner:
         self._report(now)
 
     def _announced(self, now: float, announce: Announce) -> None:
-        mine = [m.t for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
+        mine = [m for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
         self._versions.announced(announce, mine[0] if mine else None)
         self._do(Inform(announce.progress, announce.global_step))
         self._copies.committed(announce.fragment, announce.round)
@@ -356,13 +400,12 @@ class Learner:
             self._versions.fetch_missing()
 
     def _fetched(self, fragment: int, version: int) -> None:
-        untold = version > self.newest[fragment]  # whether it holds our steps is not known yet: nothing may be carried
         if not self._versions.fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)
         if self.settings.synchronous:
             self._before_adoption(fragment, number)
-        plain = not self.recovered or self._final is not None or (untold and self.settings.adopt == "carry")
+        plain = not self.recovered or self._final is not None
         adopt = Adopt(
             fragment=fragment,
             version=version,
@@ -370,6 +413,7 @@ class Learner:
             rule="overwrite" if plain else self.settings.adopt,
             step=self._orders.adopt_step(number) if self.phase == "training" else 0,
             copy_t=self._versions.copy_in(fragment, version),
+            held_tokens=self._versions.tokens_in(fragment, version),
         )
         self._do(adopt)
 
@@ -387,7 +431,10 @@ class Learner:
             return
         self._orders.adopted(fragment, number)
         self._copies.drop(fragment)
-        self._stepped = _counted(self._stepped, fragment, event.steps, event.tokens)
+        if event.t > self.t:
+            self._half_told = True  # the report of that step is on its way, with all counters as they are then
+        else:
+            self._stepped = _counted(self._stepped, event)
         if self.phase == "joining" and self.recovered:
             self.phase = "training"
             self._plan()
@@ -396,14 +443,17 @@ class Learner:
         if self.phase != "finished":
             self._report(now)
 
-    def _recover(self, reason: str) -> None:
-        self._note("recovering", f"taking the run's parameters anew, with a fresh inner optimizer: {reason}")
-        self._forget(reason, fragments=len(self.versions), reset=True)
+    def _recover(self, reason: str, *, reset: bool) -> None:
+        fresh = ", with a fresh inner optimizer" if reset else ""
+        self._note("recovering", f"taking the run's parameters anew{fresh}: {reason}")
+        self._forget(reason, fragments=len(self.versions), reset=reset)
 
     def _forget(self, reason: str, *, fragments: int, reset: bool) -> None:
         self._copies.forget()
         self._orders.forget()
         self._versions.forget(fragments)
+        zeros = (0,) * fragments
+        self._stepped = msgspec.structs.replace(self._stepped, steps=zeros, tokens=zeros, dropped=zeros)
         if self.phase == "training":
             self.phase = "joining"
         self._do(Forget(reason, reset))
@@ -414,6 +464,7 @@ class Learner:
         if self._final is None or self.phase == "finished":
             return
         if all(held >= final for held, final in zip(self.versions, self._final, strict=True)):
+            self._report(now)
             self._say(now, Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
@@ -433,8 +484,23 @@ class Learner:
             beat_at = now + self.settings.heartbeat_s
         self.wake_at = min([*retries.values(), *([beat_at] if self._connected else [])], default=None)
 
+    def _saved(self, now: float, saved: Saved) -> None:
+        said = CutSaved(
+            of=saved.cut,
+            incarnation=self.incarnation,
+            t=saved.t,
+            file=saved.file,
+            digest=saved.digest,
+            reason=saved.reason,
+        )
+        self._say(now, said)
+
+    def _register(self, now: float) -> None:
+        if (data := self._data_of) is not None:
+            self._say(now, Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
+
     def _report(self, now: float) -> None:
-        if not self._connected or not self.versions:
+        if not self._connected or not self.versions or self._half_told:
             return
         last, fragments = self._stepped, len(self.versions)
         progress = Progress(
@@ -449,13 +515,16 @@ class Learner:
             loss=last.loss,
             stopped=last.stopped,
             incarnation=self.incarnation,
+            dropped=last.dropped or (0,) * fragments,
+            counted=tuple(self._versions.counted),
+            position=last.position,
         )
         self._say(now, progress)
 
     def _say(self, now: float, message: FromLearner) -> None:
         if self._connected:
             self._said_at = now
-            self._do(Say(msgspec.structs.replace(message, clock=self._now_clock())))
+            self._do(Say(msgspec.structs.replace(message, clock=self._now_clock(), term=self.term)))
 
     def _now_clock(self) -> Clock:
         return merged(self._clock, {self.name: self.t})
@@ -467,10 +536,15 @@ class Learner:
         self._do(Note(kind, f"{self.name}: {text}", {"learner": self.name}))
 
 
-def _counted(stepped: Stepped, fragment: int, steps: int, tokens: int) -> Stepped:
+def _counted(stepped: Stepped, adopted: Adopted) -> Stepped:
     """The counters after an adoption."""
     if not stepped.steps:
         return stepped
-    new_steps, new_tokens = list(stepped.steps), list(stepped.tokens)
-    new_steps[fragment], new_tokens[fragment] = steps, tokens
-    return msgspec.structs.replace(stepped, steps=tuple(new_steps), tokens=tuple(new_tokens))
+    steps, tokens, dropped = (
+        list(stepped.steps),
+        list(stepped.tokens),
+        list(stepped.dropped) or [0] * len(stepped.steps),
+    )
+    steps[adopted.fragment], tokens[adopted.fragment] = adopted.steps, adopted.tokens
+    dropped[adopted.fragment] = adopted.dropped
+    return msgspec.structs.replace(stepped, steps=tuple(steps), tokens=tuple(tokens), dropped=tuple(dropped))

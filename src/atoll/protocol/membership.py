@@ -13,6 +13,7 @@ from statistics import median
 from typing import Literal
 
 from atoll.protocol.grace import Average
+from atoll.protocol.history import Life
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
 
@@ -29,6 +30,8 @@ class Learner:
     joined_at: float
     fragments: int
     state: State = "joining"
+    recovered: bool = False
+    """It has said that it took the run's parameters."""
     muted: bool = False
     stopped: bool = False
     stalled: bool = False
@@ -53,8 +56,18 @@ class Learner:
     step_s: Average = field(default_factory=Average)
     merged: list[int] = field(default_factory=list)
     """Per fragment, the version its last contribution went into; −1 for none."""
+    merged_tokens: dict[int, int] = field(default_factory=dict)
+    """Per fragment, the tokens of that contribution."""
     synced_t: dict[int, int] = field(default_factory=dict)
     """Per fragment, its step when the fragment was last synced."""
+    dropped: tuple[int, ...] = ()
+    """Per fragment, tokens it overwrote, as it last said."""
+    position: int = -1
+    """Leased samples it has taken, as it last said."""
+    reset: bool = False
+    """It is to start with a fresh inner optimizer, and has not said yet that it did."""
+    closed: bool = False
+    """Its account is closed: this incarnation is over for good."""
     probed_at: float = 0.0
 
     @property
@@ -73,9 +86,12 @@ class Learner:
         """Whether it has steps of this fragment that no version contains, on a base it may use."""
         return self.may_give(fragment) and bool(self.steps) and self.steps[fragment] > 0
 
-    def last_merged(self) -> tuple[tuple[int, int], ...]:
-        """Per fragment, the version its last contribution went into and the step it was read at."""
-        return tuple((version, self.synced_t.get(fragment, 0)) for fragment, version in enumerate(self.merged))
+    def last_merged(self) -> tuple[tuple[int, int, int], ...]:
+        """Per fragment, the version its last contribution went into, the step it was read at and its tokens."""
+        return tuple(
+            (version, self.synced_t.get(fragment, 0), self.merged_tokens.get(fragment, 0))
+            for fragment, version in enumerate(self.merged)
+        )
 
     def unmerged_tokens(self) -> float:
         """Tokens that no version contains yet, averaged over the fragments."""
@@ -92,7 +108,7 @@ class Membership:
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
         """The learner of this hello, and whether it is a new incarnation."""
         known = self.learners.get(hello.learner)
-        if known is not None and known.session == hello.session:
+        if known is not None and known.session == hello.session and not known.closed:
             self._come_back(now, known, hello, run)
             return known, False
         learner = Learner(
@@ -105,19 +121,31 @@ class Membership:
             last_step_at=now,
             t=hello.t,
             included_t=hello.t,
-            tokens_before=known.tokens_before + known.tokens_total if known else 0,
+            tokens_before=_tokens_before(known, hello.session),
             merged=[-1] * self._settings.fragments,
         )
         self.learners[hello.learner] = learner
         return learner, True
 
+    def remember(self, name: str, life: Life) -> None:
+        """A learner that an earlier term knew; it is away until it says hello."""
+        learner = Learner(name, life.session, life.incarnation, 0.0, self._settings.fragments, state="gone")
+        learner.t = learner.included_t = life.t
+        learner.tokens_total, learner.tokens_before = life.total, life.before
+        learner.merged = [version for version, _, _ in life.merged]
+        learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
+        learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
+        learner.closed = not life.open
+        self.learners[name] = learner
+
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
-        held = [*(learner.versions or (-1,)), *(hello.versions or (-1,))]
-        recovered = hello.run == run and min(held) >= 0
+        same = hello.run == run and hello.incarnation == learner.incarnation
+        recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"
         learner.versions = hello.versions if recovered else ()
         learner.last_heard = learner.last_step_at = now
+        learner.joined_at = learner.joined_at or now
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False
@@ -127,8 +155,12 @@ class Membership:
         learner.incarnation += 1
         learner.state, learner.joined_at = "joining", now
         learner.strikes = learner.misses = 0
+        learner.reset, learner.closed, learner.recovered = True, False, False
         learner.versions, learner.offer, learner.included_t = (), -1, learner.t
         learner.synced_t.clear()
+        learner.merged_tokens.clear()
+        learner.merged = [-1] * self._settings.fragments
+        learner.dropped = ()
 
     def report(self, now: float, learner: Learner, progress: Progress) -> None:
         """Take in a progress message."""
@@ -142,6 +174,8 @@ class Membership:
         learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
         learner.loss, learner.stopped = progress.loss, progress.stopped
+        learner.reset = False
+        learner.dropped, learner.position = progress.dropped, progress.position
 
     def live(self) -> list[Learner]:
         return [learner for learner in self._sorted() if learner.live]
@@ -170,3 +204,10 @@ class Membership:
 
     def _sorted(self) -> list[Learner]:
         return [self.learners[name] for name in sorted(self.learners)]
+
+
+def _tokens_before(known: Learner | None, session: str) -> int:
+    """Of its earlier processes; one that comes back after its account was closed goes on counting."""
+    if known is None:
+        return 0
+    return known.tokens_before + (known.tokens_total if known.session != session else 0)

@@ -4,8 +4,8 @@ Small, frozen and tagged; unknown fields are forbidden, so a message of another 
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
 is sent once the body is whole. Every message carries its sender's vector clock.
 
-    learner → syncer    Hello  Progress  Heartbeat  Contribution  Decline  Leave
-    syncer → learner    Welcome  Refused  Started  Pull  Recover  Announce  Ending  Finish
+    learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
+    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Ending  Finish
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ PROTOCOL = 1
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True):
     clock: Clock = {}
+    term: int = 0
+    """The reign of the syncer that sends it, or that the sender last heard of."""
+    cut: int = 0
+    """The newest cut that was opened: the first message that names it is a learner's marker."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +49,8 @@ class Hello(Message, frozen=True):
     """The run whose versions it holds; empty for a newcomer."""
     versions: tuple[int, ...] = ()
     """The committed version it last adopted, per fragment; −1 for none."""
+    incarnation: int = 0
+    """Which of its lives it knows itself to be in; 0 for a newcomer."""
     t: int = 0
     tensors: tuple[TensorSpec, ...] = ()
     data: str = ""
@@ -70,10 +76,27 @@ class Progress(Message, frozen=True):
     """The training loop has ended: no more steps will come."""
     incarnation: int = 0
     """Which of its lives this speaks of: a report from before a recovery says nothing about the time after it."""
+    dropped: tuple[int, ...] = ()
+    """Per fragment, tokens that were overwritten at adoptions and are in no version."""
+    counted: tuple[int, ...] = ()
+    """Per fragment, the adopted version that `tokens` and `dropped` know of; a new courier may hold less than that."""
+    position: int = -1
+    """Leased samples it has taken; −1: it brings its own data."""
 
 
 class Heartbeat(Message, frozen=True):
     pass
+
+
+class Register(Message, frozen=True):
+    """The data this learner takes its batches from: please lease it parts of it."""
+
+    datasets: tuple[tuple[str, int, float], ...]
+    """Name, samples and weight of each."""
+    epochs: int
+    """Passes over the data; 0: no end."""
+    batch: int
+    """Samples it takes at a time."""
 
 
 class Contribution(Message, frozen=True):
@@ -88,6 +111,10 @@ class Contribution(Message, frozen=True):
     tokens: int
     digest: str
     probe: bool = False
+    total: int = 0
+    """Its tokens of all time when the copy was made."""
+    position: int = -1
+    """Leased samples it had taken then."""
 
 
 class Decline(Message, frozen=True):
@@ -98,13 +125,43 @@ class Decline(Message, frozen=True):
     reason: str
 
 
+class CutSaved(Message, frozen=True):
+    """Its part of a cut is durable, or (with a reason) will not be."""
+
+    of: int
+    incarnation: int
+    t: int
+    file: str = ""
+    """In the learner's own folder."""
+    digest: str = ""
+    reason: str = ""
+
+
 class Leave(Message, frozen=True):
     reason: str
 
 
+class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Positions [start, stop) of one pass over one dataset's seeded permutation."""
+
+    lease: int
+    dataset: int
+    epoch: int
+    start: int
+    stop: int
+
+
+class Lease(Message, frozen=True):
+    """These samples are yours. An empty one: there are no more, the data is used up."""
+
+    ranges: tuple[Range, ...]
+    over: bool = False
+    own: str = ""
+    """The reason why this learner's data is not leased; its tokens are counted all the same."""
+
+
 class Welcome(Message, frozen=True):
     run: str
-    term: int
     incarnation: int
     settings: Settings
     fingerprint: str
@@ -112,14 +169,18 @@ class Welcome(Message, frozen=True):
     versions: tuple[int, ...]
     """Newest committed version per fragment; −1 while the run has no parameters."""
     gathering: int
+    reset: bool = False
+    """Its numbers were broken: the inner optimizer starts afresh."""
     upload: bool = False
     """The run is empty: send your parameters as version 0."""
     progress: float = 0.0
     global_step: int = 0
     committed: int = 0
     """Rounds behind the run."""
-    merged: tuple[tuple[int, int], ...] = ()
-    """Per fragment, the version that holds this incarnation's last contribution, and the step it was read at."""
+    merged: tuple[tuple[int, int, int], ...] = ()
+    """Per fragment, the version that holds this incarnation's last contribution, its step and its tokens."""
+    leases: tuple[Range, ...] = ()
+    """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
 
 
 class Refused(Message, frozen=True):
@@ -148,11 +209,12 @@ class Pull(Message, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A member of a committed round, with the step its contribution was read at."""
+    """A member of a committed round, with the step its contribution was read at and the tokens in it."""
 
     learner: str
     incarnation: int
     t: int
+    tokens: int = 0
 
 
 class Recover(Message, frozen=True):
@@ -188,7 +250,7 @@ class Finish(Message, frozen=True):
     versions: tuple[int, ...]
 
 
-FromLearner = Hello | Progress | Heartbeat | Contribution | Decline | Leave
-FromSyncer = Welcome | Refused | Started | Pull | Recover | Announce | Ending | Finish
+FromLearner = Hello | Progress | Heartbeat | Register | Contribution | Decline | CutSaved | Leave
+FromSyncer = Welcome | Refused | Started | Lease | Pull | Recover | Announce | Ending | Finish
 
 AdoptRule = Literal["overwrite", "blend", "carry"]

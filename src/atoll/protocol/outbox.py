@@ -1,4 +1,8 @@
-"""What the syncer wants done after an event, in order; every message leaves with the syncer's vector clock."""
+"""What the syncer wants done after an event, in order; every message leaves with the syncer's vector clock and term.
+
+What is written down is part of the history from the moment it is decided; whoever carries effects out sees to it that
+nothing is told before it is durable.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from collections.abc import Mapping
 import msgspec
 
 from atoll.protocol.clock import SYNCER, Clock, merged
-from atoll.protocol.effects import Discard, Note, Send, SyncerEffect
+from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
+from atoll.protocol.history import History
 from atoll.protocol.membership import Learner
 from atoll.protocol.messages import FromSyncer
+from atoll.protocol.records import AnyRecord
 
 
 class Outbox:
-    def __init__(self) -> None:
-        self.clock: Clock = {SYNCER: 0}
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.clock: Clock = {SYNCER: history.committed}
+        self.cut = max(history.cuts, default=0)
         self._effects: list[SyncerEffect] = []
 
     def take(self) -> list[SyncerEffect]:
@@ -25,7 +33,14 @@ class Outbox:
         self._effects.append(effect)
 
     def send(self, learner: str, message: FromSyncer) -> None:
-        self.add(Send(learner, msgspec.structs.replace(message, clock=dict(self.clock))))
+        stamped = msgspec.structs.replace(message, clock=dict(self.clock), term=self.history.term, cut=self.cut)
+        self.add(Send(learner, stamped))
+
+    def persist(self, *records: AnyRecord, round: int = -1) -> None:
+        """To be durable before anything that follows is carried out."""
+        for record in records:
+            self.history.apply(record)
+        self.add(Persist(records, round))
 
     def discard(self, learner: str, number: int, attempt: int) -> None:
         self.add(Discard(learner, number, attempt))

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from atoll.protocol import schedule
+from atoll.protocol import records, schedule
 from atoll.protocol.clock import SYNCER
+from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, Merge, Merged, Part
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Learner, Membership
-from atoll.protocol.messages import Announce, Member, Pull
+from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.round import Round, Seat, weight
 from atoll.protocol.settings import Settings
@@ -29,8 +30,8 @@ RECENT = 512
 
 
 class Rounds:
-    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
-        self.settings, self.members, self.out = settings, members, out
+    def __init__(self, settings: Settings, members: Membership, cuts: Cuts, out: Outbox) -> None:
+        self.settings, self.members, self.cuts, self.out = settings, members, cuts, out
         self.gathering = Gathering(settings, members)
         self.open: dict[int, Round] = {}
         self.versions = [-1] * settings.fragments
@@ -88,6 +89,8 @@ class Rounds:
 
     def skip(self) -> None:
         """The next round of the last cycle has nothing to collect."""
+        fragment = schedule.fragment_of(self.next, self.settings)
+        self.out.persist(records.Passed(self.next, fragment, "nobody has steps left of it"))
         self.next += 1
         self._count()
 
@@ -163,6 +166,12 @@ class Rounds:
             if seat is not None and seat.state == "asked":
                 self.leave_out(round_, seat, reason)
 
+    def under_way(self, learner: Learner) -> Contribution | None:
+        """Its newest contribution to a round that is not committed yet."""
+        seats = [round_.seats[learner.name] for round_ in self.open.values() if learner.name in round_.seats]
+        given = [s.answer for s in seats if s.state == "given" and s.incarnation == learner.incarnation]
+        return max(given, key=lambda one: one.t, default=None)
+
     def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """Wait for the members' answers; merge once it is this round's turn."""
         if now >= round_.deadline and round_.asked:
@@ -216,6 +225,7 @@ class Rounds:
             return
         del self.open[round_.t]
         self._count()
+        self.out.persist(records.Passed(round_.t, round_.fragment, reason))
         text = f"round {round_.t} is passed over: {reason}"
         self.out.note("passed", text, round=round_.t, fragment=round_.fragment, reason=reason)
         self._announce(round_, ())
@@ -225,13 +235,22 @@ class Rounds:
         assert round_.t == self.committed, "rounds commit in order"
         self._count()
         self.versions[round_.fragment] += 1
+        self.out.persist(self._record(round_, event.digest), round=round_.t)
         self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
         self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
+        self.cuts.committed(now, self.committed)
         self._tell(now, round_, event.merge_s)
-        members = tuple(Member(seat.learner, seat.incarnation, seat.answer.t) for seat in round_.given)
+        members = tuple(
+            Member(seat.learner, seat.incarnation, seat.answer.t, seat.answer.tokens) for seat in round_.given
+        )
         self._announce(round_, members, event.digest)
         for seat in round_.given:
             self.out.discard(seat.learner, round_.t, round_.attempt)
+
+    def _record(self, round_: Round, digest: str) -> records.Merged:
+        version = self.versions[round_.fragment]
+        shares = tuple(_share(seat) for seat in round_.given)
+        return records.Merged(round_.t, round_.fragment, version, round_.attempt, round_.reason, shares, digest)
 
     def _count(self) -> None:
         self.committed += 1
@@ -267,6 +286,7 @@ class Rounds:
             before = learner.synced_t.get(round_.fragment)
             since = None if before is None else given.t - before
             learner.merged[round_.fragment], learner.synced_t[round_.fragment] = version, given.t
+            learner.merged_tokens[round_.fragment] = given.tokens
         if since is not None and not self.gathering.draining:
             self._since.append(since)
         return {
@@ -300,3 +320,18 @@ class Rounds:
         by_steps = self.committed / last if last else 0.0
         by_tokens = self.members.tokens() / self.settings.tokens if self.settings.tokens else 0.0
         return min(1.0, max(by_steps, by_tokens))
+
+
+def _share(seat: Seat) -> records.Share:
+    given = seat.answer
+    return records.Share(
+        learner=seat.learner,
+        incarnation=seat.incarnation,
+        t=given.t,
+        steps=given.steps,
+        tokens=given.tokens,
+        weight=weight(given),
+        base=given.base,
+        total=given.total,
+        position=given.position,
+    )

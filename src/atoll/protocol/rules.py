@@ -12,9 +12,10 @@ from atoll.protocol.round import Round
 def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
     """An honest learner never sends such a report: its channel is closed."""
     fragments = len(versions)
-    if not len(report.steps) == len(report.tokens) == len(report.versions) == fragments:
+    per_fragment = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
+    if any(len(row) != fragments for row in per_fragment):
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
-    if min(*report.steps, *report.tokens, report.t, report.tokens_total) < 0:
+    if min(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total) < 0:
         return "a report with counters below zero"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"

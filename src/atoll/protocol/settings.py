@@ -40,6 +40,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The run ends after this many learner steps (rounds × H / P). 0: no such limit."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
+    cut_every: int = -1
+    """Rounds between two cuts of the whole run. −1: ten times over every fragment; 0: none but the first."""
+    cut_wait_s: float = 60.0
+    """A learner that has not saved its part of a cut by then is left out of it."""
+    seed: int = 0
+    """Of the order in which leases go through the data."""
     startup_s: float = 3.0
     """Before a step time is known, the most a round waits for all live learners."""
     assemble_s: float = 60.0
@@ -50,6 +56,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A learner that has nothing to say still says so this often."""
     lost_after_s: float = 6.0
     """A learner that has said nothing for this long is gone."""
+    abandon_s: float = 300.0
+    """A learner that has been away for this long has lost what it had not given; its data is issued again."""
     stalled_after_s: float = 10.0
     """A learner that has made no step for this long (and eight times its step) is not waited for."""
     pull_floor_s: float = 1.0
@@ -62,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _least("fragments", self.fragments, 0)
         _least("sync_every", self.sync_every, 0)
         _least("overlap", self.overlap, 0)
+        _least("cut_every", self.cut_every, -1)
         _least("quorum", self.quorum, 1)
         _least("steps", self.steps, 0)
         _least("tokens", self.tokens, 0)
@@ -89,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "patience_s",
             "heartbeat_s",
             "lost_after_s",
+            "abandon_s",
+            "cut_wait_s",
             "stalled_after_s",
             "pull_floor_s",
         ):
@@ -110,7 +121,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "
                 f"before it came back; set overlap to {sync_every - 1} or less"
             )
-        return msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every)
+        cut_every = 10 * fragments if self.cut_every < 0 else self.cut_every
+        return msgspec.structs.replace(self, fragments=fragments, sync_every=sync_every, cut_every=cut_every)
 
 
 def _least(name: str, value: int, least: int) -> None:

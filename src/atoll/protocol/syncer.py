@@ -16,8 +16,12 @@ from __future__ import annotations
 from typing import Literal
 
 from atoll.protocol import schedule
+from atoll.protocol.accounts import Accounts
+from atoll.protocol.cut import Cuts
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import (
+    CutKept,
+    CutWritten,
     Delivered,
     EndAsked,
     Expel,
@@ -26,6 +30,7 @@ from atoll.protocol.effects import (
     Initialised,
     Lost,
     Merged,
+    Over,
     Received,
     SyncerEffect,
     SyncerEvent,
@@ -33,9 +38,11 @@ from atoll.protocol.effects import (
     Unmergeable,
 )
 from atoll.protocol.grace import Estimates
+from atoll.protocol.history import History
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import (
     Contribution,
+    CutSaved,
     Decline,
     Ending,
     Finish,
@@ -45,10 +52,13 @@ from atoll.protocol.messages import (
     Progress,
     Recover,
     Refused,
+    Register,
     Started,
     Welcome,
 )
 from atoll.protocol.outbox import Outbox
+from atoll.protocol.records import Begun, Ended, Reset
+from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, wrong_report
 from atoll.protocol.settings import Settings
@@ -58,25 +68,49 @@ Phase = Literal["empty", "running", "ending", "finished"]
 
 
 class Syncer:
-    def __init__(self, settings: Settings, *, run: str, fingerprint: str, term: int = 1) -> None:
+    def __init__(self, history: History) -> None:
+        """Of a run that has just begun, or of one that an earlier term left behind."""
+        self.settings = settings = history.settings
         assert settings.fragments > 0 and settings.sync_every > 0, "settings must be resolved"
-        self.settings = settings
-        self.run, self.fingerprint, self.term = run, fingerprint, term
-        self.phase: Phase = "empty"
-        self.out = Outbox()
+        self.history = history
+        self.run, self.fingerprint = history.run, history.begun.fingerprint
+        self.phase: Phase = "finished" if history.finished else "running" if history.started else "empty"
+        self.out = Outbox(history)
+        self.accounts = Accounts(self.out)
         self.members = Membership(settings)
-        self.rounds = Rounds(settings, self.members, self.out)
+        self.cuts = Cuts(settings, self.members, self.out)
+        self.rounds = Rounds(settings, self.members, self.cuts, self.out)
         self.watch = Watch(settings, self.members, self.rounds, self.out)
         self.drain = Drain(settings, self.members, self.rounds)
         self.wake_at: float | None = None
         self._uploader: str | None = None
         self._uploader_holds = False
         self._started_at = self._idle_since = 0.0
-        self._end_reason = ""
+        self._end_reason = history.ended
+        self._assembling = bool(history.lives)
+        """The learners of an earlier term are coming back."""
+        self._end_by: float | None = None
+        self._was_over = history.finished
+        """An earlier term came to the end and could not say so to everybody."""
+        self._remember()
+
+    @classmethod
+    def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
+        return cls(History(Begun(run, settings, {}, (), fingerprint)))
+
+    def _remember(self) -> None:
+        """Go on where the records end. Rounds that were not committed are void."""
+        self.rounds.versions = list(self.history.versions)
+        self.rounds.committed = self.rounds.next = self.history.committed
+        for name, life in self.history.lives.items():
+            self.members.remember(name, life)
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
+        if self._was_over:
+            self._was_over = False
+            self.out.add(Finished(self._end_reason))
         match event:
             case Greeted(hello):
                 self._greet(now, hello)
@@ -94,10 +128,19 @@ class Syncer:
                 self._start(now, name)
             case Merged():
                 self.rounds.commit(now, event)
-            case Unmergeable(number, reason):
+            case Unmergeable(number, reason, reset):
+                if reset:
+                    self.out.persist(Reset(self.rounds.open[number].fragment, reason))
                 self.rounds.fail(now, self.rounds.open[number], reason)
+            case CutKept(cut, reason):
+                self.cuts.kept(cut, reason)
+            case CutWritten(cut, manifest):
+                self.cuts.written(cut, manifest)
             case EndAsked(reason):
                 self._end(now, reason)
+            case Over():
+                for learner in self.members.learners.values():
+                    self._close(learner, "the run is over")
             case Tick():
                 pass
         self._advance(now)
@@ -154,7 +197,11 @@ class Syncer:
             return
         if before is not None and before.connected:
             self._lose(before, "lost", "it dialled again" if same else "another process took its name")
+        if before is not None and not same:
+            self._close(before, "another process took its name")
         learner, new = self.members.greet(now, hello, self.run)
+        if new:
+            self.accounts.open(learner)
         if hello.run == self.run:
             self.out.hear(hello.clock)
         if self.phase == "empty" and self._is_better_uploader(hello):
@@ -174,17 +221,18 @@ class Syncer:
     def _welcome(self, learner: Learner) -> None:
         welcome = Welcome(
             run=self.run,
-            term=self.term,
             incarnation=learner.incarnation,
             settings=self.settings,
             fingerprint=self.fingerprint,
             versions=tuple(self.versions),
             gathering=self.rounds.aim,
+            reset=learner.reset,
             upload=self.phase == "empty" and self._uploader == learner.name,
             progress=self.progress,
             global_step=self.global_step,
             committed=self.committed,
             merged=learner.last_merged(),
+            leases=self.accounts.held(learner),
         )
         self.out.send(learner.name, welcome)
 
@@ -193,6 +241,8 @@ class Syncer:
         learner.state, learner.tokens = "gone", ()
         self.rounds.unseat(learner, reason)
         text = f"{learner.name} is gone: {reason}"
+        if kind == "left":
+            self._close(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
         self.out.note(kind, text, learner, **known, unmerged_tokens=unmerged)
         if self._uploader == learner.name and self.phase == "empty":
@@ -209,11 +259,16 @@ class Syncer:
     def _start(self, now: float, uploader: str) -> None:
         if self.phase != "empty" or uploader != self._uploader:
             return
+        self.cuts.first()
+        self.out.persist(StartedRecord(uploader))
         self.phase, self._started_at = "running", now
         self.rounds.versions = [0] * self.settings.fragments
         self.out.note("initial", f"{uploader} gave the first parameters")
         for learner in self.members.connected():
             self.out.send(learner.name, Started(uploader=uploader, gathering=self.rounds.aim))
+
+    def _close(self, learner: Learner, reason: str) -> None:
+        self.accounts.close(learner, reason, self.rounds.under_way(learner))
 
     def _known(self, name: str) -> Learner | None:
         learner = self.members.learners.get(name)
@@ -237,6 +292,10 @@ class Syncer:
             case Decline(round=number, attempt=attempt, reason=reason):
                 if (seat := self.rounds.seat(learner, number, attempt)) is not None:
                     self.rounds.nothing_from(self.rounds.open[number], seat, reason)
+            case Register():
+                self.accounts.register(learner, message)
+            case CutSaved():
+                self.cuts.saved(learner, message)
             case Leave(reason=reason):
                 self._lose(learner, "left", reason)
 
@@ -247,8 +306,9 @@ class Syncer:
             self._expel(learner, wrong)
             return
         self.members.report(now, learner, progress)
+        self.accounts.reported(learner, progress)
         if learner.state == "joining" and self.phase != "empty" and min(progress.versions) >= 0:
-            learner.state, learner.last_step_at = "training", now
+            learner.state, learner.last_step_at, learner.recovered = "training", now, True
             text = f"{learner.name} took the run's parameters and may contribute"
             self.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
         self.rounds.gathering.watch(now)
@@ -285,7 +345,9 @@ class Syncer:
             )
             self.out.note("quarantined", text, learner)
             self.rounds.unseat(learner, "it is in quarantine")
+            self._close(learner, f"its numbers are broken: {reason}")
             self.members.restart(now, learner)
+            self.accounts.open(learner)
             self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
 
     # ---- what time brings ---------------------------------------------------------------------------------------
@@ -299,6 +361,8 @@ class Syncer:
             for silent in self.watch.turn(now, wakes):
                 self._expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
             self.rounds.gathering.watch(now)
+            self._abandon(now, wakes)
+            self.cuts.turn(now, wakes)
             self._end_if_spent(now, wakes)
             if self.phase == "running":
                 self._open_next(now, wakes)
@@ -306,6 +370,16 @@ class Syncer:
                 self._finish(self._end_reason)
             moved = self.rounds.turn(now, wakes)
         self.wake_at = min((wake for wake in wakes if wake > now), default=None)
+
+    def _abandon(self, now: float, wakes: list[float]) -> None:
+        """Who has been away for too long is not counted on any more: its data goes to others."""
+        for learner in [one for one in self.members.learners.values() if not one.connected and not one.closed]:
+            learner.last_heard = learner.last_heard or now
+            until = learner.last_heard + self.settings.abandon_s
+            if now >= until:
+                self._close(learner, f"away for {self.settings.abandon_s:g} s")
+            else:
+                wakes.append(until)
 
     def _open_next(self, now: float, wakes: list[float]) -> None:
         """A synchronous run begins when all its learners are there, or a while after the first."""
@@ -320,7 +394,7 @@ class Syncer:
 
     def _end_if_spent(self, now: float, wakes: list[float]) -> None:
         last, tokens = schedule.last_round(self.settings), self.settings.tokens
-        if self.phase != "running":
+        if self.phase != "running" or not self._may_end(now, wakes) or self.phase != "running":
             return
         if last is not None and self.committed >= last:
             self._end(now, f"{self.settings.steps:,} steps are done")
@@ -328,6 +402,19 @@ class Syncer:
             self._end(now, f"the budget of {tokens:,} tokens is spent")
         elif self._everyone_stopped(now, wakes):
             self._end(now, "every learner has stopped")
+
+    def _may_end(self, now: float, wakes: list[float]) -> bool:
+        """A new term first lets the learners come back: their last steps are to be collected."""
+        if not self._assembling:
+            return True
+        away = [one for one in self.members.learners.values() if one.state != "training" and not one.closed]
+        self._end_by = self._end_by if self._end_by is not None else now + self.settings.patience_s
+        self._assembling = bool(away) and now < self._end_by
+        if self._assembling:
+            wakes.append(self._end_by)
+        elif self.history.ended:
+            self._end(now, self.history.ended)
+        return not self._assembling
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
         """All the run was meant for; or those that are there, and nobody else has come for a while."""
@@ -344,6 +431,8 @@ class Syncer:
             self._finish(reason)
         if self.phase != "running":
             return
+        if not self.history.ended:
+            self.out.persist(Ended(reason))
         self.phase, self._end_reason = "ending", reason
         self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.drain.begin(now)
@@ -351,6 +440,7 @@ class Syncer:
             self.out.send(learner.name, Ending(reason=reason))
 
     def _finish(self, reason: str) -> None:
+        self.out.persist(Ended(reason, final=True))
         self.phase, self._end_reason = "finished", reason
         self.out.note("finishing", f"the run is over: {reason}")
         for learner in self.members.connected():

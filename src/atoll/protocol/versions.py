@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.protocol.effects import Fetch, LearnerEffect
-from atoll.protocol.messages import Announce, Welcome
+from atoll.protocol.messages import Announce, Member, Welcome
 
 RETRY_S = 0.5
 """After a failed fetch."""
@@ -30,8 +30,10 @@ class Versions:
     rounds: dict[int, int] = field(default_factory=dict)
     """Per fragment, the round of its newest version."""
     _fetching: set[int] = field(default_factory=set)
-    _merged: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Per fragment, the version that holds this learner's last contribution, and the step of the copy."""
+    counted: list[int] = field(default_factory=list)
+    """Per fragment, the adopted version that the training process's counters know of."""
+    _merged: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
 
     @property
     def complete(self) -> bool:
@@ -43,7 +45,7 @@ class Versions:
 
     def owed(self, fragment: int) -> int | None:
         """The version that holds this learner's last contribution, while it is not adopted."""
-        version, _ = self._merged.get(fragment, (-1, 0))
+        version, _, _ = self._merged.get(fragment, (-1, 0, 0))
         return version if version > self.held[fragment] else None
 
     def copy_in(self, fragment: int, version: int) -> int | None:
@@ -51,20 +53,25 @@ class Versions:
         merged = self._merged.get(fragment)
         return merged[1] if merged is not None and self.held[fragment] < merged[0] <= version else None
 
+    def tokens_in(self, fragment: int, version: int) -> int:
+        """The own tokens that `version` contains and that the counters still count as not merged."""
+        merged = self._merged.get(fragment)
+        return merged[2] if merged is not None and self.counted[fragment] < merged[0] <= version else 0
+
     def welcomed(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
         fragments = len(self.newest)
-        for fragment, (version, t) in enumerate(welcome.merged):
-            if version > self.held[fragment]:
-                self._merged[fragment] = (version, t)
+        for fragment, merged in enumerate(welcome.merged):
+            if merged[0] > min(self.held[fragment], self.counted[fragment]):
+                self._merged[fragment] = merged
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number
 
-    def announced(self, announce: Announce, own_t: int | None) -> None:
+    def announced(self, announce: Announce, own: Member | None) -> None:
         fragment, version = announce.fragment, announce.version
         self.newest[fragment] = max(self.newest[fragment], version)
-        if own_t is not None:
-            self._merged[fragment] = (version, own_t)
+        if own is not None:
+            self._merged[fragment] = (version, own.t, own.tokens)
         if announce.members:
             self.rounds[fragment] = announce.round
 
@@ -79,11 +86,13 @@ class Versions:
                 self.do(Fetch(fragment, version))
 
     def fetched(self, fragment: int, version: int) -> bool:
-        """Whether it is news, to be handed over."""
+        """Whether it is news, to be handed over.
+
+        One that was not announced yet is fetched again when it is: until then nobody knows whether it holds our steps.
+        """
         self._fetching.discard(fragment)
-        if version <= self.held[fragment] or fragment in self.adopting:
+        if not self.held[fragment] < version <= self.newest[fragment] or fragment in self.adopting:
             return False
-        self.newest[fragment] = max(self.newest[fragment], version)
         self.adopting[fragment] = (version, self.rounds.get(fragment, -1))
         return True
 
@@ -97,11 +106,11 @@ class Versions:
         if handed != version or (fragment not in self.adopting and self.held[fragment] < 0):
             return None
         self.adopting.pop(fragment, None)
-        self.held[fragment] = max(self.held[fragment], version)
+        self.held[fragment] = self.counted[fragment] = max(self.held[fragment], version)
         return number
 
     def forget(self, fragments: int) -> None:
-        self.held = [-1] * fragments
+        self.held, self.counted = [-1] * fragments, [-1] * fragments
         self.adopting.clear()
         self.rounds.clear()
         self._merged.clear()

@@ -3,6 +3,8 @@
     run.toml            what was asked for
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
+    journal/            every decision and outer gradient, durable before it is told (journal.py)
+    cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
     summary.json        the figures, once the run is over
@@ -35,7 +37,7 @@ LONGEST_NAME = 64
 _NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
-_OURS = (*_MARKS, "model.safetensors", "syncer.url", "learners", "logs")
+_OURS = (*_MARKS, "model.safetensors", "syncer.url", "journal", "cuts", "learners", "logs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ class RunDir:
             ) from error
         return run
 
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """A run that lies there already."""
+        run = cls(path.absolute())
+        if not run.settings.exists() or not run.journal.is_dir():
+            raise ConfigError(f"{path} holds no run to go on with: it has no run.toml and journal/")
+        return run
+
     @property
     def settings(self) -> Path:
         return self.path / "run.toml"
@@ -83,6 +93,14 @@ class RunDir:
     @property
     def model(self) -> Path:
         return self.path / "model.safetensors"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def cuts(self) -> Path:
+        return self.path / "cuts"
 
     @property
     def learners(self) -> Path:

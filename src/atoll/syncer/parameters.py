@@ -1,23 +1,28 @@
 """The global parameters and the outer optimizer's state: Θ, momentum, versions.
 
-A committed version is never written to: the outer step writes beside it, and a commit exchanges the two. A version that
-is being read by a learner stays untouched until the reader lets go.
+What a cut holds and the outer gradients of the rounds after it give all of it again, bit for bit. A committed version
+is never written to: the outer step writes beside it, and a commit exchanges the two. A version that is being read by a
+learner or written to a cut stays untouched until the reader lets go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from atoll.config import Outer
 from atoll.fabric.desk import Served
 from atoll.fabric.wire import digest
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements
 from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.protocol.errors import PeerError
+
+
+class Overflow(ValueError):
+    """The outer step was not finite; the fragment's outer state was broken by it and starts anew."""
 
 
 class Buffer:
@@ -65,19 +70,32 @@ class Parameters:
 
     def stage(self, fragment: int, deltas: Sequence[FloatArray], weights: Sequence[float]) -> str:
         """Merge and take the outer step beside the committed version. Returns its digest; ValueError: void."""
-        part, old = self.plan.fragments[fragment], self._committed[fragment]
-        delta = self._delta[: part.size]
-        merge(part, deltas, weights, delta, self._rule)
-        new = self._take(fragment)
-        self._optimizer.step(old.values, new.values, self._state[fragment], delta)
+        merge(self.plan.fragments[fragment], deltas, weights, self.outer_gradient(fragment), self._rule)
+        return self._step(fragment)
+
+    def outer_gradient(self, fragment: int) -> FloatArray:
+        """Of the fragment that was staged last: what the journal keeps."""
+        return self._delta[: self.plan.fragments[fragment].size]
+
+    def _step(self, fragment: int) -> str:
+        old, new = self._committed[fragment], self._take(fragment)
+        self._optimizer.step(old.values, new.values, self._state[fragment], self.outer_gradient(fragment))
         if not _finite(new.values):
             self._spare[fragment].append(new)
-            for slot in self._state[fragment].values():
-                slot.fill(0.0)  # what overflowed may be in here too
-            raise ValueError("the outer step gave values that are not finite")
+            self.reset(fragment)
+            raise Overflow("the outer step gave values that are not finite")
         new.digest = digest(new.values.view(np.uint8).data)
         self._staged[fragment] = new
         return new.digest
+
+    def reset(self, fragment: int) -> None:
+        """The outer state starts anew: what overflowed may be in it."""
+        for slot in self._state[fragment].values():
+            slot.fill(0.0)
+
+    def change(self, outer: Outer) -> None:
+        """Other outer settings from the next round on; the state stays."""
+        self._rule, self._optimizer = outer.merge, outer.make()
 
     def commit(self, fragment: int, version: int, round: int) -> None:
         new = self._staged.pop(fragment)
@@ -92,6 +110,44 @@ class Parameters:
                 self._spare[fragment].remove(buffer)
                 return buffer
         return Buffer(self.plan.fragments[fragment].size)
+
+    # ---- coming back --------------------------------------------------------------------------------------------
+
+    def replay(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
+        """A round that the journal tells of. ValueError when it does not give what it gave then."""
+        np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
+        found = self._step(fragment)
+        if found != mark:
+            raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
+        self.commit(fragment, version, round)
+
+    def snapshot(self) -> dict[str, FloatArray]:
+        """Everything, as it is now. Θ is not copied: a committed version is never written to, but it may be used again,
+        so it counts as read until `let_go`."""
+        arrays: dict[str, FloatArray] = {}
+        for index, buffer in enumerate(self._committed):
+            buffer.readers += 1
+            arrays[f"theta-{index:03d}"] = buffer.values
+            for name, slot in self._state[index].items():
+                arrays[f"{name}-{index:03d}"] = slot.copy()
+        return arrays
+
+    def rounds(self) -> list[int]:
+        """Per fragment, the round that made its version."""
+        return [buffer.round for buffer in self._committed]
+
+    def held(self) -> list[Buffer]:
+        """The committed versions, for whoever must let go of them."""
+        return list(self._committed)
+
+    def load(self, arrays: Mapping[str, ByteArray], versions: Sequence[int], rounds: Sequence[int]) -> None:
+        """What a cut holds. ValueError when it is of another model."""
+        for index, buffer in enumerate(self._committed):
+            _fill(buffer.values, arrays, f"theta-{index:03d}")
+            buffer.version, buffer.round = versions[index], rounds[index]
+            buffer.digest = digest(buffer.values.view(np.uint8).data)
+            for name, slot in self._state[index].items():
+                _fill(slot, arrays, f"{name}-{index:03d}")
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -111,6 +167,12 @@ class Parameters:
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
                 whole[tensor.name] = buffer.values[start : start + elements(tensor)].reshape(tensor.shape)
         return whole
+
+
+def _fill(values: FloatArray, arrays: Mapping[str, ByteArray], name: str) -> None:
+    if name not in arrays or arrays[name].nbytes != values.nbytes:
+        raise ValueError(f"{name} is not in it, or of another size than this model's")
+    np.copyto(values, arrays[name].view(np.float32))
 
 
 def _once(buffer: Buffer) -> Callable[[], None]:

@@ -18,6 +18,8 @@ from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir, save_model
+from atoll.store.terms import acquire
+from atoll.syncer.books import Books
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
@@ -37,7 +39,14 @@ def serve(
     kernels.warm()
     code = 0
     try:
-        asyncio.run(_serve(config, out, evaluated, supervised, ready or (lambda url: None)))
+        books = Books(
+            out,
+            acquire(out.journal),
+            every_round=config.service.durability == "round",
+            keep=config.service.keep_cuts,
+        )
+        asyncio.run(_serve(config, out, books, evaluated, supervised, ready or (lambda url: None)))
+        books.close()
     except* AtollError as errors:
         error = _first(errors)
         print(f"atoll: {error}", file=sys.stderr, flush=True)
@@ -45,9 +54,13 @@ def serve(
     return code
 
 
-async def _serve(config: Config, out: RunDir, evaluated: bool, supervised: bool, ready: Callable[[str], None]) -> None:
+async def _serve(
+    config: Config, out: RunDir, books: Books, evaluated: bool, supervised: bool, ready: Callable[[str], None]
+) -> None:
     with Appender(out.events) as sink:
-        service = SyncerService(config, run=secrets.token_hex(4), events=EventLog(sink), evaluated=evaluated)
+        service = SyncerService(
+            config, run=secrets.token_hex(4), events=EventLog(sink), books=books, evaluated=evaluated
+        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, service.end, OPERATOR)

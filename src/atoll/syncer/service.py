@@ -1,8 +1,9 @@
 """The syncer's service: events in, effects out, bytes in between.
 
-The server hands over hellos, messages and bodies; the rules of `protocol.syncer` decide; merging and the outer step run
-beside the event loop when they are large. The first joiner's tensors make the fragment plan; a model that differs is
-refused with the first difference named.
+The server hands over hellos, messages and bodies; the rules of `protocol.syncer` decide; what they want done goes
+through the scribe, which lets nothing be told before it is durable. Merging and the outer step run beside the event
+loop when they are large. The first joiner's tensors make the fragment plan; a model that differs is refused with the
+first difference named. A run that an earlier term left behind is gone on with.
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from atoll.config import Config
 from atoll.fabric.desk import Channel, Served
 from atoll.fabric.server import Server
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import Score, one_line
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, difference, make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
+from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, PeerError
+from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused, Welcome
+from atoll.protocol.records import Begun
 from atoll.protocol.syncer import Syncer
+from atoll.syncer.books import Books
 from atoll.syncer.inbox import Inbox, Key
-from atoll.syncer.parameters import Parameters
+from atoll.syncer.parameters import Buffer, Overflow, Parameters
+from atoll.syncer.recovery import CutState, Recovered, outer_of
+from atoll.syncer.scribe import Scribe
 from atoll.syncer.status import Meter
 from atoll.telemetry.events import EventLog
 
@@ -34,6 +43,8 @@ LARGE = 1 << 18
 """Fragments of more elements than this are decoded and merged beside the event loop."""
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
+BEAT_S = 1.0
+"""Between two signs of life to a standby."""
 LAST_SCORE_S = 120.0
 """How long it waits for the evaluator's last word."""
 
@@ -41,8 +52,8 @@ LAST_SCORE_S = 120.0
 class SyncerService:
     """A `fabric.Desk`. Belongs to one event loop."""
 
-    def __init__(self, config: Config, *, run: str, events: EventLog, evaluated: bool = False) -> None:
-        self._config, self._run, self._events = config, run, events
+    def __init__(self, config: Config, *, run: str, events: EventLog, books: Books, evaluated: bool = False) -> None:
+        self._config, self._run, self._events, self._books = config, run, events, books
         self._evaluated = evaluated
         self._loop = asyncio.get_running_loop()
         self._channels: dict[str, Channel] = {}
@@ -61,8 +72,19 @@ class SyncerService:
         self._scored = asyncio.Event()
         self._emptied = asyncio.Event()
         self._reason = ""
+        self._scribe = Scribe(
+            books.append,
+            carry_out=self._carry_out,
+            payload=self._gradient,
+            first_cut=self._first_cut,
+            fenced=books.fenced,
+            alarm=self._alarm,
+        )
         self.meter = Meter(config)
         self.server = Server(self, host=config.service.host, port=config.service.port)
+        if books.recovered is not None:
+            self._come_back(books.recovered)
+            return
         settings = msgspec.to_builtins(config.protocol)
         data: dict[str, object] = {"run": run, "learners": config.protocol.learners, "settings": settings}
         events.say("run", f"run {run}: waiting for {config.protocol.learners} learners", data)
@@ -71,14 +93,21 @@ class SyncerService:
         """Serve until the run is over; `save` writes the finished model down."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            scribe = tasks.create_task(self._scribe.run())
+            beats = tasks.create_task(self._beat())
             await self.server.start()
             self.started.set()
+            self._handle(fx.Tick())
             await self._finished.wait()
             if self._machine is not None and min(self._machine.versions) >= 0:
                 save(self._parameters)
             await self._goodbye()
+            self._handle(fx.Over())
+            await self._scribe.emptied()
             self._say_finished()
             await self.server.stop()
+            scribe.cancel()
+            beats.cancel()
             if self._wake is not None:
                 self._wake.cancel()
 
@@ -122,9 +151,10 @@ class SyncerService:
                 for one in self._machine.members.learners.values()
             ]
         )
-        data = {
+        data: dict[str, object] = {
             "reason": self._reason,
             "learners": learners,
+            "tokens": self._machine.history.ledger.totals().whole() if self._machine is not None else None,
             "bytes_in": self.server.bytes_in,
             "bytes_out": self.server.bytes_out,
         }
@@ -149,20 +179,48 @@ class SyncerService:
     def _begin(self, hello: Hello) -> Syncer:
         """The first joiner's model is the run's model."""
         settings = self._config.protocol.resolved(len(hello.tensors))
-        self._plan = make_plan(hello.tensors, settings.fragments, settings.plan)
-        self._parameters = Parameters(self._plan, self._config.outer)
-        self._inbox = Inbox(self._plan, make_codec(settings.codec))
+        settings = msgspec.structs.replace(settings, seed=self._config.seed)
+        plan = make_plan(hello.tensors, settings.fragments, settings.plan)
+        begun = Begun(
+            run=self._run,
+            settings=settings,
+            outer=msgspec.to_builtins(self._config.outer),
+            tensors=hello.tensors,
+            fingerprint=plan.fingerprint,
+            data=hello.data,
+            seed=self._config.seed,
+        )
+        machine = self._set_up(History(begun, self._books.term), plan, Parameters(plan, self._config.outer))
+        self._scribe.put([fx.Persist((begun,))])
+        text = f"the model has {plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+        data = {"settings": msgspec.to_builtins(settings), "parameters": plan.size, "data": hello.data}
+        self._events.say("plan", text, data)
+        return machine
+
+    def _set_up(self, history: History, plan: Plan, parameters: Parameters) -> Syncer:
+        settings, outer = history.settings, outer_of(history)
+        self._plan, self._parameters, self._data = plan, parameters, history.begun.data
+        self._inbox = Inbox(plan, make_codec(settings.codec))
         # Eight rounds of everybody before norms are judged: a learning rate that warms up makes the first ones tiny.
         few = 8 * settings.learners
-        self._screen = Screen(self._plan, limit=self._config.outer.norm_limit, window=2 * few, least=few)
-        self._machine = Syncer(settings, run=self._run, fingerprint=self._plan.fingerprint)
+        self._screen = Screen(plan, limit=outer.norm_limit, window=2 * few, least=few)
+        self._machine = machine = Syncer(history)
+        return machine
+
+    def _come_back(self, found: Recovered) -> None:
+        """Go on where an earlier term ended."""
+        history = found.history
+        self._run = history.run
+        plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
+        self._set_up(history, plan, found.parameters or Parameters(plan, outer_of(history)))
+        for remark in found.remarks:
+            self._events.say("warning", remark)
         text = (
-            f"the model has {self._plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
+            f"run {history.run} goes on in term {history.term} at round {history.committed}: "
+            f"{'no cut' if found.cut is None else f'cut {found.cut}'} and {found.rounds} rounds of the journal"
         )
-        data = {"settings": msgspec.to_builtins(settings), "parameters": self._plan.size, "data": hello.data}
-        self._events.say("plan", text, data)
-        self._data = hello.data
-        return self._machine
+        data: dict[str, object] = {"run": history.run, "term": history.term, "round": history.committed}
+        self._events.say("reigned", text, {**data, "cut": found.cut, "replayed": found.rounds})
 
     def _check_model(self, hello: Hello) -> None:
         assert self._plan is not None
@@ -172,6 +230,16 @@ class SyncerService:
         if hello.data != self._data:
             text = f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({self._data[:12]})"
             self._events.say("warning", text, {"learner": hello.learner})
+
+    async def _beat(self) -> None:
+        """Say to a standby that this syncer moves."""
+        while True:
+            await asyncio.to_thread(self._books.beat)
+            await asyncio.sleep(BEAT_S)
+
+    def _alarm(self, text: str) -> None:
+        self.meter.alarm = text
+        self._events.say("alarm", text or "rounds are committed again", {"over": not text})
 
     def received(self, channel: Channel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:
@@ -232,6 +300,12 @@ class SyncerService:
             raise PeerError("the run has no parameters yet")
         return self._parameters.serve(index)
 
+    def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
+        raise PeerError(f"there is no recovery {ticket} under way")
+
+    def relay_allowed(self, ticket: str, learner: str) -> None:
+        raise PeerError(f"there is no recovery {ticket} under way")
+
     def _contribution(self, learner: str, message: Contribution) -> None:
         assert self._plan is not None
         key = (learner, message.round, message.attempt)
@@ -291,8 +365,7 @@ class SyncerService:
     def _handle(self, event: fx.SyncerEvent) -> None:
         if self._machine is None:
             return
-        for effect in self._machine.handle(self._loop.time(), event):
-            self._carry_out(effect)
+        self._scribe.put(self._machine.handle(self._loop.time(), event))
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -314,6 +387,10 @@ class SyncerService:
                 self._merge(effect)
             case fx.Commit(number, fragment, version):
                 self._parameters.commit(fragment, version, number)
+            case fx.TakeCut():
+                self._take_cut(effect)
+            case fx.CompleteCut():
+                self._spawn(self._complete_cut(effect))
             case fx.Discard(learner, number, attempt):
                 self._inbox.discard((learner, number, attempt))
             case fx.Expel(learner, reason):
@@ -333,6 +410,49 @@ class SyncerService:
             self._probes[learner] = key
         self._inbox.ask(key, pull.fragment)
 
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def _gradient(self, number: int) -> memoryview:
+        assert self._machine is not None
+        fragment = schedule.fragment_of(number, self._machine.settings)
+        return self._parameters.outer_gradient(fragment).view(np.uint8).data
+
+    async def _first_cut(self, cut: fx.TakeCut) -> None:
+        state = self._books.open_cut(cut.history, self._parameters.rounds())
+        held, arrays = self._parameters.held(), self._parameters.snapshot()
+        try:
+            await asyncio.to_thread(self._books.write_cut, cut.cut, state, arrays)
+        finally:
+            for buffer in held:
+                buffer.readers -= 1
+        await asyncio.to_thread(self._books.complete, self._run, fx.CompleteCut(cut.cut, (), ()))
+
+    def _take_cut(self, cut: fx.TakeCut) -> None:
+        state = self._books.open_cut(cut.history, self._parameters.rounds())
+        held = self._parameters.held()
+        self._spawn(self._write_cut(cut.cut, state, self._parameters.snapshot(), held))
+
+    async def _write_cut(self, cut: int, state: CutState, arrays: dict[str, FloatArray], held: list[Buffer]) -> None:
+        reason = ""
+        try:
+            await asyncio.to_thread(self._books.write_cut, cut, state, arrays)
+        except (OSError, AtollError) as error:
+            reason = one_line(error)
+        finally:
+            for buffer in held:
+                buffer.readers -= 1
+        self._handle(fx.CutKept(cut, reason))
+
+    async def _complete_cut(self, done: fx.CompleteCut) -> None:
+        try:
+            mark = await asyncio.to_thread(self._books.complete, self._run, done)
+        except OSError as error:
+            self._handle(fx.CutKept(done.cut, one_line(error)))
+        else:
+            self._handle(fx.CutWritten(done.cut, mark))
+
+    # ---- merging ------------------------------------------------------------------------------------------------
+
     def _merge(self, merge: fx.Merge) -> None:
         assert self._plan is not None
         if self._plan.fragments[merge.fragment].size <= LARGE:
@@ -348,6 +468,8 @@ class SyncerService:
         deltas = [self._inbox.delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
         try:
             mark = self._parameters.stage(merge.fragment, deltas, [part.weight for part in merge.parts])
+        except Overflow as error:
+            return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
         return fx.Merged(merge.round, mark, time.perf_counter() - began)

@@ -33,6 +33,8 @@ class Meter:
         """Seconds spent stepping of every incarnation that was lost or left."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._score: Score | None = None
+        self.alarm = ""
+        """Why nothing can be committed; empty: it can."""
 
     def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
         if kind == "recovered" and self._began is None:

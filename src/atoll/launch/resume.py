@@ -1,0 +1,106 @@
+"""Going on with a run that was stopped: which cut, whose state, and how exactly.
+
+By default Θ is the journal's head: nothing that was acknowledged is given up. Learners take it and go on with the inner
+optimizer, schedules and random states of the newest good cut; the data goes on where the ledger stands. Where the
+journal ends with that cut, everything is put back exactly as it was. `from_cut` makes a new run out of one cut: there
+everything is exactly as it was then, and what came after it belongs to the old run alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from atoll.protocol import records
+from atoll.protocol.errors import ConfigError
+from atoll.store.cuts import (
+    BadCut,
+    Manifest,
+    check_cut,
+    complete_cuts,
+    digest,
+    folder_of,
+    read_manifest,
+    read_syncer_part,
+    write_manifest,
+    write_syncer_part,
+)
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import Journal, read
+from atoll.store.rundir import RunDir
+from atoll.store.terms import acquire
+from atoll.syncer.recovery import CutState
+
+
+@dataclass(frozen=True)
+class Resume:
+    cut: int | None
+    run: str
+    """The run that goes on."""
+    states: dict[str, Path] = field(default_factory=dict)
+    """Per learner, its part of the cut."""
+    exact: bool = False
+    changes: tuple[str, ...] = ()
+    """Settings that the operator changes on the way, as `key=value`."""
+    remarks: tuple[str, ...] = ()
+
+
+def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
+    """The newest good cut, and what can be put back from it."""
+    remarks: list[str] = []
+    for cut in complete_cuts(out.cuts):
+        try:
+            manifest = check_cut(out.cuts, out.learners, cut)
+        except BadCut as error:
+            remarks.append(f"cut {cut} is passed over: {error}")
+            continue
+        exact = bool(manifest.learners) and not manifest.left_out and _is_head(out, cut)
+        how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
+        remarks.append(f"going on from cut {cut}: {how}")
+        return Resume(cut, manifest.run, _parts(out, manifest), exact, changes, tuple(remarks))
+    remarks.append("no complete cut is there: learners begin with fresh inner optimizers")
+    return Resume(None, "", {}, False, changes, tuple(remarks))
+
+
+def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) -> Resume:
+    """A new run that begins as the old one was at that cut."""
+    if cut not in complete_cuts(old.cuts):
+        known = ", ".join(map(str, sorted(complete_cuts(old.cuts)))) or "none"
+        raise ConfigError(f"{old.path} has no complete cut {cut}: there are {known}")
+    manifest = check_cut(old.cuts, old.learners, cut)
+    part, state, arrays = read_syncer_part(old.cuts, cut)
+    then = msgspec.msgpack.decode(state, type=CutState)
+    run = secrets.token_hex(4)
+    begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
+    history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[])
+    reign = acquire(new.journal)
+    journal = Journal.begin(new.journal, reign.term, disk=LocalDisk())
+    journal.append([(begun, None)])
+    now = CutState(history, journal.position, 0, then.rounds)
+    journal.close()
+    reign.release()
+    write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
+    for name, learner in manifest.learners.items():
+        (new.learners / name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(old.learners / name / learner.file, new.learners / name / learner.file)
+    table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
+    write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
+    exact = bool(manifest.learners)
+    remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
+    return Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, changes, (remark,))
+
+
+def _parts(out: RunDir, manifest: Manifest) -> dict[str, Path]:
+    return {name: out.learners / name / part.file for name, part in manifest.learners.items()}
+
+
+def _is_head(out: RunDir, cut: int) -> bool:
+    """Whether nothing was decided behind the cut: then all of it can be as it was."""
+    _, state, _ = read_syncer_part(out.cuts, cut)
+    position = msgspec.msgpack.decode(state, type=CutState).position
+    behind = read(out.journal, start=position, disk=LocalDisk())
+    return all(isinstance(record, records.CutDone | records.Reigned) for _, record in behind)

@@ -1,0 +1,128 @@
+"""Where a learner's batches come from: leases of the run, or an order of its own.
+
+Before the first batch it waits for its first lease, as joining itself is waited for; later it never waits: leases come
+ahead of time, and when they do not (the syncer is away), the last one is gone through again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from atoll.learner.data import Datasets, Leased, Source, check_batch, collect, generator, orders, sources
+from atoll.learner.ending import say
+from atoll.protocol.effects import Registered
+from atoll.protocol.messages import Range
+
+
+class Feed:
+    def __init__(self, *, seed: int, name: str) -> None:
+        self._seed, self._name = seed, name
+        self.registered: Registered | None = None
+        """What leases are asked for; None: its data is its own, counted but not leased."""
+        self.passed = 0.0
+        """Alone: how much of the one pass is done."""
+        self._leased: Leased | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def position(self) -> int:
+        """Leased samples whose steps are done; −1: nothing is leased."""
+        return -1 if self._leased is None else self._leased.position
+
+    def stepped(self) -> None:
+        if self._leased is not None:
+            self._leased.stepped()
+
+    def supplied(self, ranges: tuple[Range, ...], over: bool, own: str) -> None:
+        if own:
+            say(f"this learner's data is its own, counted but not leased: {own}")
+            self._leased = self.registered = None
+        elif self._leased is not None:
+            self._leased.supply(ranges, over)
+
+    def forget(self) -> None:
+        """Another life: what was leased to the one before goes to whoever gets it next."""
+        if self._leased is not None:
+            self._leased.forget()
+
+    # ---- batches ------------------------------------------------------------------------------------------------
+
+    def open(self, data: Datasets, batch_size: int, weights: Mapping[str, float] | None) -> tuple[Source, ...]:
+        found = sources(data, weights)
+        for source in found:
+            check_batch(len(source.samples), batch_size)
+        return found
+
+    def ask(self, found: tuple[Source, ...], batch_size: int, epochs: int, seed: int) -> Registered:
+        """Take leases from now on; what the syncer is to be told."""
+        self._leased = Leased([len(source.samples) for source in found], batch_size, seed)
+        if self._saved is not None:
+            self._leased.load(self._saved)
+        datasets = tuple((source.name, len(source.samples), source.weight) for source in found)
+        self.registered = Registered(datasets, epochs, batch_size)
+        return self.registered
+
+    def leased(
+        self,
+        found: tuple[Source, ...],
+        batch_size: int,
+        done: Callable[[], bool],
+        wait: Callable[[float], None],
+        patience_s: float,
+    ) -> Iterator[Any]:
+        self._await_first(done, wait, patience_s)
+        while not done() and (leased := self._leased) is not None:
+            batch = leased.take()
+            if batch is None and leased.over:
+                return
+            batch = batch or leased.repeat()
+            if batch is None:
+                self._await_first(done, wait, patience_s)
+                continue
+            yield collect(found[batch[0]].samples, batch[1])
+        if not done():
+            yield from self.own(found, batch_size, done, incarnation=1, passes=None)
+
+    def _await_first(self, done: Callable[[], bool], wait: Callable[[float], None], patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while self._leased is not None and self._leased.empty and not self._leased.over and not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                say("no data was leased by the syncer: training goes on in an order of its own, counted but not leased")
+                self._leased = self.registered = None
+                return
+            wait(min(left, 0.5))
+
+    def own(
+        self,
+        found: tuple[Source, ...],
+        batch_size: int,
+        done: Callable[[], bool],
+        *,
+        incarnation: int,
+        passes: int | None,
+    ) -> Iterator[Any]:
+        """Every dataset in turn, each in a seeded order of this learner's own."""
+        random = generator(self._seed, self._name, incarnation)
+        turns = [(source, orders(len(source.samples), batch_size, random, passes)) for source in found]
+        whole = sum(len(source.samples) // batch_size for source in found)
+        number = 0
+        while turns and not done():
+            for source, turn in list(turns):
+                if (indices := next(turn, None)) is None:
+                    turns.remove((source, turn))
+                elif not done():
+                    self.passed = number / whole
+                    number += 1
+                    yield collect(source.samples, indices)
+
+    # ---- as a cut carries it ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._leased is None else self._leased.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Taken up when the batches are asked for."""
+        self._saved = state or None

@@ -1,0 +1,73 @@
+"""A learner's part of a cut: captured between two steps, written in the background, one at a time.
+
+The training process only copies; a thread writes the file and makes it durable. A cut that comes while the last one is
+still being written is left out, with that reason: training is never held up for a disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from atoll.learner.snapshot import Snapshot, write
+from atoll.protocol.effects import Saved
+from atoll.protocol.errors import AtollError
+
+KEEP = 4
+"""Parts of cuts that are kept: one more than whole cuts are."""
+
+
+class Saver:
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._results: SimpleQueue[Saved] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def reason_not_to(self) -> str:
+        """Why nothing can be saved now; empty: it can."""
+        if self._folder is None:
+            return "it has no folder to save to (ATOLL_FOLDER)"
+        return "its last part is still being written" if self.busy else ""
+
+    def save(self, cut: int, t: int, snapshot: Snapshot) -> None:
+        assert not self.reason_not_to()
+        # Not a daemon: an interpreter that ends waits for what is being written.
+        self._thread = threading.Thread(target=self._write, args=(cut, t, snapshot), name="atoll-cut")
+        self._thread.start()
+
+    def refuse(self, cut: int, t: int, reason: str) -> None:
+        self._results.put(Saved(cut, t, reason=reason))
+
+    def results(self) -> list[Saved]:
+        found: list[Saved] = []
+        try:
+            while True:
+                found.append(self._results.get_nowait())
+        except Empty:
+            return found
+
+    def finish(self, limit_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _write(self, cut: int, t: int, snapshot: Snapshot) -> None:
+        assert self._folder is not None
+        path = self._folder / part_name(cut)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            mark = write(path, snapshot)
+            for old in sorted(self._folder.glob("cut-*.safetensors"))[:-KEEP]:
+                old.unlink(missing_ok=True)
+        except (OSError, AtollError) as error:
+            self.refuse(cut, t, f"its part could not be written: {error}")
+        else:
+            self._results.put(Saved(cut, t, path.name, mark))
+
+
+def part_name(cut: int) -> str:
+    return f"cut-{cut:06d}.safetensors"

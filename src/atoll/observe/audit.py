@@ -1,0 +1,272 @@
+"""The records of a run in their order, each held against those before it, then folded like the syncer does it.
+
+Rules checked here, besides those of tallies.py:
+- the run begins once, and terms go up;
+- rounds are 0, 1, 2, … over all terms, each merged or passed once; round t takes fragment t mod P, and a merged one
+  makes its fragment's version one higher; none comes after the end;
+- a lease is what was due: no position of a pass is issued twice, unless it came back in between; what is merged was
+  leased;
+- the ledger balances to zero, and its sums are those of the members;
+- a cut holds what the fold up to its place gives. Reports are in no record: of an open account only what records tell
+  can be compared.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from atoll.config import Outer
+from atoll.observe.findings import Wrong
+from atoll.observe.tallies import Tallies
+from atoll.protocol.errors import AtollError
+from atoll.protocol.history import History
+from atoll.protocol.leases import wrong_sources
+from atoll.protocol.ledger import Ledger, LedgerState, Totals
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    CutDone,
+    Ended,
+    Gone,
+    Granted,
+    Joined,
+    Merged,
+    Passed,
+    Reigned,
+    Reset,
+    Sources,
+    Started,
+)
+from atoll.syncer.recovery import CutState
+
+_PLAIN = ("begun", "settings", "outer", "started", "versions", "committed", "lives", "cuts", "ended", "finished")
+"""Fields of the history that records alone decide."""
+
+
+class Audit:
+    def __init__(self, begun: Begun, term: int = 1) -> None:
+        self.fragments = begun.settings.fragments
+        if self.fragments < 1:
+            raise Wrong(f"the run begins with {self.fragments} fragments")
+        self.history = History(begun)
+        self.tallies = Tallies(self.fragments)
+        self.term, self.terms = term, 1
+        self.passed = 0
+        self.rounds = [-1] * self.fragments
+        """Per fragment, the round that made its version."""
+
+    @classmethod
+    def restored(cls, cut: CutState, *, under_way: bool) -> Audit:
+        """Of a run whose records begin with what a cut holds; `under_way`: or of which no older one is there."""
+        audit = cls(cut.history.begun, cut.position.term)
+        audit.history = History.restore(cut.history)
+        audit.tallies = Tallies.restored(cut.history, under_way=under_way)
+        audit.rounds = list(cut.rounds)
+        return audit
+
+    def take(self, record: AnyRecord) -> None:
+        """Wrong says what is not right with it."""
+        self._check(record)
+        try:
+            self.history.apply(record)
+        except (AssertionError, LookupError, ValueError) as error:
+            raise Wrong(f"{type(record).__name__} cannot follow the records before it: {error}") from error
+        if isinstance(record, Merged | Passed):
+            self.tallies.forget(self.history.committed)
+
+    def _check(self, record: AnyRecord) -> None:
+        match record:
+            case Begun(run):
+                raise Wrong(f"the run begins a second time, as {run}")
+            case Reigned():
+                self._reigned(record)
+            case Joined():
+                self.tallies.joined(record)
+            case Started(uploader):
+                if self.history.started:
+                    raise Wrong(f"the run starts a second time, from {uploader}")
+            case Merged():
+                self._merged(record)
+            case Passed(round, fragment):
+                self._turn(round, fragment)
+                self.passed += 1
+            case Reset(fragment):
+                self._in_range(fragment)
+            case Sources(datasets, epochs):
+                self._sources(wrong_sources(datasets, epochs))
+            case Granted():
+                self._granted(record)
+            case Gone():
+                self.tallies.gone(record, self.history.committed)
+            case Changed():
+                self._changed(record)
+            case CutDone():
+                self._cut_done(record)
+            case Ended():
+                pass
+
+    def _reigned(self, record: Reigned) -> None:
+        if record.term <= self.term:
+            raise Wrong(f"term {record.term} follows term {self.term}: terms only go up")
+        if record.round != self.history.committed:
+            raise Wrong(f"term {record.term} goes on from round {record.round}, not {self.history.committed}")
+        self.term, self.terms = record.term, self.terms + 1
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def _turn(self, round: int, fragment: int) -> None:
+        due = self.history.committed
+        if round != due:
+            raise Wrong(f"round {round} comes where round {due} is due")
+        if fragment != round % self.fragments:
+            raise Wrong(f"round {round} takes fragment {fragment}, its turn is fragment {round % self.fragments}")
+        if not self.history.started or self.history.finished:
+            raise Wrong(f"round {round} comes {'after the end' if self.history.finished else 'before version 0'}")
+
+    def _merged(self, record: Merged) -> None:
+        self._turn(record.round, record.fragment)
+        before = self.history.versions[record.fragment]
+        if record.version != before + 1:
+            raise Wrong(
+                f"round {record.round} makes fragment {record.fragment} version {record.version}, after {before}"
+            )
+        self.tallies.merged_round(record)
+        for share in record.members:
+            if share.position > 0 and self.tallies.is_open(share.learner, share.incarnation):
+                self._check_position(record.round, share.learner, share.incarnation, share.position)
+        self.rounds[record.fragment] = record.round
+
+    def _check_position(self, round: int, learner: str, incarnation: int, position: int) -> None:
+        leases = self.history.leases
+        wrong = leases.taken(learner, incarnation, position) if leases else "samples are merged that nobody leased"
+        if wrong is not None:
+            raise Wrong(f"round {round}: {wrong}")
+
+    def _in_range(self, fragment: int) -> None:
+        if not 0 <= fragment < self.fragments:
+            raise Wrong(f"fragment {fragment} is reset, the run has {self.fragments}")
+
+    def _changed(self, record: Changed) -> None:
+        ours, theirs = self.history.settings, record.settings
+        if (theirs.fragments, theirs.plan) != (ours.fragments, ours.plan):
+            raise Wrong(f"the fragments of a run cannot change: {ours.fragments} became {theirs.fragments}")
+        try:
+            msgspec.convert(record.outer, Outer)
+        except (msgspec.MsgspecError, AtollError) as error:
+            raise Wrong(f"the outer settings were changed to what cannot be: {error}") from error
+
+    def _cut_done(self, record: CutDone) -> None:
+        newest = self.history.cuts[-1] if self.history.cuts else -1
+        if not newest < record.cut <= self.history.committed:
+            raise Wrong(f"cut {record.cut} is done after cut {newest}, with {self.history.committed} rounds committed")
+
+    # ---- leases -------------------------------------------------------------------------------------------------
+
+    def _sources(self, wrong: str | None) -> None:
+        if self.history.leases is not None:
+            raise Wrong("the data that leases are cut from is named a second time")
+        if wrong is not None:
+            raise Wrong(wrong)
+
+    def _granted(self, record: Granted) -> None:
+        leases = self.history.leases
+        if leases is None:
+            raise Wrong(f"{_words(record)} is granted, but no record names the data")
+        if not self.tallies.is_open(record.learner, record.incarnation):
+            who = f"{record.learner} (incarnation {record.incarnation})"
+            raise Wrong(f"{_words(record)} is granted to {who}, which is not there")
+        due = leases.next(record.learner, record.incarnation, max(1, record.stop - record.start))
+        if record != due:
+            raise Wrong(self._not_due(record, due))
+
+    def _not_due(self, record: Granted, due: Granted | None) -> str:
+        assert self.history.leases is not None
+        state = self.history.leases.state()
+        if not 0 <= record.dataset < len(state.cursors) or not 0 <= record.start < record.stop:
+            return f"{_words(record)} is of no dataset of the run, or empty"
+        cursor = state.cursors[record.dataset]
+        came_back = any(
+            (piece.dataset, piece.epoch) == (record.dataset, record.epoch) and piece.start <= record.start < piece.stop
+            for piece in state.waiting
+        )
+        if (record.epoch, record.start) < (cursor.epoch, cursor.start) and not came_back:
+            return f"{_words(record)} is issued twice: it was issued before and did not come back"
+        return f"{_words(record)} is granted, but {_words(due) if due else 'nothing'} is due"
+
+    # ---- sums ---------------------------------------------------------------------------------------------------
+
+    def totals(self) -> Totals:
+        return self.history.ledger.totals()
+
+    def check_totals(self) -> None:
+        totals = self.totals()
+        _check_balance("the ledger of all records", totals)
+        if list(totals.merged) != self.tallies.merged:
+            raise Wrong(f"the ledger says {totals.merged} tokens are merged, the members make {self.tallies.merged}")
+
+    def unmerged(self) -> list[tuple[str, int, int]]:
+        """Learner, incarnation and fragment-tokens in flight of every account that is open, as far as records tell."""
+        accounts = self.history.ledger.state().open
+        found = [(one.learner, one.incarnation, sum(one.fates().in_flight)) for one in accounts]
+        return [one for one in found if one[2]]
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def check_cut(self, cut: CutState) -> None:
+        """Wrong says what a cut holds that the records up to here do not give."""
+        ours, theirs = self.history.state(), cut.history
+        for name in _PLAIN:
+            if (found := getattr(theirs, name)) != (due := getattr(ours, name)):
+                told = f": {found} instead of {due}" if name in ("versions", "committed") else ""
+                raise Wrong(f"its {name} is not what the records up to there give{told}")
+        _check_ledger(ours.ledger, theirs.ledger)
+        if theirs.leases != ours.leases:
+            raise Wrong(f"its leases are not what the records up to there give: {_first_field(ours, theirs, 'leases')}")
+        if list(cut.rounds) != self.rounds:
+            raise Wrong(f"it says that rounds {list(cut.rounds)} made its versions, the records say {self.rounds}")
+
+
+def _check_balance(whose: str, totals: Totals) -> None:
+    for fragment, rest in enumerate(totals.balance()):
+        if rest:
+            raise Wrong(f"{whose} does not balance: {rest} tokens of fragment {fragment} have no fate")
+
+
+def _check_ledger(ours: LedgerState, theirs: LedgerState) -> None:
+    if theirs.closed != ours.closed:
+        raise Wrong(f"its ledger is not what the records up to there give: {_first_field(ours, theirs, 'closed')}")
+    due = {(one.learner, one.incarnation): one for one in ours.open}
+    found = {(one.learner, one.incarnation): one for one in theirs.open}
+    if due.keys() != found.keys():
+        raise Wrong(
+            f"its ledger has other open accounts than the records up to there: {sorted(due.keys() ^ found.keys())}"
+        )
+    for (learner, incarnation), account in found.items():
+        known = due[learner, incarnation]
+        if (account.origin, account.merged) != (known.origin, known.merged) or account.total < known.total:
+            raise Wrong(
+                f"its ledger is not what the records up to there give: {learner} (incarnation {incarnation}) has "
+                f"{account.merged} merged of {account.total} tokens, {known.merged} of {known.total} by the records"
+            )
+    try:
+        totals = Ledger.restore(theirs).totals()
+    except ValueError as error:
+        raise Wrong("its ledger cannot be added up: accounts of other fragments than the run's") from error
+    _check_balance("its ledger", totals)
+
+
+def _first_field(ours: object, theirs: object, name: str) -> str:
+    """The first part that differs, and how."""
+    due, found = getattr(ours, name), getattr(theirs, name)
+    if due is None or found is None:
+        return f"{name} {'missing' if found is None else 'not expected'}"
+    for part in due.__struct_fields__:
+        if getattr(due, part) != getattr(found, part):
+            return f"{part} {getattr(found, part)} instead of {getattr(due, part)}"[:200]
+    return name
+
+
+def _words(lease: Granted) -> str:
+    where = f"dataset {lease.dataset}, pass {lease.epoch}"
+    return f"lease {lease.lease} (samples {lease.start} to {lease.stop} of {where})"

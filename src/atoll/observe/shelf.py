@@ -1,0 +1,208 @@
+"""The cuts of a run as they lie on disk, checked file by file.
+
+They are listed before the journal is read: what a cut refers to is durable by the time the cut is there. While the
+journal is read, every cut is met at its place, and what it holds of the history is compared there (audit.py). Then
+
+- a cut is of this run, lies in the folder of its number, and its place is one where a record of the journal ends;
+- every file of a complete one is as its tables say, the learners' files too, and its manifest is the one that the
+  journal names; of cut 0, the syncer's alone, and of the one that a run was begun from no record tells;
+- old cuts are removed from the oldest on: behind one that is there none may be missing, nor may the newest;
+- one that never became complete is only remarked on, also if it is damaged: nobody resumes from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from atoll.observe.audit import Audit
+from atoll.observe.findings import Findings, Wrong
+from atoll.protocol.errors import AtollError
+from atoll.protocol.records import Begun, CutDone
+from atoll.store.cuts import (
+    BadCut,
+    File,
+    SyncerPart,
+    check_cut,
+    complete_cuts,
+    digest,
+    digest_of,
+    folder_of,
+    known_cuts,
+    read_manifest,
+    read_syncer_part,
+)
+from atoll.store.journal import Position
+from atoll.store.rundir import RunDir
+from atoll.syncer.recovery import CutState
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCut:
+    """A cut's table and state; its arrays stay on disk."""
+
+    number: int
+    path: Path
+    part: SyncerPart
+    state: CutState
+
+
+def open_cut(root: Path, number: int) -> StoredCut:
+    """BadCut says why it cannot be read. Of its files only the state is looked at."""
+    folder = folder_of(root, number)
+    try:
+        part = msgspec.json.decode((folder / "syncer.json").read_bytes(), type=SyncerPart)
+        state = (folder / "state.bin").read_bytes()
+    except OSError as error:
+        raise BadCut(f"{error.filename} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise BadCut(f"{folder / 'syncer.json'} is damaged: {error}") from error
+    if part.files.get("state.bin") != File(len(state), digest(state)):
+        raise BadCut(f"{folder / 'state.bin'} is damaged: its digest is not the one in syncer.json")
+    return StoredCut(number, folder, part, _decoded(folder, state))
+
+
+def _decoded(folder: Path, state: bytes) -> CutState:
+    try:
+        return msgspec.msgpack.decode(state, type=CutState)
+    except (msgspec.MsgspecError, AtollError) as error:
+        raise BadCut(f"{folder / 'state.bin'} cannot be read by this version of Atoll: {error}") from error
+
+
+class Shelf:
+    def __init__(self, run: RunDir, findings: Findings) -> None:
+        self._run, self._findings = run, findings
+        self.complete = complete_cuts(run.cuts)
+        self._stored: dict[int, StoredCut] = {}
+        self._unreadable: dict[int, str] = {}
+        self._met: set[int] = set()
+        self._done: dict[int, CutDone] = {}
+        """The records of cuts that are not older than all that are here."""
+        self._origin = 0
+        """The cut that the run was begun from; no record tells of it."""
+        for number in known_cuts(run.cuts):
+            self._list(number)
+        self._places = {cut.state.position: cut for cut in self._stored.values()}
+
+    def _list(self, number: int) -> None:
+        try:
+            self._stored[number] = open_cut(self._run.cuts, number)
+        except BadCut as error:
+            self._unreadable[number] = str(error)
+
+    def __bool__(self) -> bool:
+        return bool(self._stored or self._unreadable)
+
+    def usable(self) -> list[StoredCut]:
+        """Those that nothing is wrong with, the oldest first."""
+        return [self._stored[number] for number in sorted(self._met & self._stored.keys())]
+
+    # ---- while the journal is read ------------------------------------------------------------------------------
+
+    def done(self, record: CutDone) -> None:
+        if not self.complete:
+            self._done.clear()  # of those that are gone, only the newest should not be
+        if record.cut >= min(self.complete, default=0):
+            self._done[record.cut] = record
+
+    def begin(self, begun: Begun, position: Position, *, origin: bool) -> Audit | None:
+        """A run that was begun from a cut of another goes on from what its own first cut holds, if that is here."""
+        cut = self._at(begun.run, position)
+        if cut is None:
+            return None
+        if origin:
+            self._origin = cut.number
+        try:
+            audit = Audit.restored(cut.state, under_way=not origin)
+            audit.check_totals()
+        except (Wrong, LookupError, ValueError) as error:
+            raise Wrong(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
+        return audit
+
+    def _at(self, run: str, position: Position) -> StoredCut | None:
+        """The cut whose place is here; what is wrong with its place or its run is told later."""
+        cut = self._places.get(position)
+        if cut is None or cut.part.run != run:
+            return None
+        self._met.add(cut.number)
+        return cut
+
+    def meet(self, audit: Audit, position: Position) -> None:
+        """The journal has been read up to here: if a cut was taken here, it holds what the records give."""
+        if (cut := self._at(audit.history.run, position)) is None:
+            return
+        try:
+            audit.check_cut(cut.state)
+        except Wrong as error:
+            raise Wrong(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
+
+    # ---- afterwards ---------------------------------------------------------------------------------------------
+
+    def check(self, run: str) -> None:
+        for entry in sorted(self._run.cuts.iterdir()) if self._run.cuts.is_dir() else ():
+            if entry.name.isdigit() and not (entry / "syncer.json").exists():
+                self._findings.remark(f"{entry} is not finished: the syncer's part was never whole")
+        for number in sorted(self._stored.keys() | self._unreadable.keys()):
+            self._check_one(run, number)
+            self._findings.progress("cuts", number)
+        self._check_none_missing()
+
+    def _check_one(self, run: str, number: int) -> None:
+        whole = number in self.complete or number == 0
+        try:
+            self._check_belongs(run, number)
+            if number in self.complete:
+                self._check_manifest(run, number)
+            else:
+                read_syncer_part(self._run.cuts, number)
+        except BadCut as error:
+            if whole:
+                raise
+            self._findings.remark(f"cut {number} is passed over: {error}")
+            self._stored.pop(number, None)
+            return
+        if not whole:
+            self._findings.remark(f"cut {number} is not complete: it has no manifest")
+
+    def _check_belongs(self, run: str, number: int) -> None:
+        if number in self._unreadable:
+            raise BadCut(self._unreadable[number])
+        cut = self._stored[number]
+        part, at = cut.part, cut.state.position
+        theirs = part.run if part.run != run else cut.state.history.begun.run
+        if theirs != run:
+            raise Wrong(f"cut {number} ({cut.path}) is of another run: {theirs}, this one is {run}")
+        if part.cut != number:
+            raise Wrong(f"{cut.path / 'syncer.json'} is of cut {part.cut}, and lies in the folder of cut {number}")
+        if number not in self._met:
+            raise BadCut(
+                f"cut {number} ({cut.path / 'state.bin'}) goes on at byte {at.offset} of term {at.term}, "
+                "where no record of this journal ends"
+            )
+
+    def _check_manifest(self, run: str, number: int) -> None:
+        path = folder_of(self._run.cuts, number) / "manifest.json"
+        manifest, record = read_manifest(self._run.cuts, number), self._done.get(number)
+        if manifest.run != run:
+            raise Wrong(f"{path} is of another run: {manifest.run}, this one is {run}")
+        if record is None and number not in (0, self._origin):
+            self._findings.remark(f"cut {number} has a manifest and no record: its syncer was stopped in between")
+        elif record is not None and digest_of(path) != record.manifest:
+            raise BadCut(f"{path} is damaged: its digest is not the one in the record of cut {number}")
+        elif record is not None and set(record.learners) != set(manifest.learners):
+            raise Wrong(f"{path} names other learners than its record does")
+        if (manifest.cut, manifest.round) != (number, self._stored[number].part.round):
+            raise Wrong(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
+        check_cut(self._run.cuts, self._run.learners, number)
+
+    def _check_none_missing(self) -> None:
+        for number in sorted(self._done):
+            if number not in self.complete:
+                folder = folder_of(self._run.cuts, number)
+                raise Wrong(f"cut {number} is missing: the journal says it is complete, {folder} does not hold it")
+
+    def went_on(self) -> bool:
+        """Whether the run has completed a cut since these were listed: it may have removed some of them."""
+        return complete_cuts(self._run.cuts)[:1] > self.complete[:1]

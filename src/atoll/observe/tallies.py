@@ -1,0 +1,197 @@
+"""Who gave what: the members of every round held against all that the records told of them before.
+
+Rules checked here:
+- an incarnation joins before it gives, once, and after the one before it is over; its numbers go up;
+- a contribution is merged at most once: its step lies behind that of the last one of the same incarnation to the same
+  fragment, and its base contains that one;
+- it has steps and tokens, weighs tokens · (tokens / steps) to the bit, and stands in the order of learner ids;
+- no more of an incarnation is merged than it had trained on, and when it is over, what was merged, dropped and lost of
+  every fragment is all that it had trained on;
+- one that is over is in rounds that were under way at that moment, and in no later one.
+
+It does not grow with the run: one entry per incarnation that may still be merged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from atoll.observe.findings import Wrong
+from atoll.protocol.history import State
+from atoll.protocol.ledger import Ledger
+from atoll.protocol.records import Gone, Joined, Merged, Share
+
+Given = tuple[int, int]
+"""Of a contribution that was merged: the version it went into, and its step."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One incarnation."""
+
+    origin: int
+    last: list[Given | None]
+    merged: list[int]
+    total: int = 0
+    """Tokens of its process that are known of."""
+    over_by: int | None = None
+    """It is over, and in no round from this one on."""
+    again_from: int = -1
+    """Leased samples from this position on were issued again."""
+
+
+class Tallies:
+    def __init__(self, fragments: int) -> None:
+        self.fragments = fragments
+        self.incarnations = 0
+        self.contributions = 0
+        self.merged = [0] * fragments
+        """Tokens in committed versions, per fragment."""
+        self._newest: dict[str, int] = {}
+        self._known: dict[tuple[str, int], Tally] = {}
+        self._over: deque[tuple[int, tuple[str, int]]] = deque()
+        """Those that are over, with the round by which they can be forgotten, in that order."""
+        self._unknown_before = 0
+        """In rounds below this one there may be some that were over before anything is known."""
+
+    @property
+    def learners(self) -> int:
+        return len(self._newest)
+
+    def is_open(self, learner: str, incarnation: int) -> bool:
+        tally = self._known.get((learner, incarnation))
+        return tally is not None and tally.over_by is None
+
+    @classmethod
+    def restored(cls, state: State, *, under_way: bool) -> Tallies:
+        """As a cut holds it. `under_way`: rounds may come that hold contributions of those who are over already."""
+        tallies = cls(len(state.versions))
+        tallies.merged = list(Ledger.restore(state.ledger).totals().merged)
+        tallies._unknown_before = state.committed + tallies.fragments if under_way else 0
+        tallies._newest = {name: life.incarnation for name, life in state.lives.items()}
+        for account in state.ledger.open:
+            given = state.lives[account.learner].merged
+            last = [(version, t) if version >= 0 else None for version, t, _ in given]
+            tally = Tally(account.origin or 0, last, list(account.merged), account.total)
+            tallies._known[account.learner, account.incarnation] = tally
+        return tallies
+
+    # ---- coming and going ---------------------------------------------------------------------------------------
+
+    def joined(self, record: Joined) -> None:
+        newest = self._newest.get(record.learner, 0)
+        who = _who(record.learner, record.incarnation)
+        if record.incarnation <= newest:
+            raise Wrong(f"{who} joins after incarnation {newest}")
+        if self.is_open(record.learner, newest):
+            raise Wrong(f"{who} joins while incarnation {newest} is not over")
+        self._newest[record.learner] = record.incarnation
+        self.incarnations += 1
+        tally = Tally(record.origin, [None] * self.fragments, [0] * self.fragments, record.origin)
+        self._known[record.learner, record.incarnation] = tally
+
+    def gone(self, record: Gone, committed: int) -> None:
+        who = _who(record.learner, record.incarnation)
+        if not self.is_open(record.learner, record.incarnation):
+            raise Wrong(f"{who} is gone, but {self._why_not_open(record.learner, record.incarnation)}")
+        tally = self._known[record.learner, record.incarnation]
+        self._check_fates(who, tally, record)
+        tally.total, tally.again_from = record.total, record.again_from
+        # A round takes each fragment once while it is under way: all that may hold a contribution of it lie below.
+        tally.over_by = committed + self.fragments
+        self._over.append((tally.over_by, (record.learner, record.incarnation)))
+
+    def _check_fates(self, who: str, tally: Tally, record: Gone) -> None:
+        if len(record.dropped) != self.fragments or len(record.lost) != self.fragments:
+            raise Wrong(f"{who} is gone with the fates of {len(record.lost)} fragments, the run has {self.fragments}")
+        if record.total < tally.total:
+            raise Wrong(f"{who} is gone with {record.total} tokens, but a contribution told of {tally.total}")
+        computed = record.total - tally.origin
+        for fragment, fates in enumerate(zip(tally.merged, record.dropped, record.lost, strict=True)):
+            if min(fates) < 0 or sum(fates) != computed:
+                merged, dropped, lost = fates
+                raise Wrong(
+                    f"the ledger does not balance: {who}, fragment {fragment}: {computed} tokens computed, "
+                    f"but {merged} merged + {dropped} dropped + {lost} lost make {sum(fates)}"
+                )
+
+    def forget(self, committed: int) -> None:
+        """Those that no round can hold any more."""
+        while self._over and self._over[0][0] <= committed:
+            del self._known[self._over.popleft()[1]]
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def merged_round(self, record: Merged) -> None:
+        names = [share.learner for share in record.members]
+        if not names:
+            raise Wrong(f"round {record.round} is merged from nothing")
+        if names != sorted(set(names)):
+            raise Wrong(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
+        for share in record.members:
+            self._take(record, share)
+
+    def _take(self, record: Merged, share: Share) -> None:
+        who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
+        tally = self._known.get((share.learner, share.incarnation))
+        _check_share(who, record.version, share)
+        self.merged[record.fragment] += share.tokens
+        self.contributions += 1
+        if (
+            tally is None
+            and record.round < self._unknown_before
+            and share.incarnation <= self._newest.get(share.learner, 0)
+        ):
+            return
+        if tally is None or (tally.over_by is not None and record.round >= tally.over_by):
+            raise Wrong(f"{who} is a member, but {self._why_not_open(share.learner, share.incarnation)}")
+        _check_once(who, tally.last[record.fragment], share)
+        _check_tokens(who, record.fragment, tally, share)
+        if 0 <= tally.again_from < share.position:
+            raise Wrong(
+                f"{who} is merged up to sample {share.position} of its leases, "
+                f"but those from {tally.again_from} on were issued again"
+            )
+        tally.last[record.fragment] = (record.version, share.t)
+        tally.merged[record.fragment] += share.tokens
+        tally.total = max(tally.total, share.total)
+
+    def _why_not_open(self, learner: str, incarnation: int) -> str:
+        never = incarnation > self._newest.get(learner, 0)
+        return "it never joined" if never else "it was over before"
+
+
+def _check_share(who: str, version: int, share: Share) -> None:
+    if share.steps <= 0 or share.tokens <= 0:
+        raise Wrong(f"{who} gave {share.steps} steps and {share.tokens} tokens")
+    weight = share.tokens * (share.tokens / share.steps)
+    if share.weight != weight:
+        raise Wrong(f"{who} weighs {share.weight!r}, but {share.tokens} tokens in {share.steps} steps weigh {weight!r}")
+    if not 0 <= share.base < version:
+        raise Wrong(f"{who} is merged into version {version} on a base of version {share.base}")
+
+
+def _check_once(who: str, last: Given | None, share: Share) -> None:
+    version, t = last or (-1, -1)
+    if share.t == t:
+        raise Wrong(f"{who} is merged twice: its contribution of step {t} is in version {version} already")
+    if share.t < t:
+        raise Wrong(f"{who} gave step {share.t}, but its step {t} is in version {version} already")
+    if share.base < version:
+        raise Wrong(f"{who} has a stale base: version {share.base}, but version {version} already contains its steps")
+
+
+def _check_tokens(who: str, fragment: int, tally: Tally, share: Share) -> None:
+    merged = tally.merged[fragment] + share.tokens
+    if merged > share.total - tally.origin:
+        raise Wrong(
+            f"the ledger does not balance: {who} had trained on {share.total - tally.origin} tokens, "
+            f"but {merged} of them are merged in fragment {fragment}"
+        )
+    if tally.over_by is not None and share.total > tally.total:
+        raise Wrong(f"the ledger does not balance: {who} was closed at {tally.total} tokens, but gave at {share.total}")
+
+
+def _who(learner: str, incarnation: int) -> str:
+    return f"{learner} (incarnation {incarnation})"

@@ -1,0 +1,113 @@
+"""The syncer's books: incarnations opened and closed, data leased out, every token's fate.
+
+Rules kept here, each with its test: an incarnation is written down before its welcome, so no number is given twice; its
+account is closed when another process takes its name, when it leaves, when it starts over, or when it has been away for
+too long, and what it had not given is then lost, once; samples that no version contains are issued again; a report that
+does not balance is an alarm, never mended in silence.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol.leases import wrong_sources
+from atoll.protocol.membership import Learner
+from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.records import Gone, Granted, Joined, Sources
+
+AHEAD = 3
+"""Leases a learner holds at a time, so that it never waits for the next."""
+LEASE_BATCHES = 64
+
+
+class Accounts:
+    def __init__(self, out: Outbox) -> None:
+        self.out, self.history = out, out.history
+        self._batch: dict[str, int] = {}
+        """Samples per batch of those that take leases, by name."""
+        self._alarmed: set[tuple[str, int]] = set()
+
+    def open(self, learner: Learner) -> None:
+        before = self.history.lives.get(learner.name)
+        origin = before.total if before is not None and before.session == learner.session else 0
+        self.out.persist(Joined(learner.name, learner.incarnation, learner.session, learner.t, origin))
+
+    def close(self, learner: Learner, reason: str, under_way: Contribution | None = None) -> None:
+        """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
+        if learner.closed:
+            return
+        learner.closed = True
+        again = -1
+        if self.history.leases is not None and self.history.leases.holds(learner.name, learner.incarnation):
+            merged_to = self.history.leases.merged_to(learner.name, learner.incarnation)
+            again = max(merged_to, under_way.position if under_way else 0)
+        fate = self.history.ledger.closing(learner.name, learner.incarnation, under_way.total if under_way else 0)
+        record = Gone(
+            learner=learner.name,
+            incarnation=learner.incarnation,
+            t=learner.t,
+            total=fate.total,
+            dropped=fate.dropped,
+            lost=fate.lost,
+            position=learner.position,
+            again_from=again,
+            reason=reason,
+        )
+        self.out.persist(record)
+
+    def reported(self, learner: Learner, report: Progress) -> None:
+        wrong = self.history.ledger.reported(
+            learner.name, learner.incarnation, report.tokens_total, report.tokens, report.dropped, report.counted
+        )
+        if wrong is not None:
+            self._alarm(learner, wrong)
+        if learner.name in self._batch and report.position >= 0:
+            self._lease(learner)
+
+    def _alarm(self, learner: Learner, wrong: str) -> None:
+        if (learner.name, learner.incarnation) not in self._alarmed:
+            self._alarmed.add((learner.name, learner.incarnation))
+            self.out.note("unbalanced", f"the ledger does not balance: {wrong}", learner)
+
+    # ---- leases -------------------------------------------------------------------------------------------------
+
+    def register(self, learner: Learner, message: Register) -> None:
+        """The first to come says what the run's data is; one with other data keeps it to itself."""
+        reason = wrong_sources(message.datasets, message.epochs)
+        if reason is None and self.history.leases is None:
+            self.out.persist(Sources(message.datasets, message.epochs))
+        if reason is None:
+            assert self.history.leases is not None
+            reason = self.history.leases.differs(message.datasets, message.epochs)
+        if reason is not None:
+            self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
+            self.out.send(learner.name, Lease(ranges=(), own=reason))
+            return
+        self._batch[learner.name] = max(1, message.batch)
+        self._lease(learner)
+
+    def held(self, learner: Learner) -> tuple[Range, ...]:
+        """What it was leased, in order, for one that comes back."""
+        if self.history.leases is None:
+            return ()
+        return tuple(_range(lease) for lease in self.history.leases.held(learner.name, learner.incarnation))
+
+    def _lease(self, learner: Learner) -> None:
+        """Keep it supplied: a few leases ahead of what it has taken."""
+        leases, batch = self.history.leases, self._batch[learner.name]
+        assert leases is not None
+        if (wrong := leases.taken(learner.name, learner.incarnation, max(0, learner.position))) is not None:
+            self._alarm(learner, wrong)
+        granted: list[Range] = []
+        while leases.room(learner.name, learner.incarnation) < (AHEAD - 1) * LEASE_BATCHES * batch:
+            lease = leases.next(learner.name, learner.incarnation, LEASE_BATCHES * batch)
+            if lease is None:
+                break
+            self.out.persist(lease)
+            granted.append(_range(lease))
+        over = leases.used_up
+        if granted or (over and learner.position >= 0 and leases.room(learner.name, learner.incarnation) == 0):
+            self.out.send(learner.name, Lease(ranges=tuple(granted), over=over))
+
+
+def _range(lease: Granted) -> Range:
+    return Range(lease.lease, lease.dataset, lease.epoch, lease.start, lease.stop)

@@ -1,0 +1,104 @@
+"""Cuts: consistent snapshots of the whole run (Chandy and Lamport), taken while it goes on.
+
+Every so many rounds the syncer records its state right behind a commit, and from then on every message it sends names
+the open cut: the first such message a learner hears is its marker. It saves its own state in the background and says
+so; what was on its way between the two is kept by its sender (a copy is kept until its fragment is adopted), so nothing
+has to be caught on the wire.
+
+Rules kept here, each with its test: a cut never waits for the dead, nor for anybody past its deadline; those left out
+are named with the reason; only a cut whose syncer's part is durable is completed; one cut is open at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from atoll.protocol.effects import CompleteCut, TakeCut
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import CutSaved
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.records import CutDone
+from atoll.protocol.settings import Settings
+
+
+@dataclass(slots=True)
+class OpenCut:
+    cut: int
+    deadline: float
+    awaited: dict[str, int]
+    """Learners that have not said yet that they saved, with their incarnations."""
+    saved: dict[str, CutSaved] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    kept: bool = False
+    """The syncer's part is durable."""
+    completing: bool = False
+
+
+class Cuts:
+    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
+        self.settings, self.members, self.out = settings, members, out
+        self.open: OpenCut | None = None
+
+    def first(self) -> None:
+        """Version 0, whole and durable before anybody adopts it. There is nobody else to wait for."""
+        self.out.add(TakeCut(0, self.out.history.state(), first=True))
+
+    def committed(self, now: float, rounds: int) -> None:
+        """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
+        every = self.settings.cut_every
+        if self.open is None and every and rounds % every == 0:
+            awaited = {one.name: one.incarnation for one in self.members.live()}
+            self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited)
+            self.out.cut = rounds
+            self.out.add(TakeCut(rounds, self.out.history.state()))
+
+    def saved(self, learner: Learner, said: CutSaved) -> None:
+        open_ = self.open
+        if open_ is None or said.of != open_.cut or open_.awaited.get(learner.name) != learner.incarnation:
+            return
+        del open_.awaited[learner.name]
+        if said.reason:
+            open_.left_out[learner.name] = said.reason
+        else:
+            open_.saved[learner.name] = said
+
+    def kept(self, cut: int, reason: str) -> None:
+        """The syncer's part is durable, or (with a reason) will never be."""
+        if self.open is None or self.open.cut != cut:
+            return
+        if reason:
+            self.out.note("warning", f"cut {cut} came to nothing: {reason}", cut=cut)
+            self.open = None
+        else:
+            self.open.kept = True
+
+    def turn(self, now: float, wakes: list[float]) -> None:
+        """Leave out who is gone or late; complete what can be."""
+        if (open_ := self.open) is None or open_.completing:
+            return
+        there = {one.name: one.incarnation for one in self.members.connected()}
+        for name, incarnation in list(open_.awaited.items()):
+            late = now >= open_.deadline
+            if late or there.get(name) != incarnation:
+                del open_.awaited[name]
+                open_.left_out[name] = "it did not save in time" if late else "it was gone"
+        if open_.awaited:
+            wakes.append(open_.deadline)
+        elif open_.kept:
+            open_.completing = True
+            self.out.add(CompleteCut(open_.cut, tuple(open_.saved.items()), tuple(open_.left_out.items())))
+
+    def written(self, cut: int, manifest: str) -> None:
+        """The manifest is durable."""
+        if (open_ := self.open) is None or open_.cut != cut:
+            return
+        self.open = None
+        self.out.persist(CutDone(cut, cut, tuple(sorted(open_.saved)), manifest))
+        without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
+        self.out.note(
+            "cut",
+            f"cut {cut} is complete: {len(open_.saved)} learners{without}",
+            cut=cut,
+            learners=sorted(open_.saved),
+            left_out=dict(open_.left_out),
+        )

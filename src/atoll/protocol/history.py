@@ -1,0 +1,182 @@
+"""A run's state as a fold over its records: what a syncer knows again after a crash, and what a cut carries.
+
+The living syncer applies every record at the moment it decides it, so its history is at any time what a reader of the
+journal would arrive at. It does not grow with the run: one entry per learner, fragment and open lease.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from atoll.protocol.leases import DatasetSpec, Leases, LeasesState
+from atoll.protocol.ledger import Ledger, LedgerState
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    CutDone,
+    Ended,
+    Gone,
+    Granted,
+    Joined,
+    Merged,
+    Passed,
+    Reigned,
+    Reset,
+    Sources,
+    Started,
+)
+from atoll.protocol.settings import Settings
+
+
+class Life(msgspec.Struct, array_like=True):
+    """What the records tell of one learner."""
+
+    incarnation: int
+    session: str
+    t: int
+    merged: list[tuple[int, int, int]]
+    """Per fragment, the version its last contribution went into, the step and the tokens of it; −1 for none."""
+    total: int = 0
+    """Tokens of its present process, as far as contributions told."""
+    before: int = 0
+    """Tokens of its earlier processes."""
+    open: bool = True
+
+
+class State(msgspec.Struct, array_like=True):
+    """All of it, as a cut carries it."""
+
+    begun: Begun
+    settings: Settings
+    outer: dict[str, str | float]
+    term: int
+    started: bool
+    versions: list[int]
+    committed: int
+    lives: dict[str, Life]
+    ledger: LedgerState
+    leases: LeasesState | None
+    cuts: list[int]
+    ended: str
+    finished: bool
+
+
+class History:
+    def __init__(self, begun: Begun, term: int = 1) -> None:
+        fragments = begun.settings.fragments
+        self.begun = begun
+        self.settings, self.outer = begun.settings, dict(begun.outer)
+        self.term = term
+        self.started = False
+        self.versions = [-1] * fragments
+        self.committed = 0
+        self.lives: dict[str, Life] = {}
+        self.ledger = Ledger(fragments)
+        self.leases: Leases | None = None
+        self.cuts: list[int] = []
+        """Complete ones, the newest last; only a few are remembered."""
+        self.ended = ""
+        self.finished = False
+
+    @property
+    def run(self) -> str:
+        return self.begun.run
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.begun.tensors
+
+    def apply(self, record: AnyRecord) -> None:
+        match record:
+            case Begun():
+                raise AssertionError("a run begins once")
+            case Reigned(term):
+                self.term = term
+            case Joined():
+                self._joined(record)
+            case Started():
+                self.started, self.versions = True, [0] * len(self.versions)
+            case Merged():
+                self._merged(record)
+            case Passed():
+                self.committed = record.round + 1
+            case Reset():
+                pass  # concerns the numbers alone
+            case Sources(datasets, epochs):
+                self.leases = Leases([DatasetSpec(*dataset) for dataset in datasets], epochs)
+            case Granted():
+                assert self.leases is not None
+                self.leases.granted(record)
+            case Gone():
+                self._gone(record)
+            case Changed(settings, outer):
+                self.settings, self.outer = settings, dict(outer)
+            case CutDone(cut):
+                self.cuts = [*self.cuts[-7:], cut]
+            case Ended(reason, final):
+                self.ended, self.finished = reason, final
+
+    def _joined(self, record: Joined) -> None:
+        known = self.lives.get(record.learner)
+        same = known is not None and known.session == record.session
+        self.lives[record.learner] = Life(
+            record.incarnation,
+            record.session,
+            record.t,
+            [(-1, 0, 0)] * len(self.versions),
+            total=known.total if known and same else 0,
+            before=known.before if known and same else known.before + known.total if known else 0,
+        )
+        self.ledger.joined(record.learner, record.incarnation, record.origin)
+
+    def _merged(self, record: Merged) -> None:
+        self.committed, self.versions[record.fragment] = record.round + 1, record.version
+        for share in record.members:
+            life = self.lives.get(share.learner)
+            if life is not None and life.incarnation == share.incarnation:
+                life.merged[record.fragment] = (record.version, share.t, share.tokens)
+                life.t, life.total = max(life.t, share.t), max(life.total, share.total)
+        self.ledger.merged(record)
+        if self.leases is not None:
+            self.leases.merged(record)
+
+    def _gone(self, record: Gone) -> None:
+        life = self.lives.get(record.learner)
+        if life is not None and life.incarnation == record.incarnation:
+            life.open, life.t, life.total = False, record.t, max(life.total, record.total)
+        self.ledger.closed(record)
+        if self.leases is not None and record.again_from >= 0:
+            self.leases.gone(record.learner, record.incarnation, record.again_from)
+
+    # ---- as a cut carries it ------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        return State(
+            self.begun,
+            self.settings,
+            dict(self.outer),
+            self.term,
+            self.started,
+            list(self.versions),
+            self.committed,
+            {name: msgspec.structs.replace(life, merged=list(life.merged)) for name, life in self.lives.items()},
+            self.ledger.state(),
+            self.leases.state() if self.leases is not None else None,
+            list(self.cuts),
+            self.ended,
+            self.finished,
+        )
+
+    @classmethod
+    def restore(cls, state: State) -> History:
+        history = cls(state.begun)
+        history.settings, history.outer = state.settings, dict(state.outer)
+        history.term, history.started = state.term, state.started
+        history.versions, history.committed = list(state.versions), state.committed
+        history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
+        history.finished = state.finished
+        history.ledger = Ledger.restore(state.ledger)
+        history.leases = Leases.restore(state.leases) if state.leases is not None else None
+        return history

@@ -1,0 +1,269 @@
+"""The ledger: what became of every token.
+
+A token counts once for each of the P fragments, as a fragment-token, and each of those has exactly one fate:
+
+    merged      in a committed version
+    dropped     overwritten by an adoption, or trained on before its learner had the run's parameters
+    lost        gone with its incarnation
+    in flight   in a learner's model and in no version yet
+
+Every incarnation has an account. Its learner reports `total` (tokens of its process's life), c (tokens since its last
+adoption) and d (tokens that adoptions dropped); committed rounds say what was merged, m. A contribution that is merged
+but not adopted yet, u, is in m and still in c. Hence, for every fragment, at every report
+
+    total − begin = (m − u) + d + c          in flight = c − u
+
+with one and the same `begin` for all fragments and all reports of an incarnation. Rules kept here, each with its test:
+- a report that does not balance is told, and changes nothing; one that is older than what a merged contribution has
+  told since cannot be judged and is passed over;
+- a contribution that is newer than the last report tells what a report of its moment would have told;
+- merged, dropped, lost and in flight add up to computed at every moment, for every fragment. Steps that nobody was told
+  of before a crash are in no account;
+- what is lost is never negative, and a contribution that is merged after its learner is gone is merged, not lost;
+- closed accounts are added up: the state is one entry for every open account, however long the run.
+
+Replaying the records Joined, Merged and Gone gives the same accounts, except that reports are in no record: the next
+report of every learner makes up for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from atoll.protocol.records import Gone, Merged, Record, Share
+
+T = TypeVar("T")
+
+Counts = tuple[int, ...]
+"""Fragment-tokens, one number per fragment."""
+
+
+class Totals(Record, frozen=True):
+    """The fates of all fragment-tokens, per fragment."""
+
+    computed: Counts
+    merged: Counts
+    dropped: Counts
+    lost: Counts
+    in_flight: Counts
+
+    def balance(self) -> Counts:
+        """Computed, less all that is known to have become of it: zero."""
+        fates = zip(self.computed, self.merged, self.dropped, self.lost, self.in_flight, strict=True)
+        return tuple(computed - sum(others) for computed, *others in fates)
+
+    def fragment_tokens(self) -> dict[str, int]:
+        """Over all fragments."""
+        return {name: sum(getattr(self, name)) for name in self.__struct_fields__}
+
+    def whole(self) -> dict[str, int]:
+        """In tokens. Parts of a token are rounded so that the fates still add up to what was computed."""
+        fragments, so_far = len(self.computed), 0
+        fates = self.fragment_tokens()
+        tokens = {"computed": fates.pop("computed") // fragments}
+        for name, count in fates.items():
+            tokens[name] = (so_far + count) // fragments - so_far // fragments
+            so_far += count
+        return tokens
+
+
+class Fate(Record, frozen=True):
+    """What the record Gone says of an account that is closed."""
+
+    total: int
+    dropped: Counts
+    lost: Counts
+
+
+class Pending(Record, frozen=True):
+    """A merged contribution that no report has shown as adopted."""
+
+    version: int
+    base: int
+    tokens: int
+
+
+class Account(Record, frozen=True):
+    """One incarnation, as of the newest that was told of it."""
+
+    learner: str
+    incarnation: int
+    origin: int | None
+    """Tokens of its process that belong to others: to its earlier incarnations, to another run. None: not known yet."""
+    begin: int | None
+    """Tokens of its process when its counters began, known from its first report; those since `origin` are dropped."""
+    total: int
+    merged: Counts
+    dropped: Counts
+    tokens: Counts
+    pending: tuple[Pending | None, ...]
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def is_older(self, total: int, versions: Sequence[int]) -> bool:
+        """Whether such a report was made before what is known already."""
+        before_a_copy = any(p is not None and held < p.base for p, held in zip(self.pending, versions, strict=True))
+        return total < self.total or before_a_copy
+
+    def adopted(self, versions: Sequence[int]) -> Account:
+        """What these versions contain is on its way no more."""
+        still = [p if p and held < p.version else None for p, held in zip(self.pending, versions, strict=True)]
+        return replace(self, pending=tuple(still))
+
+    def counted(self, total: int, tokens: Sequence[int], dropped: Sequence[int]) -> tuple[Account, str | None]:
+        """With the counters of a report; and what does not balance in it, if anything does not."""
+        adopted = [m - u for m, u in zip(self.merged, self._unadopted(), strict=True)]
+        sums = [sum(parts) for parts in zip(adopted, dropped, tokens, strict=True)]
+        begin = max(total - sums[0], self.origin or 0) if self.begin is None else self.begin
+        for fragment, told in enumerate(sums):
+            if total - begin != told:
+                return self, (
+                    f"{self.learner} (incarnation {self.incarnation}), fragment {fragment}: {total - begin} tokens "
+                    f"computed, but {adopted[fragment]} merged + {dropped[fragment]} dropped "
+                    f"+ {tokens[fragment]} since its last adoption make {told}"
+                )
+        origin = begin if self.origin is None else self.origin
+        tokens, dropped = tuple(tokens), tuple(dropped)
+        return replace(self, origin=origin, begin=begin, total=total, tokens=tokens, dropped=dropped), None
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def given(self, fragment: int, version: int, share: Share) -> Account:
+        """A contribution is merged. Its copy held all that was in flight, so it also tells what was dropped before."""
+        last = self.pending[fragment]
+        assert last is None or last.version <= share.base, "contributes again only on a base that contains its last"
+        now = self.at_least(share.total)
+        merged = self.merged[fragment] + share.tokens
+        begin = self.begin if self.begin is not None else self.origin or 0
+        return replace(
+            now,
+            merged=_with(self.merged, fragment, merged),
+            dropped=_with(self.dropped, fragment, share.total - begin - merged),
+            tokens=_with(now.tokens, fragment, share.tokens + now.total - share.total),
+            pending=_with(self.pending, fragment, Pending(version, share.base, share.tokens)),
+        )
+
+    def at_least(self, total: int) -> Account:
+        """It is known to have trained on this many: those not told of before are in flight."""
+        more = max(0, total - self.total)
+        return replace(self, total=self.total + more, tokens=tuple(c + more for c in self.tokens))
+
+    # ---- the fates ----------------------------------------------------------------------------------------------
+
+    def fates(self) -> Totals:
+        """Where the pending tokens are in d and not in c (it adopted another version in between), they leave d here."""
+        none = (0,) * len(self.merged)
+        if self.origin is None:  # nothing but its contributions is known
+            return Totals(self.merged, self.merged, none, none, none)
+        skipped = self.begin - self.origin if self.begin is not None else 0
+        left = [c - u for c, u in zip(self.tokens, self._unadopted(), strict=True)]
+        return Totals(
+            computed=(self.total - self.origin,) * len(self.merged),
+            merged=self.merged,
+            dropped=tuple(d + skipped + min(0, rest) for d, rest in zip(self.dropped, left, strict=True)),
+            lost=none,
+            in_flight=tuple(max(0, rest) for rest in left),
+        )
+
+    def _unadopted(self) -> list[int]:
+        return [p.tokens if p is not None else 0 for p in self.pending]
+
+
+class LedgerState(Record, frozen=True):
+    """All of it, as a cut carries it."""
+
+    closed: Totals
+    open: tuple[Account, ...]
+
+
+class Ledger:
+    def __init__(self, fragments: int) -> None:
+        self._none = (0,) * fragments
+        self._closed = Totals(*[self._none] * 5)
+        self._open: dict[tuple[str, int], Account] = {}
+
+    def joined(self, learner: str, incarnation: int, origin: int | None = None) -> None:
+        """`origin`: 0 for a fresh process, its total when closed for one that starts over; None: a report will tell."""
+        assert (learner, incarnation) not in self._open, f"incarnation {incarnation} of {learner} joins once"
+        none, pending = self._none, (None,) * len(self._none)
+        account = Account(learner, incarnation, origin, None, origin or 0, none, none, none, pending)
+        self._open[learner, incarnation] = account
+
+    def reported(
+        self,
+        learner: str,
+        incarnation: int,
+        total: int,
+        tokens: Sequence[int],
+        dropped: Sequence[int],
+        versions: Sequence[int],
+    ) -> str | None:
+        """What does not balance, if anything does not. `versions`: the adoptions that these counters know of."""
+        account = self._open.get((learner, incarnation))
+        if account is None or account.is_older(total, versions):
+            return None
+        account, wrong = account.adopted(versions).counted(total, tokens, dropped)
+        if wrong is None:
+            self._open[learner, incarnation] = account
+        return wrong
+
+    def merged(self, record: Merged) -> None:
+        for share in record.members:
+            if (account := self._open.get((share.learner, share.incarnation))) is not None:
+                given = account.given(record.fragment, record.version, share)
+                self._open[share.learner, share.incarnation] = given
+            else:
+                self._found(record.fragment, share.tokens)
+
+    def _found(self, fragment: int, tokens: int) -> None:
+        """It was under way when its account was closed: counted as lost, or as dropped where it had adopted since."""
+        lost = min(tokens, self._closed.lost[fragment])
+        self._closed = replace(
+            self._closed,
+            merged=_plus(self._closed.merged, fragment, tokens),
+            lost=_plus(self._closed.lost, fragment, -lost),
+            dropped=_plus(self._closed.dropped, fragment, lost - tokens),
+        )
+
+    def closing(self, learner: str, incarnation: int, total: int = 0) -> Fate:
+        """What the record Gone is to say. `total`: of its newest contribution under way, which may be merged yet."""
+        account = self._open[learner, incarnation].at_least(total)
+        fates = account.fates()
+        return Fate(account.total, fates.dropped, fates.in_flight)
+
+    def closed(self, record: Gone) -> None:
+        """Its numbers are final; reports that still come are passed over."""
+        merged = self._open.pop((record.learner, record.incarnation)).merged
+        computed = tuple(map(sum, zip(merged, record.dropped, record.lost, strict=True)))
+        self._closed = _sum(self._closed, Totals(computed, merged, record.dropped, record.lost, self._none))
+
+    def totals(self) -> Totals:
+        return _sum(self._closed, *(account.fates() for account in self._open.values()))
+
+    # ---- as a cut carries it ------------------------------------------------------------------------------------
+
+    def state(self) -> LedgerState:
+        return LedgerState(self._closed, tuple(self._open[key] for key in sorted(self._open)))
+
+    @classmethod
+    def restore(cls, state: LedgerState) -> Ledger:
+        ledger = cls(len(state.closed.computed))
+        ledger._closed = state.closed
+        ledger._open = {(account.learner, account.incarnation): account for account in state.open}
+        return ledger
+
+
+def _sum(*parts: Totals) -> Totals:
+    columns = [zip(*(getattr(part, name) for part in parts), strict=True) for name in Totals.__struct_fields__]
+    return Totals(*(tuple(map(sum, column)) for column in columns))
+
+
+def _with(row: tuple[T, ...], place: int, value: T) -> tuple[T, ...]:
+    return (*row[:place], value, *row[place + 1 :])
+
+
+def _plus(row: Counts, place: int, more: int) -> Counts:
+    return _with(row, place, row[place] + more)

@@ -1,0 +1,186 @@
+"""What a syncer writes down before it tells anybody: the decisions of a run, small enough to keep for ever.
+
+A run's state is a fold over its records (history.py); the merged outer gradients lie beside them and are named by their
+place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
+
+    Begun     the run: its settings, model and data               first of all
+    Reigned   a new term, and what it found of the one before      first of every later segment
+    Joined    a learner's incarnation has begun
+    Started   version 0 is in cut 0
+    Merged    a round: its members, weights and reason, and where its outer gradient lies
+    Passed    a round that came to nothing
+    Reset     a fragment's outer state starts anew: its last step was not finite
+    Sources   the data that leases are cut from
+    Granted   a lease: a range of the data for one learner
+    Gone      an incarnation is over: what it had reported, what was dropped, what is lost
+    Changed   settings that the operator changed while it ran
+    Cut       a complete cut
+    Ended     the run ends; and once more, final: its last round is behind it
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Base of all records."""
+
+
+class Begun(Record, frozen=True, tag="begun"):
+    run: str
+    settings: Settings
+    """With P and H filled in."""
+    outer: dict[str, str | float]
+    """merge, optimizer, lr, momentum, norm_limit."""
+    tensors: tuple[TensorSpec, ...]
+    fingerprint: str
+    data: str = ""
+    seed: int = 0
+    parent: str = ""
+    """The run and cut it was started from, for `--from-cut`."""
+
+
+class Reigned(Record, frozen=True, tag="reigned"):
+    term: int
+    before_bytes: int
+    """How much of the segment before counts."""
+    before_hash: str
+    round: int
+
+
+class Joined(Record, frozen=True, tag="joined"):
+    learner: str
+    incarnation: int
+    session: str
+    t: int
+    origin: int = 0
+    """Tokens of its process that earlier incarnations have accounted for."""
+
+
+class Started(Record, frozen=True, tag="started"):
+    uploader: str
+
+
+class Share(Record, frozen=True):
+    """One member's part in a round."""
+
+    learner: str
+    incarnation: int
+    t: int
+    steps: int
+    tokens: int
+    weight: float
+    base: int
+    total: int = 0
+    """Its tokens of all time when the copy was made."""
+    position: int = -1
+    """How many leased samples it had taken then; −1: it brings its own data."""
+
+
+class Place(Record, frozen=True):
+    """Where a payload lies: `payload-<term>-<file>`, and its digest."""
+
+    file: int
+    offset: int
+    length: int
+    digest: str
+
+
+class Merged(Record, frozen=True, tag="m"):
+    round: int
+    fragment: int
+    version: int
+    attempt: int
+    reason: str
+    members: tuple[Share, ...]
+    digest: str
+    """Of the new version's values."""
+    payload: Place | None = None
+    """None where payloads are not kept (durability = "cut")."""
+
+
+class Passed(Record, frozen=True, tag="p"):
+    round: int
+    fragment: int
+    reason: str
+
+
+class Reset(Record, frozen=True, tag="reset"):
+    fragment: int
+    reason: str
+
+
+class Sources(Record, frozen=True, tag="sources"):
+    datasets: tuple[tuple[str, int, float], ...]
+    """Name, samples and weight of each."""
+    epochs: int
+    """Passes over the data; 0: no end."""
+
+
+class Granted(Record, frozen=True, tag="g"):
+    """Positions [start, stop) of one pass over one dataset's seeded permutation."""
+
+    lease: int
+    dataset: int
+    epoch: int
+    start: int
+    stop: int
+    learner: str
+    incarnation: int
+
+
+class Gone(Record, frozen=True, tag="gone"):
+    learner: str
+    incarnation: int
+    t: int
+    total: int
+    """Tokens it had reported."""
+    dropped: tuple[int, ...]
+    """Per fragment, as it had reported."""
+    lost: tuple[int, ...]
+    """Per fragment: computed and reported, in no version and not dropped."""
+    position: int = -1
+    """Leased samples it had reported as taken."""
+    again_from: int = -1
+    """Samples from this position on are issued again; none of them is in any version."""
+    reason: str = ""
+
+
+class Changed(Record, frozen=True, tag="changed"):
+    settings: Settings
+    outer: dict[str, str | float]
+    what: str
+
+
+class CutDone(Record, frozen=True, tag="cut"):
+    cut: int
+    round: int
+    learners: tuple[str, ...]
+    manifest: str
+    """Digest of its manifest."""
+
+
+class Ended(Record, frozen=True, tag="ended"):
+    reason: str
+    final: bool = False
+
+
+AnyRecord = (
+    Begun | Reigned | Joined | Started | Merged | Passed | Reset | Sources | Granted | Gone | Changed | CutDone | Ended
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode(record: AnyRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode(data: bytes) -> AnyRecord:
+    """msgspec.MsgspecError when it is none."""
+    return _decoder.decode(data)

@@ -1,0 +1,191 @@
+"""Cuts on disk: the syncer's part, and the manifest that says which learners' parts belong to it.
+
+    cuts/000120/theta-000.bin          a fragment's values, fp32
+    cuts/000120/<slot>-000.bin         the outer optimizer's state of it
+    cuts/000120/state.bin              the history up to there, and where the journal goes on (msgpack)
+    cuts/000120/syncer.json            names, sizes and digests of those; written last: with it the part is whole
+    cuts/000120/manifest.json          the whole cut: the round, and every learner's file with its digest
+    learners/<id>/cut-000120.safetensors
+
+A file is written beside its name and renamed, so a part is whole or not there. A cut without a manifest is never
+resumed from; its syncer's part alone is enough for a syncer to come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from atoll.protocol.errors import AtollError
+from atoll.store.atomic import staged, write_atomic
+
+T = TypeVar("T", bound=msgspec.Struct)
+Bytes = npt.NDArray[np.uint8]
+
+
+class BadCut(AtollError):
+    """A cut that cannot be used, with what is wrong and where."""
+
+    exit_code = 2
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    digest: str
+
+
+class SyncerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    run: str
+    cut: int
+    round: int
+    files: dict[str, File]
+
+
+class LearnerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One learner's saved state: `file` lies in learners/<id>/."""
+
+    incarnation: int
+    t: int
+    file: str
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    run: str
+    cut: int
+    round: int
+    syncer: str
+    """Digest of syncer.json."""
+    learners: dict[str, LearnerPart]
+    left_out: dict[str, str] = {}
+    """Who is not in it, and why."""
+
+
+def folder_of(root: Path, cut: int) -> Path:
+    return root / f"{cut:06d}"
+
+
+def known_cuts(root: Path) -> list[int]:
+    """Every cut that has a whole syncer's part, the newest first."""
+    if not root.is_dir():
+        return []
+    numbers = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
+    return sorted((n for n in numbers if (folder_of(root, n) / "syncer.json").exists()), reverse=True)
+
+
+def complete_cuts(root: Path) -> list[int]:
+    return [n for n in known_cuts(root) if (folder_of(root, n) / "manifest.json").exists()]
+
+
+# ---- the syncer's part -------------------------------------------------------------------------------------------
+
+
+def write_syncer_part(root: Path, run: str, cut: int, round: int, state: bytes, arrays: Mapping[str, Bytes]) -> str:
+    """Durable once this returns; the digest of its table."""
+    folder = folder_of(root, cut)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"state.bin": _write(folder / "state.bin", np.frombuffer(state, dtype=np.uint8))}
+    for name, values in arrays.items():
+        files[f"{name}.bin"] = _write(folder / f"{name}.bin", values)
+    table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files)))
+    write_atomic(folder / "syncer.json", table)
+    return digest(table)
+
+
+def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str, Bytes]]:
+    """The part, its state and its arrays, every byte checked; BadCut names the file that is wrong."""
+    folder = folder_of(root, cut)
+    part = _table(folder / "syncer.json", SyncerPart)
+    arrays = {name.removesuffix(".bin"): _read(folder / name, file) for name, file in part.files.items()}
+    if "state" not in arrays:
+        raise BadCut(f"{folder / 'syncer.json'} names no state.bin")
+    return part, arrays.pop("state").tobytes(), arrays
+
+
+# ---- the whole ---------------------------------------------------------------------------------------------------
+
+
+def write_manifest(root: Path, manifest: Manifest) -> str:
+    text = msgspec.json.format(msgspec.json.encode(manifest))
+    write_atomic(folder_of(root, manifest.cut) / "manifest.json", text)
+    return digest(text)
+
+
+def read_manifest(root: Path, cut: int) -> Manifest:
+    return _table(folder_of(root, cut) / "manifest.json", Manifest)
+
+
+def check_cut(root: Path, learners: Path, cut: int) -> Manifest:
+    """Every file of a complete cut, the learners' included, is as the manifest says."""
+    manifest = read_manifest(root, cut)
+    table = folder_of(root, cut) / "syncer.json"
+    if digest(table.read_bytes()) != manifest.syncer:
+        raise BadCut(f"{table} is not the one that the manifest of cut {cut} names")
+    read_syncer_part(root, cut)
+    for name, part in manifest.learners.items():
+        check_learner_part(learners, name, part)
+    return manifest
+
+
+def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
+    path = learners / name / part.file
+    if not path.exists():
+        raise BadCut(f"{path} is missing: the cut names it as the state of {name}")
+    if digest_of(path) != part.digest:
+        raise BadCut(f"{path} is damaged: its digest is not the one in the cut's manifest")
+    return path
+
+
+def prune(root: Path, keep: int) -> list[int]:
+    """Remove all but the newest complete cuts, and whatever lies before them; which cuts went."""
+    kept = complete_cuts(root)[:keep]
+    if not kept or not root.is_dir():
+        return []
+    old = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < min(kept)]
+    for cut in old:
+        shutil.rmtree(folder_of(root, cut))
+    return sorted(old)
+
+
+def digest(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _write(path: Path, values: Bytes) -> File:
+    with staged(path) as draft, draft.open("wb") as file:
+        file.write(values.data)
+    return File(values.nbytes, digest(values.data))
+
+
+def _read(path: Path, file: File) -> Bytes:
+    try:
+        values = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise BadCut(f"{path} cannot be read: {error.strerror}") from error
+    if values.nbytes != file.bytes or digest(values.data) != file.digest:
+        raise BadCut(f"{path} is damaged: {values.nbytes} bytes lie there, and not the {file.bytes} that were written")
+    return values
+
+
+def _table(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise BadCut(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise BadCut(f"{path} is damaged: {error}") from error

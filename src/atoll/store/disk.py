@@ -1,0 +1,210 @@
+"""What the journal asks of a disk, and how a disk may answer.
+
+The journal writes and reads through a `Disk`, so that tests can hand it one that runs full, breaks or loses power
+(tests/store/faulty.py). These calls raise OSError like the system calls they stand for; the journal makes of it
+
+    NoRoom       the disk is full: nothing was written, and the same may be tried again once there is room
+    DiskFailed   anything else: what is on the disk is not known any more, so nothing more is written to it
+    Corrupt      what was read is not what was written
+
+A failed datasync is never tried again: the kernel may have dropped the pages it could not write and report success the
+next time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from atoll.protocol.errors import AtollError
+
+Buffer: TypeAlias = bytes | memoryview
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN = "look after the disk, then start the syncer again: it goes on from what is durable"
+
+# Not everywhere is there an fdatasync (macOS); fsync does more than is needed.
+_datasync = getattr(os, "fdatasync", os.fsync)
+
+
+class NoRoom(AtollError):
+    """The disk is full; all is as it was before, and a new try is clean."""
+
+
+class DiskFailed(AtollError):
+    """The disk did not do what it was asked: no more is written."""
+
+    exit_code = 4
+
+
+class Corrupt(AtollError):
+    """Bytes at rest have changed, or some are missing that were acknowledged."""
+
+    exit_code = 4
+
+
+class File(Protocol):
+    """A file open for appending."""
+
+    def write(self, data: Buffer) -> int:
+        """Append; how many bytes it took, which may be fewer than asked."""
+
+    def datasync(self) -> None:
+        """All that was written is durable once this returns."""
+
+    def truncate(self, size: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    def create(self, path: Path) -> File:
+        """A new file; FileExistsError if the name is taken. Its name is durable once its folder was synced."""
+
+    def read(self, path: Path, offset: int, limit: int) -> bytes:
+        """Up to `limit` bytes; fewer only at the end of the file."""
+
+    def size(self, path: Path) -> int: ...
+
+    def names(self, folder: Path) -> list[str]: ...
+
+    def remove(self, path: Path) -> None: ...
+
+    def sync(self, path: Path) -> None:
+        """Make a file, or the names in a folder, durable: whoever wrote them."""
+
+
+class LocalFile:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._open = True
+
+    def write(self, data: Buffer) -> int:
+        return os.write(self._descriptor, data)
+
+    def datasync(self) -> None:
+        _datasync(self._descriptor)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        if self._open:
+            os.close(self._descriptor)
+        self._open = False
+
+
+class LocalDisk:
+    def create(self, path: Path) -> LocalFile:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return LocalFile(os.open(path, flags, 0o666))
+
+    def read(self, path: Path, offset: int, limit: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(limit)
+
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
+
+    def names(self, folder: Path) -> list[str]:
+        return os.listdir(folder)
+
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
+    def sync(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the operator is told when something cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(error, "read", path) from error
+
+
+def failed(error: OSError, doing: str, path: Path) -> DiskFailed:
+    return DiskFailed(f"cannot {doing} {path}: {error.strerror or error}; {_AGAIN}")
+
+
+def not_written(error: OSError, path: Path) -> NoRoom | DiskFailed:
+    """What it means that a file could not be made or did not take all its bytes."""
+    if error.errno in _FULL:
+        return NoRoom(f"no room for {path}: {error.strerror or error}; make room on that disk, nothing is lost yet")
+    return failed(error, "write", path)
+
+
+def delete(path: Path, disk: Disk) -> None:
+    try:
+        with suppress(FileNotFoundError):
+            disk.remove(path)
+    except OSError as error:
+        raise failed(error, "delete", path) from error
+
+
+def make_durable(path: Path, disk: Disk) -> None:
+    try:
+        disk.sync(path)
+    except OSError as error:
+        raise failed(error, "make durable", path) from error
+
+
+class Growing:
+    """A new file that grows by whole appends."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path, self.size = path, 0
+        self._kept, self._durable = 0, 0
+        try:
+            self._file = disk.create(path)
+        except OSError as error:
+            raise not_written(error, path) from error
+
+    def write(self, data: Buffer) -> None:
+        rest = memoryview(data)
+        try:
+            while rest.nbytes:
+                taken = self._file.write(rest)
+                self.size += taken
+                rest = rest[taken:]
+        except OSError as error:
+            raise not_written(error, self.path) from error
+
+    def datasync(self) -> None:
+        if self._durable == self.size:
+            return
+        try:
+            self._file.datasync()
+        except OSError as error:
+            raise failed(error, "make durable", self.path) from error
+        self._durable = self.size
+
+    def keep(self) -> None:
+        """All of it counts now."""
+        self._kept = self.size
+
+    def cut_back(self) -> None:
+        """To what counts; durably, so that a crash in the next try does not find a mixture of two appends."""
+        if self.size == self._kept:
+            return
+        try:
+            self._file.truncate(self._kept)
+        except OSError as error:
+            raise failed(error, "cut back", self.path) from error
+        self.size = self._kept
+        self._durable = -1
+        self.datasync()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,288 @@
+"""The journal of a run: what its syncer decided, durable before anybody is told.
+
+    segment-000001.log        the records of term 1, kept for ever (segments.py)
+    payload-000001-0000.bin   merged outer gradients of term 1; a new file after every cut, the old ones are deleted
+
+Rules:
+- an append is durable when it returns, and all of it counts or nothing. Payloads come first, so that a record that is
+  read back always finds its own; all frames go out in one write;
+- a full disk (NoRoom) changes nothing: both files are cut back to where they were, and the same may be tried again;
+- after any other failure, a failed datasync above all, the journal is dead: what is on the disk is not known any more,
+  and the next syncer finds out by reading it;
+- every term writes files of its own, and none of a predecessor's is ever changed. The head of a segment says where the
+  one before counts up to (its seal), so that a reader knows the way before it has read a record; Reigned, the first
+  record, says the same inside the chain. What a replaced syncer wrote behind its seal is ignored, and so is a whole
+  segment that nobody follows because its writer came too late;
+- the chain of hashes is checked while reading. What was acknowledged is never dropped in silence: segments.py says what
+  is torn and what is Corrupt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+from pathlib import Path
+
+from msgspec import structs
+
+from atoll.protocol import records
+from atoll.protocol.records import AnyRecord, Merged, Place, Reigned
+from atoll.store.disk import Buffer, Corrupt, Disk, DiskFailed, Growing, NoRoom, delete, make_durable, reading
+from atoll.store.segments import (
+    HEAD_BYTES,
+    ORIGIN,
+    Position,
+    Segment,
+    Tail,
+    damaged,
+    encode_append,
+    encode_head,
+    follows,
+    is_begun,
+    segment_path,
+)
+
+__all__ = ["ORIGIN", "Journal", "Position", "Tail", "payload", "read", "seal"]
+
+Entry = tuple[AnyRecord, memoryview | None]
+OnTail = Callable[[Tail], None]
+
+_SEGMENT = re.compile(r"segment-(\d{6,})\.log")
+_PAYLOAD = re.compile(r"payload-(\d{6,})-(\d{4,})\.bin")
+
+
+class Journal:
+    """The segment of one term, open for writing by one thread at a time."""
+
+    def __init__(self, folder: Path, term: int, after: Position, disk: Disk) -> None:
+        """Use `begin`."""
+        self.position = Position(term, HEAD_BYTES, after.hash)
+        """Behind the last append."""
+        self.file = 0
+        """The number of the current payload file. The file is made with its first payload."""
+        self._folder, self._after, self._disk = folder, after, disk
+        self._segment = Growing(segment_path(folder, term), disk)
+        self._payloads: Growing | None = None
+        self._failure = ""
+
+    @classmethod
+    def begin(cls, folder: Path, term: int, *, after: Position | None = None, disk: Disk) -> Journal:
+        """The segment of a new term.
+
+        `after` is where the journal ended when it was read after the term was claimed; None: read it now, all of it.
+        """
+        after = seal(folder, disk=disk) if after is None else after
+        assert after.term < term, f"term {term} cannot follow term {after.term}"
+        if after.term:
+            # Its writer may have been stopped between a write and its datasync: what we build on has to be durable.
+            make_durable(segment_path(folder, after.term), disk)
+        journal = cls(folder, term, after, disk)
+        try:
+            journal._segment.write(encode_head(term, after))
+            journal._segment.datasync()
+            make_durable(folder, disk)
+        except (NoRoom, DiskFailed):
+            # Out of the way of a new try; a segment without records counts for nothing anyway.
+            journal.close()
+            with suppress(OSError):
+                disk.remove(journal._segment.path)
+            raise
+        journal._segment.keep()
+        return journal
+
+    def append(self, entries: Sequence[Entry], *, sync: bool = True) -> tuple[AnyRecord, ...]:
+        """Durable once it returns, unless `sync` is off; the records as written, with the places of their payloads."""
+        if not entries:
+            return ()
+        self._check_first(entries[0][0])
+        with self._whole_or_dead():
+            written = tuple(record if data is None else self._place(record, data) for record, data in entries)
+            if sync and self._payloads is not None:
+                self._payloads.datasync()
+            frames, behind = encode_append(self.position, map(records.encode, written))
+            self._segment.write(frames)
+            if sync:
+                self._segment.datasync()
+        for file in self._files():
+            file.keep()
+        self.position = behind
+        return written
+
+    def rotate(self) -> int:
+        """Start the next payload file; its number."""
+        with self._whole_or_dead():
+            if self._payloads is not None:
+                self._payloads.datasync()
+                self._payloads.close()
+            self._payloads = None
+            self.file += 1
+        return self.file
+
+    def trim(self, term: int, file: int) -> None:
+        """Delete the payload files of earlier terms, and those of `term` below `file`, which a cut made needless."""
+        assert (term, file) <= (self.position.term, self.file), "this would delete what is being written"
+        with self._whole_or_dead():
+            matches = map(_PAYLOAD.fullmatch, _names(self._folder, self._disk))
+            numbers = [(int(match[1]), int(match[2])) for match in matches if match]
+            for old in sorted(number for number in numbers if number < (term, file)):
+                delete(payload_path(self._folder, *old), self._disk)
+
+    def close(self) -> None:
+        self._failure = self._failure or f"{self._segment.path} is closed"
+        for file in self._files():
+            file.close()
+
+    @contextmanager
+    def _whole_or_dead(self) -> Iterator[None]:
+        """What is done in here succeeds, or changes nothing for lack of room, or was the last thing the journal did."""
+        if self._failure:
+            raise DiskFailed(self._failure)
+        # Until it is known how this ends: an exception from elsewhere (Ctrl-C) may leave half of it on the disk.
+        self._failure = f"a write to {self._segment.path} was interrupted: start the syncer again"
+        try:
+            try:
+                yield
+            except NoRoom:
+                for file in self._files():
+                    file.cut_back()
+                self._failure = ""
+                raise
+        except DiskFailed as error:
+            self._failure = str(error)
+            raise
+        self._failure = ""
+
+    def _check_first(self, record: AnyRecord) -> None:
+        if self._after.term and self.position.offset == HEAD_BYTES:
+            due = (self.position.term, self._after.offset, self._after.hash)
+            assert isinstance(record, Reigned), "the first record of a later term is Reigned"
+            assert (record.term, record.before_bytes, record.before_hash) == due, f"Reigned has to name {due}"
+
+    def _place(self, record: AnyRecord, data: memoryview) -> AnyRecord:
+        assert isinstance(record, Merged), f"{type(record).__name__} has no payload"
+        if self._payloads is None:
+            self._payloads = Growing(payload_path(self._folder, self.position.term, self.file), self._disk)
+            make_durable(self._folder, self._disk)
+        raw = data.cast("B")
+        place = Place(self.file, self._payloads.size, raw.nbytes, _digest(raw))
+        self._payloads.write(raw)
+        return structs.replace(record, payload=place)
+
+    def _files(self) -> list[Growing]:
+        return [self._segment] if self._payloads is None else [self._segment, self._payloads]
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def read(
+    folder: Path, *, start: Position | None = None, disk: Disk, on_tail: OnTail = lambda tail: None
+) -> Iterator[tuple[Position, AnyRecord]]:
+    """All records behind `start` in order, each with the position behind it. Nothing before `start` is read."""
+    at = start or ORIGIN
+    way = _way(folder, at, disk, on_tail)
+    seals = [before for _, before in way[1:]]
+    for (term, before), sealed in zip_longest(way, seals):
+        if term != at.term:
+            at = Position(term, HEAD_BYTES, at.hash)
+        segment = Segment(folder, at, sealed, disk)
+        while batch := segment.next_append():
+            if before is not None and at.offset == HEAD_BYTES:
+                _check_reigned(segment.path, term, before, batch[0][1])
+            at = segment.at
+            yield from batch
+        if (tail := segment.tail()) is not None:
+            on_tail(tail)
+
+
+def seal(folder: Path, *, start: Position | None = None, disk: Disk) -> Position:
+    """Where the journal validly ends. Nothing is changed: a successor names this position, and readers honour it."""
+    end = start or ORIGIN
+    for position, _ in read(folder, start=start, disk=disk):
+        end = position
+    return end
+
+
+def payload(folder: Path, term: int, place: Place, *, disk: Disk) -> bytes:
+    """The payload of a record of that term, checked."""
+    path = payload_path(folder, term, place.file)
+    with reading(path):
+        try:
+            data = disk.read(path, place.offset, place.length)
+        except FileNotFoundError as error:
+            raise _missing(path, "a record names it") from error
+    if len(data) < place.length:
+        raise damaged(path, place.offset, f"it holds {len(data)} of the {place.length} bytes of a payload")
+    if _digest(data) != place.digest:
+        raise damaged(path, place.offset, f"a payload of {place.length} bytes has another digest")
+    return data
+
+
+def payload_path(folder: Path, term: int, file: int) -> Path:
+    return folder / f"payload-{term:06d}-{file:04d}.bin"
+
+
+_Step = tuple[int, Position | None]
+"""A segment, and what it follows; None where that does not matter."""
+
+
+def _way(folder: Path, start: Position, disk: Disk, on_tail: OnTail) -> list[_Step]:
+    """The segments that count from `start` on, found from the newest back.
+
+    The newest is right: its writer claimed its term before it read what lay there, so whatever was acknowledged in an
+    earlier term was in what it read.
+    """
+    matches = map(_SEGMENT.fullmatch, _names(folder, disk))
+    terms = sorted(term for match in matches if match and (term := int(match[1])) >= start.term)
+    while terms and terms[-1] > start.term and not _holds_records(folder, terms[-1], disk, on_tail):
+        terms.pop()
+    way: list[_Step] = []
+    term = terms[-1] if terms else 0
+    while term > start.term:
+        before = follows(folder, term, disk)
+        way.insert(0, (term, before))
+        if before.term > start.term and before.term not in terms:
+            raise _missing(segment_path(folder, before.term), f"term {term} follows it")
+        term = before.term
+    if start.term and start.term not in terms:
+        raise _missing(segment_path(folder, start.term), f"byte {start.offset} of it was to be the start")
+    if term != start.term:
+        raise damaged(
+            segment_path(folder, way[0][0]), 0, f"it follows term {term} and not the start, term {start.term}"
+        )
+    return [(term, None), *way] if term else way
+
+
+def _holds_records(folder: Path, term: int, disk: Disk, on_tail: OnTail) -> bool:
+    """Whether a newest segment counts: its writer may have died before its first append was whole."""
+    if not is_begun(folder, term, disk):
+        return False
+    segment = Segment(folder, Position(term, HEAD_BYTES, follows(folder, term, disk).hash), None, disk)
+    if segment.next_append():
+        return True
+    if (tail := segment.tail()) is not None:
+        on_tail(tail)
+    return False
+
+
+def _check_reigned(path: Path, term: int, before: Position, record: AnyRecord) -> None:
+    """The first record of a later segment says what its head says."""
+    found = (record.term, record.before_bytes, record.before_hash) if isinstance(record, Reigned) else None
+    if before.term and found != (term, before.offset, before.hash):
+        raise damaged(path, HEAD_BYTES, "record 1: it does not follow what the head of the file follows")
+
+
+def _names(folder: Path, disk: Disk) -> list[str]:
+    with reading(folder):
+        return disk.names(folder)
+
+
+def _missing(path: Path, fact: str) -> Corrupt:
+    return Corrupt(f"{path} is missing, and {fact}: put back a copy of it, or go on from a cut as a new run")
+
+
+def _digest(data: Buffer) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

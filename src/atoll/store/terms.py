@@ -1,0 +1,189 @@
+"""Whose turn it is to write a run: locks, claims of terms and a heartbeat, in the run's `journal/` folder.
+
+    terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people
+    lock           flock'ed by a living syncer; free as soon as its process is gone
+    alive          the holder's heartbeat: its term and a counter
+
+Rules:
+- a term is claimed once. Claims order the syncers of a run: whoever sees a higher claim than its own is fenced;
+- the lock says that a process is there, the heartbeat that it moves. A holder that was paused keeps its lock, so a
+  standby goes by the heartbeat and claims the next term without the lock;
+- staleness is measured on the standby's own monotonic clock, as the time in which it saw no change. The clock on the
+  wall decides nothing.
+
+Why nothing that was acknowledged is lost: a holder appends, syncs, THEN looks whether it is fenced, and acknowledges
+only if it is not. A successor claims its term first and reads the predecessor's segment after. So if the holder saw no
+higher claim, its records were durable before the successor's claim and are in what the successor reads: inside the
+seal. If it saw one, it acknowledges nothing, and it does not matter on which side of the seal its records fall.
+
+This needs a folder that all see alike at once: a local disk, or a network file system that does not cache names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from atoll.protocol.errors import ConfigError
+from atoll.store.disk import LocalDisk, not_written, reading
+
+
+class Reign:
+    """The right to write a run, as long as nobody claims a higher term."""
+
+    def __init__(self, folder: Path, term: int, lock: int | None, reason: str) -> None:
+        """Use `acquire`, or a `Turn`."""
+        self.term, self.reason = term, reason
+        self._folder, self._lock = folder, lock
+        with _writing(folder / "alive"):
+            self._alive: int | None = os.open(folder / "alive", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._beats = 0
+        self.beat()
+
+    def fenced(self) -> bool:
+        """Whether this reign is over. To be asked after every sync and before its acknowledgement."""
+        return newest_claim(self._folder) != self.term
+
+    def beat(self) -> None:
+        """Say that this holder moves. Cheap and not durable: a beat that fails can only cost the reign."""
+        if self._alive is None or self.fenced():
+            return
+        self._beats += 1
+        with suppress(OSError):
+            os.pwrite(self._alive, f"{self.term:06d} {self._beats:012d}\n".encode(), 0)
+        if self._lock is None:
+            # Taken over from a paused holder: once that is gone, its lock belongs to this one.
+            self._lock = _take_lock(self._folder)
+
+    def release(self) -> None:
+        for descriptor in (self._alive, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._alive = self._lock = None
+
+
+class Turn:
+    """A standby's wait for its turn: `look` now and then."""
+
+    def __init__(self, folder: Path, stale_s: float) -> None:
+        self.folder, self.stale_s = folder, stale_s
+        self._seen: tuple[int, bytes] | None = None
+        self._since = 0.0
+        _make_folders(folder)
+
+    def look(self, now: float) -> Reign | None:
+        """A reign, once the lock is free or its holder has not moved for `stale_s`; `now` is monotonic."""
+        lock = _take_lock(self.folder)
+        if lock is not None:
+            return _reign_with(self.folder, lock)
+        seen = newest_claim(self.folder), _heartbeat(self.folder)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        if now - self._since < self.stale_s:
+            return None
+        # Exactly the next term: if another standby was faster, its claim counts as a sign of life.
+        if not claim(self.folder, seen[0] + 1):
+            return None
+        return Reign(self.folder, seen[0] + 1, None, f"term {seen[0]} did not move for {now - self._since:.1f} s")
+
+
+def acquire(folder: Path) -> Reign:
+    """The next term, or a ConfigError if a syncer holds the lock."""
+    _make_folders(folder)
+    lock = _take_lock(folder)
+    if lock is None:
+        raise ConfigError(
+            f"{folder.parent} is served by another syncer ({_holder(folder)}): end that one first, "
+            "or wait for your turn with --standby"
+        )
+    return _reign_with(folder, lock)
+
+
+def claim(folder: Path, term: int) -> bool:
+    """Claim a term, durably; False if somebody else has it."""
+    path = folder / "terms" / f"{term:06d}"
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    disk = LocalDisk()
+    with _writing(path):
+        try:
+            file = disk.create(path)
+        except FileExistsError:
+            return False
+        with closing(file):
+            file.write(json.dumps(who).encode())
+            file.datasync()
+        disk.sync(path.parent)
+    return True
+
+
+def newest_claim(folder: Path) -> int:
+    """The highest term that was claimed; 0: none."""
+    terms = folder / "terms"
+    with reading(terms):
+        return max((int(name) for name in os.listdir(terms) if name.isdecimal()), default=0)
+
+
+def _reign_with(folder: Path, lock: int) -> Reign:
+    try:
+        while not claim(folder, term := newest_claim(folder) + 1):
+            pass
+        return Reign(folder, term, lock, "no other syncer is there")
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _take_lock(folder: Path) -> int | None:
+    """An open descriptor that holds the lock; None if another has it."""
+    path = folder / "lock"
+    with _writing(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _heartbeat(folder: Path) -> bytes:
+    path = folder / "alive"
+    with reading(path):
+        return path.read_bytes() if path.exists() else b""
+
+
+def _holder(folder: Path) -> str:
+    """Who made the newest claim, as far as it can be read."""
+    term = newest_claim(folder)
+    try:
+        pid = json.loads((folder / "terms" / f"{term:06d}").read_bytes())["pid"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pid = "unknown"
+    return f"pid {pid}, term {term}"
+
+
+def _make_folders(folder: Path) -> None:
+    terms = folder / "terms"
+    with _writing(terms):
+        if not terms.is_dir():
+            terms.mkdir(parents=True, exist_ok=True)
+            for path in (folder, folder.parent):
+                LocalDisk().sync(path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the operator is told when something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(error, path) from error

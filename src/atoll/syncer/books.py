@@ -1,0 +1,95 @@
+"""The run's journal and cuts, as one term of a syncer writes them.
+
+Payloads are kept back to the cut before the newest: should the newest be damaged, the one before it and the journal
+still give everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from atoll.numerics.arrays import FloatArray
+from atoll.protocol.effects import CompleteCut
+from atoll.protocol.history import State
+from atoll.protocol.records import Reigned
+from atoll.store.cuts import LearnerPart, Manifest, digest, folder_of, prune, write_manifest, write_syncer_part
+from atoll.store.disk import Disk, LocalDisk
+from atoll.store.journal import Entry, Journal
+from atoll.store.rundir import RunDir
+from atoll.store.terms import Reign
+from atoll.syncer.recovery import CutState, Recovered, recover
+
+
+class Books:
+    def __init__(
+        self, out: RunDir, reign: Reign, *, every_round: bool = True, keep: int = 3, disk: Disk | None = None
+    ) -> None:
+        """Reads what earlier terms left and begins this one's segment."""
+        self._out, self._reign, self._disk = out, reign, disk or LocalDisk()
+        self._sync, self._keep = every_round, keep
+        reign.beat()
+        self.recovered: Recovered | None = recover(out, disk=self._disk)
+        reign.beat()
+        after = self.recovered.end if self.recovered else None
+        self._journal = Journal.begin(out.journal, reign.term, after=after, disk=self._disk)
+        self._kept: list[tuple[int, int]] = []
+        """Per cut of late, the term and payload file from which it needs payloads; the newest last."""
+        self._needless: tuple[int, int] | None = None
+        """Payloads before this term and file may be deleted with the next append."""
+        if self.recovered is not None:
+            end, history = self.recovered.end, self.recovered.history
+            reigned = Reigned(reign.term, end.offset, end.hash, history.committed)
+            self._journal.append([(reigned, None)])
+            history.apply(reigned)
+            if self.recovered.cut is not None:
+                self._kept.append(self.recovered.kept)
+
+    @property
+    def term(self) -> int:
+        return self._reign.term
+
+    @property
+    def fenced(self) -> Callable[[], bool]:
+        return self._reign.fenced
+
+    def beat(self) -> None:
+        self._reign.beat()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Beside the event loop, one at a time: the journal belongs to whoever appends."""
+        self._journal.append(entries, sync=self._sync)
+        if (before := self._needless) is not None:
+            self._needless = None
+            self._journal.trim(*before)
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def open_cut(self, history: State, rounds: Sequence[int]) -> CutState:
+        """Where the journal stands now; later payloads go to another file."""
+        position = self._journal.position
+        return CutState(history, position, self._journal.rotate(), tuple(rounds))
+
+    def write_cut(self, cut: int, state: CutState, arrays: Mapping[str, FloatArray]) -> None:
+        """Beside the event loop. Durable once it returns."""
+        data = msgspec.msgpack.encode(state)
+        whole = {name: values.view(np.uint8) for name, values in arrays.items()}
+        write_syncer_part(self._out.cuts, state.history.begun.run, cut, state.history.committed, data, whole)
+        self._kept = [*self._kept[-1:], (state.position.term, state.file)]
+        if len(self._kept) > 1:
+            self._needless = self._kept[0]
+
+    def complete(self, run: str, done: CompleteCut) -> str:
+        """Write the manifest; its digest."""
+        table = folder_of(self._out.cuts, done.cut) / "syncer.json"
+        learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
+        manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
+        mark = write_manifest(self._out.cuts, manifest)
+        prune(self._out.cuts, self._keep)
+        return mark
+
+    def close(self) -> None:
+        self._journal.close()
+        self._reign.release()

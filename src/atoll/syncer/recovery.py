@@ -1,0 +1,147 @@
+"""A syncer that comes back: newest good cut, then the journal behind it, record by record.
+
+What is read is what was acknowledged: versions, Θ and momentum come out bit for bit, and every round's digest is
+compared on the way. A cut that is damaged is passed over for the one before it, and that is said. How long it takes
+depends on the rounds since the cut, not on the length of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from atoll.config import Outer
+from atoll.numerics.fragments import make_plan
+from atoll.protocol import records
+from atoll.protocol.history import History, State
+from atoll.store.cuts import BadCut, known_cuts, read_syncer_part
+from atoll.store.disk import Disk
+from atoll.store.journal import ORIGIN, Position, Tail, payload, read
+from atoll.store.rundir import RunDir
+from atoll.syncer.parameters import Parameters
+
+
+class CutState(msgspec.Struct, frozen=True, array_like=True):
+    """The state.bin of a cut."""
+
+    history: State
+    position: Position
+    """Of the journal, right behind the last record that the history holds."""
+    file: int
+    """The payload file that the rounds after the cut go to, of the term of `position`."""
+    rounds: tuple[int, ...]
+    """Per fragment, the round that made its version; −1 for version 0."""
+
+
+@dataclass
+class Recovered:
+    history: History
+    parameters: Parameters | None
+    """None: the run has no parameters yet."""
+    end: Position
+    cut: int | None = None
+    kept: tuple[int, int] = (0, 0)
+    """Term and payload file from which that cut needs payloads."""
+    rounds: int = 0
+    """Rounds replayed."""
+    remarks: list[str] = field(default_factory=list)
+
+
+def outer_of(history: History) -> Outer:
+    return msgspec.convert(history.outer, Outer) if history.outer else Outer()
+
+
+def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
+    """What the run directory holds; None when no run has begun in it."""
+    remarks: list[str] = []
+    for cut in known_cuts(out.cuts):
+        try:
+            found = _from_cut(out.cuts, cut)
+        except BadCut as error:
+            remarks.append(f"cut {cut} is passed over: {error}")
+            continue
+        found.remarks = remarks
+        return _replayed(found, out.journal, disk)
+    return _from_the_beginning(out.journal, disk, remarks)
+
+
+def _from_cut(root: Path, cut: int) -> Recovered:
+    part, state, arrays = read_syncer_part(root, cut)
+    try:
+        at = msgspec.msgpack.decode(state, type=CutState)
+        history = History.restore(at.history)
+        if part.run != history.run:
+            raise BadCut(f"cut {cut} says it is of run {part.run} and holds run {history.run}")
+        parameters = _parameters(history)
+        parameters.load(arrays, [max(0, version) for version in history.versions], at.rounds)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise BadCut(f"cut {cut} cannot be used: {error}") from error
+    return Recovered(history, parameters, at.position, cut, (at.position.term, at.file))
+
+
+def _from_the_beginning(folder: Path, disk: Disk, remarks: list[str]) -> Recovered | None:
+    if not folder.is_dir():
+        return None
+    lines = read(folder, disk=disk, on_tail=lambda tail: remarks.append(_torn(tail)))
+    first = next(lines, None)
+    if first is None:
+        return None
+    if not isinstance(first[1], records.Begun):
+        raise BadCut(f"the journal in {folder} does not begin with the beginning of a run")
+    found = Recovered(History(first[1]), None, first[0], remarks=remarks)
+    return _apply(found, lines, folder, disk)
+
+
+def _replayed(found: Recovered, folder: Path, disk: Disk) -> Recovered:
+    lines = read(folder, start=found.end, disk=disk, on_tail=lambda tail: found.remarks.append(_torn(tail)))
+    return _apply(found, lines, folder, disk)
+
+
+def _apply(
+    found: Recovered, lines: Iterator[tuple[Position, records.AnyRecord]], folder: Path, disk: Disk
+) -> Recovered:
+    for position, record in lines:
+        if isinstance(record, records.Started) and found.parameters is None:
+            raise BadCut("the run has begun, but its first parameters (cut 0) are missing or damaged: put them back")
+        if found.parameters is not None:
+            _replay(found, position, record, folder, disk)
+        found.history.apply(record)
+        found.end = position
+    return found
+
+
+def _replay(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
+    assert found.parameters is not None
+    match record:
+        case records.Merged(round=number, fragment=fragment, version=version, digest=mark, payload=place):
+            if place is None:
+                raise BadCut(f"round {number} has no outer gradient in the journal")
+            gradient = payload(folder, position.term, place, disk=disk)
+            try:
+                found.parameters.replay(fragment, version, number, memoryview(gradient), mark)
+            except ValueError as error:
+                raise BadCut(f"the journal does not give again what was committed: {error}") from error
+            found.rounds += 1
+        case records.Reset(fragment):
+            found.parameters.reset(fragment)
+        case records.Changed(outer=outer):
+            found.parameters.change(msgspec.convert(outer, Outer))
+        case _:
+            pass
+
+
+def _parameters(history: History) -> Parameters:
+    plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
+    if plan.fingerprint != history.begun.fingerprint:
+        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+    return Parameters(plan, outer_of(history))
+
+
+def _torn(tail: Tail) -> str:
+    return f"{tail.file.name} ended in {tail.size_bytes} bytes of an append that was never acknowledged: cut off"
+
+
+__all__ = ["ORIGIN", "CutState", "Recovered", "outer_of", "recover"]

@@ -1,0 +1,241 @@
+"""Records judged in their order: worlds full of faults keep every rule, and each rule can be seen to be broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.protocol.test_campaign import campaign
+from tests.protocol.world import World
+
+from atoll.observe.audit import Audit
+from atoll.observe.findings import Wrong
+from atoll.protocol import effects as fx
+from atoll.protocol.history import History
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    CutDone,
+    Ended,
+    Gone,
+    Granted,
+    Joined,
+    Merged,
+    Passed,
+    Reigned,
+    Reset,
+    Share,
+    Sources,
+    Started,
+)
+from atoll.protocol.settings import Settings
+from atoll.store.journal import ORIGIN
+from atoll.syncer.recovery import CutState
+
+SETTINGS = Settings(fragments=2, sync_every=4)
+BEGUN = Begun("run", SETTINGS, {}, (), "plan")
+START = (Joined("a", 1, "s1", 0), Started("a"))
+
+
+def audited(*records: AnyRecord) -> Audit:
+    audit = Audit(BEGUN)
+    for record in records:
+        audit.take(record)
+    return audit
+
+
+def share(**changes: Any) -> Share:
+    """Twenty tokens in two steps, all it has trained on."""
+    given = Share("a", 1, 2, 2, 20, 200.0, 0, total=20)
+    return replace(given, **changes)
+
+
+def merged(round: int = 0, *members: Share, **changes: Any) -> Merged:
+    record = Merged(round, round % 2, round // 2 + 1, 1, "every live learner reported", members or (share(),), "")
+    return replace(record, **changes)
+
+
+def gone(**changes: Any) -> Gone:
+    """With twenty tokens, in no version."""
+    return replace(Gone("a", 1, 2, 20, dropped=(0, 0), lost=(20, 20)), **changes)
+
+
+# ---- what syncers write --------------------------------------------------------------------------------------------
+
+
+def test_in_worlds_full_of_faults_nothing_is_wrong_and_cuts_hold_what_the_records_give() -> None:
+    records = cuts = 0
+    for seed in range(12):
+        world = campaign(seed)
+        audit = Audit(world.begun)
+        for _, effect in world.log:
+            if isinstance(effect, fx.Persist):
+                for record in effect.records:
+                    audit.take(record)
+                    records += 1
+            elif isinstance(effect, fx.TakeCut):
+                audit.check_cut(CutState(effect.history, ORIGIN, 0, tuple(audit.rounds)))
+                cuts += 1
+        audit.check_totals()
+    assert records > 300 and cuts > 10
+
+
+def test_over_a_syncer_that_is_killed_again_and_again_nothing_is_wrong() -> None:
+    world = World(3, fragments=3, sync_every=6, latency_s=0.1, quorum=2, jitter=1.0, steps=60)
+    for at in (5.0, 11.0, 23.0, 29.0):
+        world.at(at, world.crash_syncer)
+    world.run_to_end()
+    audit = Audit(world.begun)
+    for record in world.journal:
+        audit.take(record)
+    audit.check_totals()
+    assert audit.terms == 5 and audit.history.finished and audit.tallies.contributions > 30
+
+
+# ---- a contribution under way when its learner is gone ---------------------------------------------------------------
+
+
+def test_a_contribution_may_be_merged_after_its_learner_is_gone() -> None:
+    audit = audited(*START, gone(), merged())
+    totals = audit.totals()
+    assert (totals.merged, totals.lost) == ((20, 0), (0, 20))
+    audit.check_totals()
+
+
+def test_it_is_in_a_round_that_was_under_way_and_in_no_later_one() -> None:
+    late = merged(2, share())
+    with pytest.raises(Wrong, match=r"round 2: a \(incarnation 1\) is a member, but it was over before"):
+        audited(*START, gone(), Passed(0, 0, ""), Passed(1, 1, ""), replace(late, version=1))
+
+
+def test_it_gave_no_more_than_it_was_closed_with() -> None:
+    with pytest.raises(Wrong, match=r"was closed at 20 tokens, but gave at 30"):
+        audited(*START, gone(), merged(0, share(total=30)))
+
+
+def test_what_it_gave_was_not_issued_again() -> None:
+    data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
+    audited(*START, *data, gone(again_from=8), merged(0, share(position=8)))
+    with pytest.raises(Wrong, match=r"merged up to sample 9 of its leases, but those from 8 on were issued again"):
+        audited(*START, *data, gone(again_from=8), merged(0, share(position=9)))
+
+
+def test_what_came_back_may_be_issued_again_first_of_all() -> None:
+    data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
+    again = (Joined("a", 2, "s2", 0), Granted(1, 0, 0, 8, 50, "a", 2))
+    audited(*START, *data, gone(again_from=8), *again, Granted(2, 0, 0, 50, 60, "a", 2))
+    with pytest.raises(Wrong, match=r"lease 1 \(samples 0 to 8 .*\) is issued twice"):
+        audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 0, 8, "a", 2))
+    with pytest.raises(Wrong, match=r"lease 1 \(samples 50 to 60 .*\) is granted, but lease 1 \(samples 8 to 18"):
+        audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 50, 60, "a", 2))
+
+
+def test_behind_a_cut_that_is_the_oldest_one_it_may_be_of_somebody_nobody_knows() -> None:
+    """learner a was over before the cut; its contribution was under way."""
+    before = audited(*START, gone())
+    cut = CutState(before.history.state(), ORIGIN, 0, tuple(before.rounds))
+    late = Audit.restored(cut, under_way=True)
+    late.take(merged())
+    late.check_totals()
+    with pytest.raises(Wrong, match="it was over before"):
+        Audit.restored(cut, under_way=False).take(merged())
+    with pytest.raises(Wrong, match="it never joined"):
+        Audit.restored(cut, under_way=True).take(merged(0, share(learner="b")))
+    late.take(Passed(1, 1, ""))
+    with pytest.raises(Wrong, match="it was over before"):
+        late.take(merged(2, share(t=4, base=1)))
+
+
+def test_entries_are_kept_only_while_they_may_matter() -> None:
+    audit = audited(*START)
+    for number in range(40):
+        life = 2 * number + 1
+        audit.take(gone(incarnation=life, total=0, lost=(0, 0)))
+        audit.take(Joined("a", life + 1, f"s{life}", 0))
+        audit.take(gone(incarnation=life + 1, total=0, lost=(0, 0)))
+        audit.take(Joined("a", life + 2, f"t{life}", 0))
+        audit.take(Passed(number, number % 2, ""))
+    assert audit.tallies.incarnations == 81
+    assert len(audit.tallies._known) <= 1 + 2 * 2, "the open one, and those of the last P rounds"
+
+
+def test_sums_that_differ_from_those_of_the_members_are_told() -> None:
+    audit = audited(*START, merged())
+    audit.check_totals()
+    audit.tallies.merged[0] += 1
+    with pytest.raises(Wrong, match=r"the ledger says \(20, 0\) tokens are merged, the members make \[21, 0\]"):
+        audit.check_totals()
+
+
+# ---- what no syncer writes -------------------------------------------------------------------------------------------
+
+OTHER_SETTINGS = Settings(fragments=1, sync_every=4)
+
+WRONG: list[tuple[str, tuple[AnyRecord, ...], str]] = [
+    ("the run begins again", (*START, BEGUN), r"begins a second time"),
+    ("it starts again", (*START, Started("b")), r"starts a second time, from b"),
+    ("a term goes back", (Reigned(3, 0, "", 0), Reigned(2, 0, "", 0)), r"term 2 follows term 3"),
+    ("a term goes on elsewhere", (*START, merged(), Reigned(2, 0, "", 0)), r"goes on from round 0, not 1"),
+    ("a round before version 0", (START[0], merged()), r"round 0 comes before version 0"),
+    ("a round after the end", (*START, Ended("", True), merged()), r"round 0 comes after the end"),
+    ("a round twice", (*START, Passed(0, 0, ""), Passed(0, 0, "")), r"round 0 comes where round 1 is due"),
+    ("another fragment's turn", (*START, Passed(0, 1, "")), r"takes fragment 1, its turn is fragment 0"),
+    ("nobody is a member", (*START, replace(merged(), members=())), r"round 0 is merged from nothing"),
+    ("a fragment that is not there", (*START, Reset(2, "")), r"fragment 2 is reset, the run has 2"),
+    ("other fragments", (*START, Changed(OTHER_SETTINGS, {}, "")), r"cannot change: 2 became 1"),
+    ("no outer settings", (*START, Changed(SETTINGS, {"lr": -1.0}, "")), r"changed to what cannot be"),
+    ("a cut of the future", (*START, CutDone(1, 1, (), "")), r"cut 1 is done after cut -1, with 0 rounds"),
+    ("a life again", (*START, gone(), Joined("a", 1, "s2", 0)), r"a \(incarnation 1\) joins after incarnation 1"),
+    ("two lives at once", (*START, Joined("a", 2, "s2", 0)), r"joins while incarnation 1 is not over"),
+    ("gone twice", (*START, gone(), gone()), r"a \(incarnation 1\) is gone, but it was over before"),
+    ("gone without a life", (*START, gone(learner="b")), r"b \(incarnation 1\) is gone, but it never joined"),
+    ("gone with less", (*START, merged(), gone(total=10)), r"gone with 10 tokens, but a contribution told of 20"),
+    ("gone in three parts", (*START, gone(lost=(20, 20, 20))), r"the fates of 3 fragments, the run has 2"),
+    ("a negative fate", (*START, gone(lost=(21, 20), dropped=(-1, 0))), r"0 merged \+ -1 dropped \+ 21 lost"),
+    ("an unnumbered dataset", (*START, Sources((("x", 0, 1.0),), 0)), r"dataset 'x' has 0 samples"),
+    ("data named twice", (*START, *[Sources((("x", 9, 1.0),), 0)] * 2), r"named a second time"),
+    ("a lease of nothing", (*START, Granted(0, 0, 0, 0, 9, "a", 1)), r"no record names the data"),
+    (
+        "a lease to nobody",
+        (*START, Sources((("x", 9, 1.0),), 0), Granted(0, 0, 0, 0, 9, "b", 1)),
+        r"granted to b \(incarnation 1\), which is not there",
+    ),
+    (
+        "an empty lease",
+        (*START, Sources((("x", 9, 1.0),), 0), Granted(0, 0, 0, 4, 4, "a", 1)),
+        r"is of no dataset of the run, or empty",
+    ),
+    (
+        "a lease behind the last pass",
+        (*START, Sources((("x", 9, 1.0),), 1), Granted(0, 0, 0, 0, 9, "a", 1), Granted(1, 0, 1, 0, 9, "a", 1)),
+        r"is granted, but nothing is due",
+    ),
+    ("samples without data", (*START, merged(0, share(position=3))), r"round 0: samples are merged that nobody leased"),
+]
+
+
+@pytest.mark.parametrize(("records", "words"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_it_is_said_what_is_wrong_with(records: tuple[AnyRecord, ...], words: str) -> None:
+    *before, last = records
+    audit = audited(*before)
+    with pytest.raises(Wrong, match=words):
+        audit.take(last)
+
+
+def test_a_run_has_fragments() -> None:
+    with pytest.raises(Wrong, match="the run begins with 0 fragments"):
+        Audit(replace(BEGUN, settings=Settings()))
+
+
+def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: History, record: AnyRecord) -> None:
+        raise AssertionError("never before seen")
+
+    audit = audited(*START)
+    monkeypatch.setattr(History, "apply", refuse)
+    with pytest.raises(Wrong, match="Passed cannot follow the records before it: never before seen"):
+        audit.take(Passed(0, 0, ""))

@@ -1,0 +1,93 @@
+"""The syncer's process dies at any of its effects: nothing that was told is lost, and the run goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.protocol.history import History
+
+
+class DieAt:
+    """At the nth effect of the run, before or after it is carried out."""
+
+    def __init__(self, number: int, when: str) -> None:
+        self.number, self.when, self.seen = number, when, 0
+
+    def __call__(self, effect: fx.SyncerEffect, when: str) -> bool:
+        if when == "before":
+            self.seen += 1
+        return self.seen == self.number and when == self.when
+
+
+def crashed(number: int, when: str, **settings: Any) -> World:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=16, **settings)
+    world.crash = DieAt(number, when)
+    return world.run_to_end()
+
+
+def effects_of_a_run(**settings: Any) -> int:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=16, **settings).run_to_end()
+    return len(world.log)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_killed_at_every_effect_the_run_ends_with_nothing_lost(when: str, synchronous: bool) -> None:
+    for number in range(1, effects_of_a_run(synchronous=synchronous)):
+        world = crashed(number, when, synchronous=synchronous)
+        assert world.syncer.phase == "finished", f"effect {number}"
+        assert world.syncer.committed >= 8
+        totals = world.syncer.history.ledger.totals()
+        assert not any(totals.balance()) and not any(totals.lost), f"effect {number}: {totals}"
+        for island in world.islands.values():
+            assert island.theta == world.theta, f"effect {number}: what a learner ends with is the run's model"
+
+
+def test_what_the_records_tell_is_what_the_syncer_knew() -> None:
+    world = World(3, fragments=3, sync_every=6, latency_s=0.1, quorum=2).run_until(round=20)
+    world.kill("learner-1")
+    world.run_until(round=30)
+    told = History(world.begun)
+    for record in world.journal:
+        told.apply(record)
+    knew = world.syncer.history
+    assert (told.versions, told.committed, told.started) == (knew.versions, knew.committed, knew.started)
+    assert told.lives == knew.lives
+    assert told.ledger.totals().merged == knew.ledger.totals().merged
+    assert History.restore(knew.state()).state() == knew.state()
+
+
+def test_a_new_term_voids_what_was_not_committed_and_asks_again() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.3)
+    world.run_until(round=6)
+    world.run_until(seconds=1.1)
+    before = world.syncer.committed
+    world.crash_syncer()
+    world.run_until(round=before + 4)
+    assert world.syncer.history.term == 2
+    rounds = [line.round for line in world.journal if isinstance(line, records.Merged | records.Passed)]
+    assert rounds == list(range(len(rounds))), "every round once, in order, over both terms"
+
+
+def test_learners_train_on_while_there_is_no_syncer() -> None:
+    world = World(2, fragments=2, sync_every=4).run_until(round=4)
+    steps = [island.t for island in world.islands.values()]
+    world.crash_syncer(down_s=20.0)
+    world.run_until(seconds=20.0)
+    assert all(island.t >= t + 19 for island, t in zip(world.islands.values(), steps, strict=True))
+    world.run_until(round=world.syncer.committed + 4)
+
+
+def test_an_ending_that_was_begun_is_gone_on_with() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05).run_until(round=4)
+    world.crash = lambda effect, when: when == "after" and isinstance(effect, fx.Note) and effect.kind == "ending"
+    world.end("the operator asked for it")
+    world.crash = lambda effect, when: False
+    world.run_to_end()
+    assert world.syncer.phase == "finished" and world.syncer.history.ended == "the operator asked for it"
+    assert not any(world.syncer.history.ledger.totals().lost)
