@@ -129,7 +129,7 @@ def test_the_command_line_becomes_settings(
     assert (run.config.seed, run.config.protocol.learners, run.config.protocol.quorum) == (3, 3, 2)
     assert run.config.protocol.synchronous and run.config.protocol.overlap == 0
     assert (run.config.outer.lr, run.config.workload) == (0.5, {"depth": 1})
-    assert run.config.protocol.steps == cli.STEPS, "the built-in workload would go on for ever"
+    assert run.config.protocol.steps == cli.train.STEPS, "the built-in workload would go on for ever"
 
 
 def test_a_users_script_keeps_its_own_arguments_and_has_no_budget(
@@ -144,7 +144,7 @@ def test_the_demo_kills_one_and_may_be_repeated(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
 ) -> None:
     run = begin(monkeypatch, taken, "--demo", "--out", "old")
-    assert run.kills == (cli.DEMO_KILL,)
+    assert run.kills == (cli.train.DEMO_KILL,)
     run = begin(monkeypatch, taken, "--demo", "--out", "old", "--kill", "learner-1@.25")
     assert run.kills == (Kill("learner-1", 0.25),)
     assert not (folder / "old" / "events.jsonl").exists()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.protocol.test_campaign import campaign
+from tests.protocol.test_campaign import a_world, some_faults
 from tests.protocol.world import World
 
 from atoll.observe.audit import Audit
@@ -68,7 +68,9 @@ def gone(**changes: Any) -> Gone:
 def test_in_worlds_full_of_faults_nothing_is_wrong_and_cuts_hold_what_the_records_give() -> None:
     records = cuts = 0
     for seed in range(12):
-        world = campaign(seed)
+        world, dice = a_world(seed)
+        some_faults(world, dice)
+        world.run_until(seconds=120)
         audit = Audit(world.begun)
         for _, effect in world.log:
             if isinstance(effect, fx.Persist):

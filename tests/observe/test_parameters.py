@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+import pytest
 from msgspec.structs import replace
 from tests.observe.written import (
     OUTER,
     P,
+    begun,
     cut_run,
     flip,
     well,
@@ -18,9 +21,13 @@ from tests.observe.written import (
 )
 
 from atoll.config import Outer
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import make_plan
+from atoll.observe import rebuild
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import Changed, Reset
 from atoll.store.cuts import folder_of
+from atoll.syncer.parameters import Parameters
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
@@ -67,6 +74,34 @@ def test_a_cut_that_the_rounds_before_it_do_not_give_is_named(tmp_path: Path) ->
     run.round()
     path = folder_of(run.dir.cuts, 5) / "momentum-001.bin"
     assert wrong(run) == f"{path} is not what cut 4 and the rounds behind it give"
+
+
+def without(arrays: dict[str, FloatArray], name: str) -> dict[str, FloatArray]:
+    return {key: values for key, values in arrays.items() if key != name}
+
+
+@pytest.mark.parametrize("name", ["theta-001", "momentum-002"])
+def test_a_cut_that_lacks_an_array_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run = cut_run(tmp_path / "run")
+    whole = run.parameters.snapshot
+    monkeypatch.setattr(run.parameters, "snapshot", lambda: without(whole(), name))
+    run.cut()
+    assert wrong(run) == f"{folder_of(run.dir.cuts, 5) / name}.bin is not what cut 4 and the rounds behind it give"
+
+
+def test_a_first_cut_of_another_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Parameters.snapshot
+    monkeypatch.setattr(Parameters, "snapshot", lambda self: without(whole(self), "theta-001"))
+    assert wrong(begun(tmp_path / "less")) == "cut 0 cannot be used: some fragment's values are missing"
+    monkeypatch.setattr(Parameters, "snapshot", lambda self: {**whole(self), "theta-001": np.zeros(5, np.float32)})
+    problem = wrong(begun(tmp_path / "other"))
+    assert problem == "cut 0 cannot be used: theta-001 has 5 values, another number than its fragment"
+
+
+def test_a_model_that_this_version_cuts_another_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = with_rounds(tmp_path / "run", 1)
+    monkeypatch.setattr(rebuild, "make_plan", lambda *given: replace(make_plan(*given), fingerprint="another"))
+    assert "this version of Atoll cuts the run's model another way" in wrong(run)
 
 
 def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.observe.written import (
@@ -22,7 +23,7 @@ from tests.observe.written import (
 
 from atoll.protocol.leases import Cursor
 from atoll.protocol.ledger import Totals
-from atoll.store.cuts import folder_of, prune
+from atoll.store.cuts import folder_of, prune, read_manifest
 from atoll.syncer.recovery import CutState
 
 # ---- what a cut holds of the history --------------------------------------------------------------------------------
@@ -162,6 +163,25 @@ def test_a_cut_of_another_run_is_named(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder_of(other.dir.cuts, 4), folder)
     assert wrong(run) == f"cut 4 ({folder}) is of another run: big, this one is small"
+
+
+def test_a_manifest_that_is_not_of_its_cut_is_named(tmp_path: Path) -> None:
+    """Of cut 0 no record tells, so no digest gives it away."""
+    run = cut_run(tmp_path / "run")
+    honest, path = read_manifest(run.dir.cuts, 0), folder_of(run.dir.cuts, 0) / "manifest.json"
+    path.write_bytes(msgspec.json.encode(replace(honest, run="big")))
+    assert wrong(run) == f"{path} is of another run: big, this one is small"
+    path.write_bytes(msgspec.json.encode(replace(honest, round=3)))
+    assert wrong(run) == f"{path} is of cut 0, round 3: of another one than syncer.json"
+
+
+def test_a_record_that_names_other_learners_than_the_manifest_is_told(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    write = run.write
+    run.write = lambda record: write(replace(record, learners=("learner-0",)))  # type: ignore[method-assign]
+    run.cut()
+    path = folder_of(run.dir.cuts, 5) / "manifest.json"
+    assert wrong(run) == f"{path} names other learners than its record does"
 
 
 def test_a_cut_of_a_run_that_only_has_the_same_name_is_named(tmp_path: Path) -> None:

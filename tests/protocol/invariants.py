@@ -22,6 +22,8 @@ class Invariants:
         self.bases: dict[tuple[str, int, int], int] = {}
         """(learner, incarnation, fragment) → the version its last contribution went into."""
         self.recovered: set[tuple[str, int]] = set()
+        self.helping: dict[str, set[str]] = {}
+        """Newcomers that a peer helps now, and all that were asked."""
         self.clock: dict[str, int] = {}
         self.progress = 0.0
         self.written: set[int] = set()
@@ -32,7 +34,7 @@ class Invariants:
         """The syncer is another process, which knows what is durable: nothing that was told may be missing."""
         versions = self.world.syncer.versions
         assert all(now >= told for now, told in zip(versions, self.told, strict=True)), "a version was lost"
-        self.clock, self.progress = {}, 0.0
+        self.clock, self.progress, self.helping = {}, 0.0, {}
         self.versions = [max(0, version) for version in versions]
         self.round = self.world.syncer.committed - 1
 
@@ -44,6 +46,9 @@ class Invariants:
         self.progress = syncer.progress
         totals = syncer.history.ledger.totals()
         assert not any(totals.balance()), f"the ledger does not balance: {totals}"
+        for recovery in syncer.peers.open.values():
+            assert not recovery.newcomer.live, "live before it has a peer's state, or knows that there is none"
+            assert recovery.peer is not recovery.newcomer and (recovery.peer is None or recovery.peer.connected)
 
     def see(self, effect: fx.SyncerEffect) -> None:
         """What it does, in the order in which it is carried out."""
@@ -73,7 +78,15 @@ class Invariants:
         assert note.kind != "unbalanced", note.text
         data: Any = note.data
         if note.kind == "recovered":
+            assert data["learner"] not in self.helping, "recovered while its help is under way"
             self.recovered.add((data["learner"], data["incarnation"]))
+        elif note.kind == "helping":
+            assert (data["learner"], data["incarnation"]) not in self.recovered, "it needs no help any more"
+            self.helping.setdefault(data["learner"], set()).add(data["peer"])
+        elif note.kind == "helped":
+            assert data["peer"] in self.helping.pop(data["learner"]), "helped by one that was asked"
+        elif note.kind in ("fresh", "lost", "left", "quarantined"):
+            self.helping.pop(data["learner"], None)
         elif note.kind in ("round", "passed", "again"):
             assert data["reason"].strip(), "every round says why"
         if note.kind == "round":
@@ -84,6 +97,9 @@ class Invariants:
     def _member(self, fragment: int, version: int, member: Any) -> None:
         who = (member["learner"], member["incarnation"])
         assert who in self.recovered, f"{who} contributes without having taken the run's parameters"
+        island = self.world.islands[member["learner"]]
+        if island.alive and island.machine.incarnation == member["incarnation"]:
+            assert not island.waits, f"{who} contributes while it waits for a peer's state"
         assert member["steps"] > 0 and member["tokens"] > 0 and member["weight"] > 0
         assert 0 <= member["base"] < version, "a base is a committed version"
         assert member["base"] >= self.bases.get((*who, fragment), 0), "merged again only on a base that holds it"

@@ -30,6 +30,7 @@ def a_world(seed: int) -> tuple[World, random.Random]:
         latency_s=dice.choice([0.0, 0.01, 0.2, 1.0]),
         jitter=dice.choice([0.0, 1.0]),
         seed=seed,
+        direct=dice.random() < 0.5,
     )
     return world, dice
 
@@ -92,6 +93,15 @@ def nothing(world: World, name: str) -> None:
     pass
 
 
+def slow_stream(world: World, name: str) -> None:
+    """What it gives to newcomers takes for ever."""
+    world.islands[name].stream_s = 100.0
+
+
+def quick_stream(world: World, name: str) -> None:
+    world.islands[name].stream_s = 0.0
+
+
 def restart_courier(world: World, name: str) -> None:
     if world.islands[name].alive and world.islands[name].linked:
         world.restart_courier(name)
@@ -108,6 +118,7 @@ FAULTS = [
     (mute, unmute),
     (World.pause, World.resume),
     (break_numbers, nothing),
+    (slow_stream, quick_stream),
     (restart_courier, nothing),
     (usurp, nothing),
 ]

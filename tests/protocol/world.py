@@ -36,6 +36,18 @@ class Copy:
 
 
 @dataclass
+class Given:
+    """A copy of a peer's inner optimizer, for whoever brings a ticket."""
+
+    giver: Island
+    moments: int
+    t: int
+    held: list[int]
+    """The versions in its giver's model when it was made."""
+    tickets: set[str] = field(default_factory=set)
+
+
+@dataclass
 class Island:
     """A learner with its training process."""
 
@@ -59,6 +71,23 @@ class Island:
     """False: it never comes to save its part of a cut."""
     silent: bool = False
     """True: what it says never arrives."""
+    stream_s: float = 0.0
+    """How long its inner optimizer's state takes to a newcomer."""
+    state_bytes: int = 100
+    fits: bool = True
+    """False: a peer's inner optimizer does not fit its own."""
+    moments: int = 0
+    """Stands for the inner optimizer's state: the steps that went into it."""
+    source: str = ""
+    """The peer whose inner optimizer it took."""
+    waits: bool = False
+    """A peer's state is on its way."""
+    fetching: str = ""
+    """The ticket it fetches, or takes at the next boundary."""
+    arrived: Given | None = None
+    capture: int = 0
+    """The copy it makes at the next boundary."""
+    given: dict[int, Given] = field(default_factory=dict)
     t: int = 0
     tokens_total: int = 0
     done: bool = False
@@ -100,6 +129,7 @@ class Island:
         self._zero()
         self.adopted = [-1] * self.fragments
         self.broken = self.broken and not reset
+        self.moments = 0 if reset else self.moments
         self.inbox, self.reads, self.holds = [], {}, {}
 
     def holding(self, fragment: int | None = None) -> bool:
@@ -121,6 +151,7 @@ class World:
         theta: float = 1.0,
         gradient: Callable[[int], float] = lambda t: 1.0,
         present: int | None = None,
+        direct: bool = True,
         **settings: Any,
     ) -> None:
         settings.setdefault("fragments", 2)
@@ -136,6 +167,8 @@ class World:
         self.complete: list[fx.CompleteCut] = []
         """Cuts that were completed."""
         self.invariants = Invariants(self)
+        self.direct = direct
+        """Whether newcomers reach their peers without the syncer."""
         self.now, self.latency_s, self.jitter, self.outer_lr = 0.0, latency_s, jitter, outer_lr
         self.random = random.Random(seed)
         self.gradient = gradient
@@ -160,9 +193,9 @@ class World:
 
     # ---- what a test does to it ---------------------------------------------------------------------------------
 
-    def join(self, name: str, step_s: float = 1.0) -> Island:
-        """A new training process under this name."""
-        machine = Learner(name, f"session-{next(self._sessions)}", TENSORS)
+    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> Island:
+        """A new training process under this name; `kept`: with an inner optimizer out of a cut."""
+        machine = Learner(name, f"session-{next(self._sessions)}", TENSORS, kept=kept)
         theta = [self.start_theta] * self.settings.fragments
         island = Island(machine, self.settings.fragments, step_s, theta, self.gradient)
         if (old := self.islands.get(name)) is not None:
@@ -194,8 +227,9 @@ class World:
         self.unlink(name, "courier died")
         old = island.machine
         island.machine = Learner(name, old.session, TENSORS)
-        island.machine.restore(old.run, list(island.adopted), self._stepped(island))
+        island.machine.restore(old.run, list(island.adopted), self._stepped(island), seeking=island.waits)
         island.reads, island.holds, island.inbox = {}, {}, []
+        island.capture, island.given, island.fetching, island.arrived = 0, {}, "", None
         self.link(name)
         self._if_idle(island)
 
@@ -358,6 +392,8 @@ class World:
                         self.durable[line.fragment] = self.staged[line.fragment]
                     elif isinstance(line, records.Started):
                         self.durable = list(self.theta)
+            case fx.Retune():
+                pass
             case fx.TakeCut(cut):
                 syncer = self.syncer
                 self._later(self._delay(), lambda: syncer is self.syncer and self._tell(fx.CutKept(cut)))
@@ -450,6 +486,29 @@ class World:
                     self._later(self._delay(), lambda: self._hear(island, fx.Saved(cut, island.t, "file", "digest")))
             case fx.Supply() | fx.HangUp():
                 pass
+            case fx.Await():
+                island.waits = True
+            case fx.Begin():
+                island.waits = False
+                self._soon(island)
+            case fx.Capture(number):
+                island.capture = number
+                self._soon(island)
+            case fx.Give(number, ticket):
+                island.given[number].tickets.add(ticket)
+            case fx.PassOn(ticket):
+                self._later(island.stream_s + self._delay(2.0), lambda: self._stream_arrives(ticket))
+            case fx.TakeBack(ticket):
+                for given in island.given.values():
+                    given.tickets.discard(ticket)
+            case fx.Dispose(number):
+                island.given.pop(number, None)
+            case fx.FetchState(ticket, direct=direct):
+                self._fetch_state(island, ticket, direct)
+            case fx.LeaveState():
+                island.fetching = ""
+            case fx.TakeState():
+                self._soon(island)
             case fx.UploadAll():
                 self._upload_all(island)
             case fx.Upload(number, attempt, fragment):
@@ -512,6 +571,49 @@ class World:
 
         self._on_channel(island, f"body {number}", arrive)
 
+    # ---- helping ------------------------------------------------------------------------------------------------
+
+    def _fetch_state(self, island: Island, ticket: str, direct: str) -> None:
+        island.fetching, island.arrived = ticket, None
+        if direct:
+            stream_s = self.islands[direct].stream_s
+            self._later(stream_s + self._delay(2.0), lambda: self._stream_arrives(ticket))
+        elif (wrong := self.syncer.peers.wrong_newcomer(ticket, island.machine.name)) is not None:
+            self._later(0.0, lambda: self._hear(island, fx.StateFailed(ticket, wrong)))
+        else:
+            self._on_channel(island, "relay", lambda: self._tell(fx.RelayWanted(ticket, 0)))
+
+    def _stream_arrives(self, ticket: str) -> None:
+        """Whole, if its giver is still there and the newcomer still wants it."""
+        alive = [island for island in self.islands.values() if island.alive]
+        given = [one for island in alive for one in island.given.values() if ticket in one.tickets]
+        for island in [one for one in alive if one.fetching == ticket]:
+            if given:
+                island.arrived = given[0]
+                self._hear(island, fx.StateCame(ticket))
+            else:
+                island.fetching = ""
+                self._hear(island, fx.StateFailed(ticket, "the connection broke"))
+
+    def _serve(self, island: Island) -> None:
+        """Between two steps: copy its state for a newcomer, take a peer's."""
+        if (number := island.capture) > 0:
+            island.capture = 0
+            made = Given(island, island.moments, island.t, list(island.adopted))
+            machine, direct = island.machine, island.machine.name if self.direct else ""
+            fact = fx.Captured(number, island.t, island.state_bytes, "digest", direct)
+            self._later(self._delay(), lambda: island.machine is machine and self._copied_state(island, made, fact))
+        if (arrived := island.arrived) is not None and island.fetching:
+            ticket, island.fetching, island.arrived = island.fetching, "", None
+            if island.fits:
+                island.moments, island.source = arrived.moments, arrived.giver.machine.name
+            reason = "" if island.fits else "'optimizer' is SGD here, AdamW in the snapshot"
+            self._hear(island, fx.Taken(ticket, island.t, reason))
+
+    def _copied_state(self, island: Island, made: Given, fact: fx.Captured) -> None:
+        island.given[fact.number] = made
+        self._hear(island, fact)
+
     # ---- training -----------------------------------------------------------------------------------------------
 
     def _soon(self, island: Island) -> None:
@@ -523,16 +625,18 @@ class World:
         if not island.alive or island.paused:
             return
         if not island.training or island.stopped:
+            self._serve(island)
             self._adopt_arrived(island)
             self._make_copies(island)
             self._begin(island)
         elif island.blocked:
+            self._serve(island)
             self._adopt_arrived(island)
             if not island.holding():
                 self._go_on(island)
 
     def _begin(self, island: Island) -> None:
-        if not island.training and min(island.adopted) >= 0:
+        if not island.training and min(island.adopted) >= 0 and not island.waits:
             island.training = True
             island.history.append(tuple(island.theta))
             if not self._stop_if_done(island):
@@ -544,11 +648,13 @@ class World:
         if not island.alive or island.stopped or island.paused or island.blocked:
             return
         island.t += 1
+        island.moments += 1
         island.tokens_total += island.tokens_per_step
         for fragment in range(island.fragments):
             island.theta[fragment] -= island.gradient(island.t)
             island.steps[fragment] += 1
             island.tokens[fragment] += island.tokens_per_step
+        self._serve(island)
         self._adopt_arrived(island)
         self._make_copies(island)
         self._hear(island, self._stepped(island))

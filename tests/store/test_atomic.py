@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from atoll.store import atomic
 from atoll.store.atomic import Appender, staged, write_atomic
 from atoll.telemetry.events import EventLog, parse
 
@@ -70,17 +73,61 @@ def test_two_appenders_never_tear_each_others_lines(tmp_path: Path) -> None:
     assert {event["text"] for event in events} == {"a" * 500, "b" * 500}
 
 
-def test_a_short_write_is_an_error_and_ends_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
+def refusing(number: int) -> Callable[[int, bytes], int]:
+    """In place of os.write: the disk takes nothing."""
+
+    def write(descriptor: int, data: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return write
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_lines_that_find_no_room_are_written_in_order_with_the_next_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     sink = Appender(tmp_path / "events.jsonl")
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
-    with pytest.raises(OSError, match="3 of 8 bytes"):
-        sink(b"1234567\n")
+    sink(b"before\n")
+    monkeypatch.setattr(os, "write", refusing(number))
+    sink(b"one\n")
+    sink(b"two\n")
+    assert sink.path.read_bytes() == b"before\n"
     monkeypatch.undo()
-    sink(b"next\n")
+    sink(b"three\n")
+    sink(b"four\n")
     sink.close()
     sink.close()
-    assert sink.path.read_bytes() == b"123\nnext\n"
+    assert sink.path.read_bytes() == b"before\none\ntwo\nthree\nfour\n", "each once"
+
+
+def test_a_short_write_ends_its_line_and_the_whole_line_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    with Appender(tmp_path / "events.jsonl") as sink:
+        monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+        sink(b"1234567\n")
+        monkeypatch.undo()
+        sink(b"next\n")
+    assert sink.path.read_bytes() == b"123\n1234567\nnext\n"
+
+
+def test_of_the_lines_kept_for_a_full_disk_the_oldest_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "KEPT_LINES", 3)
+    with Appender(tmp_path / "events.jsonl") as sink:
+        monkeypatch.setattr(os, "write", refusing(errno.ENOSPC))
+        for number in range(10):
+            sink(b"%d\n" % number)
+        monkeypatch.undo()
+        sink(b"room\n")
+    assert sink.path.read_bytes() == b"8\n9\nroom\n"
+
+
+def test_any_other_failure_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Appender(tmp_path / "events.jsonl") as sink:
+        monkeypatch.setattr(os, "write", refusing(errno.EIO))
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            sink(b"line\n")
 
 
 def test_only_whole_lines_go_into_an_open_file(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import Score, digest
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import PROTOCOL, Announce, Pull, Recover, Refused, Started, TensorSpec, Welcome
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Announce,
+    Contribution,
+    Pull,
+    Recover,
+    Refused,
+    Started,
+    TensorSpec,
+    Welcome,
+)
 
 
 def url(stage: Stage) -> str:
@@ -219,3 +229,27 @@ async def test_an_end_before_any_learner_saves_nothing(stage: Stage) -> None:
     await stage.end()
     assert stage.saved is None
     assert stage.events("finished")[0]["reason"] == "the test is over"
+
+
+async def test_a_newcomer_with_weights_of_its_own_cannot_get_them_into_the_model(stage: Stage) -> None:
+    """It tries everything an impatient learner could: a body nobody asked for, a contribution out of the blue, and a
+    report that claims versions it never took."""
+    learner, pull = await one_at_work(stage)
+    newcomer = stage.join("b")
+    welcome = await newcomer.until(Welcome)
+    newcomer.t, newcomer.incarnation = 1000, welcome.incarnation
+    with pytest.raises(PeerError, match="waited for"):
+        await newcomer.body(pull, delta=-1e6)
+    said = {"fragment": pull.fragment, "base": 0, "t": 1000, "steps": 1000, "tokens": 8000, "digest": "0" * 32}
+    assert newcomer.link.send(Contribution(round=pull.round, attempt=pull.attempt, **said))
+    newcomer.report()  # it holds nothing, and says so
+    for number in range(3):
+        await learner.contribute(pull, delta=0.25)
+        event = await stage.until("round", number + 1)
+        assert [member["learner"] for member in event["members"]] == ["a"]
+        pull = await next_pull(learner, after=pull)
+    assert not any(isinstance(message, Pull) for message in newcomer.heard), "it is not even asked"
+    newcomer.versions = [10**6] * len(newcomer.versions)
+    newcomer.report()
+    await stage.until("lost")
+    assert "versions that this run never committed" in stage.events("lost")[0]["text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,9 +32,29 @@ class Run:
         command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
         env = {**os.environ, MARK: str(self.folder), "COLUMNS": "200"}
         self._process = subprocess.Popen(
-            command, cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd=self.folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=heed_interrupts,
         )
         return self
+
+    def beside(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """Another command of the same run, which ends with it."""
+        command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
+        env = {**os.environ, MARK: str(self.folder), "COLUMNS": "200"}
+        with (self.folder / "beside.log").open("a") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=env, text=True, stdout=log, stderr=log, preexec_fn=heed_interrupts
+            )
+
+    def command(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """One that is soon done."""
+        command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
+        return subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=WAIT_S, check=False)
 
     def train(self, *arguments: str | Path) -> Run:
         return self.start("train", "--out", self.out, *arguments)
@@ -69,6 +90,27 @@ class Run:
             assert time.monotonic() < deadline, f"it never came: {self.events()[-20:]}\n{self.logs()}"
             time.sleep(0.05)
 
+    def until_events(self, what: Callable[[list[Event]], bool]) -> None:
+        """The same, when the first command has ended and others go on."""
+        deadline = time.monotonic() + WAIT_S
+        while not what(self.events()):
+            assert time.monotonic() < deadline, f"it never came: {self.events()[-20:]}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def address(self) -> str:
+        self.until(lambda events: (self.out / "syncer.url").exists())
+        return (self.out / "syncer.url").read_text()
+
+    @staticmethod
+    def free_port() -> int:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return int(free.getsockname()[1])
+
+    def pid_of_command(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def pid(self, process: str) -> int:
         return int([e for e in self.events("started") if e["process"] == process][-1]["pid"])
 
@@ -92,6 +134,12 @@ class Run:
             assert time.monotonic() < deadline, [_read(pid, "cmdline") for pid in left]
             time.sleep(0.05)
 
+    def kill_everything(self) -> None:
+        """All processes of the run at once, as a power cut would."""
+        self.kill()
+        self.until_gone(5.0)
+        self._process = None
+
     def kill(self) -> None:
         for pid in self.processes():
             try:
@@ -105,6 +153,11 @@ class Run:
 def members(events: list[Event]) -> set[tuple[str, int]]:
     """Learner and incarnation of everybody who was in a round."""
     return {(m["learner"], m["incarnation"]) for e in events if e["kind"] == "round" for m in e["members"]}
+
+
+def heed_interrupts() -> None:
+    """A shell in the background starts everything with Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _pids() -> list[int]:

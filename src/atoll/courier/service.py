@@ -17,6 +17,7 @@ from collections import deque
 from typing import Any
 
 from atoll.courier.body import Bodies
+from atoll.courier.states import StateEffect, States
 from atoll.fabric.client import Link
 from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
@@ -36,6 +37,8 @@ from atoll.mailbox.channel import (
     SaveOrder,
     Sources,
     Start,
+    StateCopy,
+    StateTaken,
     Step,
     StopOrder,
     Supplies,
@@ -56,8 +59,9 @@ PARENT_CHECK_S = 1.0
 
 
 class Courier:
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, *, direct: bool = True) -> None:
+        """`direct`: newcomers of this machine may fetch this learner's state without the syncer."""
+        self._channel, self._direct = channel, direct
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         self._parent = os.getppid()
@@ -66,6 +70,7 @@ class Courier:
         self._link: Link | None = None
         self._box: Mailbox | None = None
         self._bodies: Bodies | None = None
+        self._states: States | None = None
         self._plan: Plan | None = None
         self._settings: Settings | None = None
         """Those that the shared memory was cut by."""
@@ -91,6 +96,8 @@ class Courier:
                     await self._link.close()
                 if self._bodies is not None:
                     self._bodies.close()
+                if self._states is not None:
+                    await self._states.close()
         finally:
             self._loop.remove_reader(self._channel.sock)
         if self._broken is not None:
@@ -121,7 +128,7 @@ class Courier:
         match frame:
             case Start():
                 self._start = frame
-                self._machine = Learner(frame.learner, frame.session, frame.tensors, frame.data)
+                self._machine = Learner(frame.learner, frame.session, frame.tensors, frame.data, kept=frame.kept)
                 if not frame.boxed:
                     self._dial()
             case Box():
@@ -140,6 +147,11 @@ class Courier:
                 self._bodies.freed(slot, incoming)
             case Kept(saved):
                 self._handle(saved)
+            case StateCopy():
+                assert self._states is not None
+                self._states.copied(frame)
+            case StateTaken(ticket, t, reason):
+                self._handle(fx.Taken(ticket, t, reason))
             case Bye(reason):
                 self._leave(reason)
 
@@ -152,6 +164,9 @@ class Courier:
             on_open=lambda: None,
             on_message=self._message,
             on_lost=self._lost,
+        )
+        self._states = States(
+            self._channel, self._link, self._start, self._handle, _say, self._tasks, direct=self._direct
         )
         self._tasks.create_task(self._link.run())
 
@@ -171,7 +186,8 @@ class Courier:
             self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
             counted = [int(v) for v in box.adopted]
-            self._machine.restore(box.run, whole, frame.stepped, box.count("incarnation"), counted)
+            incarnation = box.count("incarnation")
+            self._machine.restore(box.run, whole, frame.stepped, incarnation, counted, seeking=frame.waits)
             self._dial()
         assert self._link is not None
         self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
@@ -251,6 +267,10 @@ class Courier:
 
     def _carry_out(self, effect: fx.LearnerEffect) -> None:
         assert self._machine is not None
+        if isinstance(effect, StateEffect):
+            assert self._states is not None
+            self._states.carry_out(effect)
+            return
         match effect:
             case fx.Say(message):
                 if self._link is not None:
@@ -356,7 +376,7 @@ def main(fd: int) -> int:
     channel = Channel(socket.socket(fileno=fd))
 
     async def run() -> None:
-        await Courier(channel).run()
+        await Courier(channel, direct=os.environ.get("ATOLL_DIRECT", "1") != "0").run()
 
     code = 0
     try:

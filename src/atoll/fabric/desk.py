@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,3 +107,7 @@ class Desk(Protocol):
     def manifest(self) -> bytes: ...
 
     def score(self, score: Score) -> None: ...
+
+    def change(self, words: Sequence[str]) -> str:
+        """Settings that the operator changes; what has changed."""
+        ...

@@ -5,7 +5,7 @@
     PUT  /v1/initial/{learner}/{fragment}              the same, for version 0
     GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
-    GET  /v1/status, /v1/manifest     POST /v1/scores  JSON
+    GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings  JSON
 
 Rules:
 - only a learner whose channel is open, under that channel's session, may send a body, or ask for a peer's state;
@@ -18,6 +18,8 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -34,11 +36,13 @@ from atoll.fabric.wire import (
     VERSION_HEADER,
     Limits,
     decode_score,
+    decode_words,
 )
 from atoll.protocol.errors import PeerError
 
 __all__ = ["Channel", "Desk", "Served", "Server"]
 
+T = TypeVar("T")
 _NUMBER = r"\d{1,12}"
 
 
@@ -85,6 +89,7 @@ class Server(Port):
                 web.get("/v1/status", self._status),
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
+                web.post("/v1/settings", self._settings),
             ]
         )
 
@@ -192,12 +197,18 @@ class Server(Port):
         return web.Response(body=self._desk.manifest(), content_type="application/json")
 
     async def _score(self, request: web.Request) -> web.Response:
+        self._desk.score(await self._read(request, decode_score))
+        return web.Response(status=204)
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        changed = self._desk.change(await self._read(request, decode_words))
+        return web.json_response({"changed": changed})
+
+    async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
         try:
             async with asyncio.timeout(self._limits.body_grace_s):
-                score = decode_score(await request.read())
+                return decode(await request.read())
         except TimeoutError:
-            raise Rejected(408, "the score came too slowly") from None
+            raise Rejected(408, "it came too slowly") from None
         except PeerError as error:
             raise Rejected(400, str(error)) from None
-        self._desk.score(score)
-        return web.Response(status=204)

@@ -8,7 +8,7 @@ the syncer named is a PeerError. `Unreachable` is worth another try, a PeerError
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -100,6 +100,17 @@ async def post_score(url: str, score: Score, deadline_s: float = 10.0) -> None:
         asked(session, "POST", url.rstrip("/") + "/v1/scores", deadline_s, headers=headers, data=data),
     ):
         pass
+
+
+async def post_settings(url: str, words: Sequence[str], deadline_s: float = 10.0) -> str:
+    """Change settings of a running run, `key=value`; what has changed, empty for nothing."""
+    data = msgspec.json.encode(list(words))
+    async with (
+        body_session(Limits()) as session,
+        asked(session, "POST", url.rstrip("/") + "/v1/settings", deadline_s, data=data) as response,
+    ):
+        answer = msgspec.json.decode(await _bounded(response, _ANSWER_BYTES), type=dict[str, str])
+    return answer.get("changed", "")
 
 
 async def get_fragment_once(url: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:

@@ -95,6 +95,7 @@ _encoder = msgspec.msgpack.Encoder()
 _from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
 _from_syncer: msgspec.msgpack.Decoder[FromSyncer] = msgspec.msgpack.Decoder(FromSyncer)
 _score: msgspec.json.Decoder[Score] = msgspec.json.Decoder(Score)
+_words: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
 
 
 def encode(message: FromLearner | FromSyncer) -> bytes:
@@ -111,6 +112,11 @@ def decode_from_syncer(data: Buffer) -> FromSyncer:
 
 def decode_score(data: Buffer) -> Score:
     return _decoded(_score, data, "a score")
+
+
+def decode_words(data: Buffer) -> list[str]:
+    """Settings as an operator writes them, key=value."""
+    return _decoded(_words, data, "settings")
 
 
 def check_hello(message: FromLearner) -> Hello:

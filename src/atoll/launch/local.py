@@ -82,8 +82,10 @@ class LocalRun:
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             command = ["-m", "atoll.syncer", str(self.out.path), *self._evaluated]
-            changes = [part for change in self.resume.changes for part in ("--set", change)] if self.resume else []
-            self._syncer = self._child("syncer", [*command, *changes])
+            if self.resume is not None:
+                command += [part for change in self.resume.changes for part in ("--set", change)]
+                command += ["--reopen"] if self.resume.reopen else []
+            self._syncer = self._child("syncer", command)
             self._syncer.obeys, self._syncer.waits_s = True, SOON_S
             self._learners: dict[str, Child] = {}
             self._scorer: Child | None = None
@@ -108,7 +110,8 @@ class LocalRun:
             loop.add_signal_handler(number, self._interrupt)
         self._start(self._syncer)
         self._url = await self._listening()
-        self._syncer.command += ["--port", str(urlsplit(self._url).port)]
+        plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._evaluated]  # changes are made once
+        self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self._start_learners()
         while (code := self._syncer.ended()) != 0:
             self._mend_syncer(code)
@@ -213,7 +216,9 @@ class LocalRun:
     def _restart_if_due(self, child: Child) -> bool:
         due = child.restart_if_due()
         if due:
-            self._events.say("restarted", f"{child.name} was started again", {"process": child.name})
+            assert child.process is not None
+            data: dict[str, object] = {"process": child.name, "pid": child.process.pid}
+            self._events.say("restarted", f"{child.name} was started again", data)
         return due
 
     def _order(self, line: str) -> None:

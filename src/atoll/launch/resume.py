@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.protocol import records
+from atoll.protocol import records, schedule
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.history import History
 from atoll.store.cuts import (
     BadCut,
     Manifest,
@@ -24,6 +25,7 @@ from atoll.store.cuts import (
     complete_cuts,
     digest,
     folder_of,
+    known_cuts,
     read_manifest,
     read_syncer_part,
     write_manifest,
@@ -33,6 +35,7 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir
 from atoll.store.terms import acquire
+from atoll.syncer.changes import change
 from atoll.syncer.recovery import CutState
 
 
@@ -44,6 +47,8 @@ class Resume:
     states: dict[str, Path] = field(default_factory=dict)
     """Per learner, its part of the cut."""
     exact: bool = False
+    reopen: bool = False
+    """The run had ended, and goes on."""
     changes: tuple[str, ...] = ()
     """Settings that the operator changes on the way, as `key=value`."""
     remarks: tuple[str, ...] = ()
@@ -52,6 +57,8 @@ class Resume:
 def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
     """The newest good cut, and what can be put back from it."""
     remarks: list[str] = []
+    head = _head(out)
+    reopen = _check_budget(out, head, changes)
     for cut in complete_cuts(out.cuts):
         try:
             manifest = check_cut(out.cuts, out.learners, cut)
@@ -60,10 +67,41 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
             continue
         exact = bool(manifest.learners) and not manifest.left_out and _is_head(out, cut)
         how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
-        remarks.append(f"going on from cut {cut}: {how}")
-        return Resume(cut, manifest.run, _parts(out, manifest), exact, changes, tuple(remarks))
-    remarks.append("no complete cut is there: learners begin with fresh inner optimizers")
-    return Resume(None, "", {}, False, changes, tuple(remarks))
+        remarks.append(f"run {head.run} goes on at round {head.committed} with cut {cut}: {how}")
+        return Resume(cut, head.run, _parts(out, manifest), exact, reopen, changes, tuple(remarks))
+    remarks.append(f"run {head.run} goes on at round {head.committed}: no complete cut, so fresh inner optimizers")
+    return Resume(None, head.run, {}, False, reopen, changes, tuple(remarks))
+
+
+def _head(out: RunDir) -> History:
+    """What the journal knows of the run, without its numbers."""
+    remarks: list[str] = []
+    for cut in known_cuts(out.cuts):
+        try:
+            _, state, _ = read_syncer_part(out.cuts, cut)
+        except BadCut as error:
+            remarks.append(str(error))
+            continue
+        then = msgspec.msgpack.decode(state, type=CutState)
+        history = History.restore(then.history)
+        for _, record in read(out.journal, start=then.position, disk=LocalDisk()):
+            history.apply(record)
+        return history
+    raise ConfigError(f"{out.path} cannot be gone on with: {'; '.join(remarks) or 'its run has no parameters yet'}")
+
+
+def _check_budget(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
+    """Whether a run that has ended is opened again; ConfigError when there is nothing left to do in it."""
+    asked = change(head, changes)
+    settings = asked.settings if asked is not None else head.settings
+    last = schedule.last_round(settings)
+    trained = sum(life.before + life.total for life in head.lives.values())
+    if (last is not None and head.committed >= last) or (settings.tokens and trained >= settings.tokens):
+        raise ConfigError(
+            f"the run in {out.path} is done ({head.ended or 'its budget is spent'}): "
+            "give it more with --steps or --tokens, or make a new run of a cut with --from-cut N --out DIR"
+        )
+    return bool(head.ended)
 
 
 def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) -> Resume:
@@ -76,7 +114,7 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     then = msgspec.msgpack.decode(state, type=CutState)
     run = secrets.token_hex(4)
     begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
-    history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[])
+    history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
     reign = acquire(new.journal)
     journal = Journal.begin(new.journal, reign.term, disk=LocalDisk())
     journal.append([(begun, None)])
@@ -91,7 +129,7 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
-    return Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, changes, (remark,))
+    return Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, (remark,))
 
 
 def _parts(out: RunDir, manifest: Manifest) -> dict[str, Path]:

@@ -1,17 +1,19 @@
 """Small messages between the training process and its courier, over a local socket.
 
-    training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  Bye
+    training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
     courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder
-                                  Supplies  SaveOrder  StopOrder
+                                  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder  BeginOrder  StopOrder
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
-who uses which slot for what.
+who uses which slot for what. A descriptor that goes with a frame is the channel's own from then on: the sender may close
+its one at once.
 """
 
 from __future__ import annotations
 
 import array
+import os
 import socket
 from collections import deque
 
@@ -41,6 +43,8 @@ class Start(Frame, frozen=True):
     boxed: bool = False
     """A box follows at once: this courier takes over from one that died."""
     data: str = ""
+    kept: bool = False
+    """Its inner optimizer comes out of a cut: it takes no peer's."""
 
 
 class Box(Frame, frozen=True):
@@ -50,6 +54,8 @@ class Box(Frame, frozen=True):
     stepped: Stepped
     sure: bool = False
     """The base is whole and nothing was on its way: it comes out of a cut, not from a courier that died."""
+    waits: bool = False
+    """It waited for a peer's state when that courier died."""
 
 
 class Step(Frame, frozen=True):
@@ -96,6 +102,24 @@ class Kept(Frame, frozen=True):
     """A part of a cut is durable, or could not be saved."""
 
     saved: Saved
+
+
+class StateCopy(Frame, frozen=True):
+    """The training process's state for newcomers, or the reason why there is none. Its memory comes with this frame."""
+
+    number: int
+    t: int
+    size: int = 0
+    digest: str = ""
+    reason: str = ""
+
+
+class StateTaken(Frame, frozen=True):
+    """A peer's state is in place, or, with a reason, does not fit."""
+
+    ticket: str
+    t: int
+    reason: str = ""
 
 
 class Bye(Frame, frozen=True):
@@ -169,6 +193,29 @@ class SaveOrder(Frame, frozen=True):
     cut: int
 
 
+class CaptureOrder(Frame, frozen=True):
+    """Copy your state, without the parameters, at this boundary: a newcomer asks for it."""
+
+    number: int
+
+
+class AwaitOrder(Frame, frozen=True):
+    """A peer's state is sought: do not begin to train before it is here, or known not to come."""
+
+
+class TakeOrder(Frame, frozen=True):
+    """Take a peer's state between two steps. Its memory comes with this frame."""
+
+    ticket: str
+    size: int
+
+
+class BeginOrder(Frame, frozen=True):
+    """No peer's state is waited for any more."""
+
+    text: str
+
+
 class StopOrder(Frame, frozen=True):
     reason: str
     final: bool
@@ -177,7 +224,7 @@ class StopOrder(Frame, frozen=True):
     """It failed, and the operator can mend it: the model or the settings do not fit."""
 
 
-ToCourier = Start | Box | Step | Sources | Copy | Took | Freed | Kept | Bye
+ToCourier = Start | Box | Step | Sources | Copy | Took | Freed | Kept | StateCopy | StateTaken | Bye
 ToTraining = (
     Welcomed
     | ReadOrder
@@ -188,6 +235,10 @@ ToTraining = (
     | ForgetOrder
     | Supplies
     | SaveOrder
+    | CaptureOrder
+    | AwaitOrder
+    | TakeOrder
+    | BeginOrder
     | StopOrder
 )
 
@@ -217,7 +268,8 @@ class Channel:
 
     def send(self, frame: Frame, descriptor: int | None = None) -> None:
         data = msgspec.msgpack.encode(frame)
-        self._waiting.append((memoryview(len(data).to_bytes(4, "little") + data), descriptor))
+        own = None if descriptor is None else os.dup(descriptor)
+        self._waiting.append((memoryview(len(data).to_bytes(4, "little") + data), own))
         self.flush()
 
     def flush(self) -> bool:
@@ -230,8 +282,10 @@ class Channel:
                 self._waiting.appendleft((packet, descriptor))
                 return False
             except OSError:
-                self._waiting.clear()  # nobody is there to read it; `receive` finds the end
+                self._waiting.appendleft((packet, descriptor))
+                self._clear()  # nobody is there to read it; `receive` finds the end
                 return True
+            _close(descriptor)
             if sent < len(packet):
                 self._waiting.appendleft((packet[sent:], None))
         return not self._waiting
@@ -261,7 +315,14 @@ class Channel:
 
     def close(self) -> None:
         self.closed = True
+        self._clear()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
         self.sock.close()
+
+    def _clear(self) -> None:
+        while self._waiting:
+            _close(self._waiting.popleft()[1])
 
     def _frames(self) -> list[bytes]:
         frames = []
@@ -285,6 +346,11 @@ class Channel:
 
 def _rights(descriptor: int | None) -> list[tuple[int, int, array.array[int]]]:
     return [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def decode_to_courier(data: bytes) -> ToCourier:

@@ -30,7 +30,7 @@ class Screen:
     def __init__(self, plan: Plan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8) -> None:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, Plan) else list(plan)
-        self._limit = limit
+        self.limit = limit
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
 
@@ -51,9 +51,9 @@ class Screen:
 
     def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
         usual = median(accepted) if len(accepted) >= self._least else 0.0
-        if usual == 0.0 or norm <= self._limit * usual:
+        if usual == 0.0 or norm <= self.limit * usual:
             return None
-        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {self._limit:g})"
+        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {self.limit:g})"
 
 
 def _norm(values: FloatArray) -> float:

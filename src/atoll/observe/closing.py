@@ -16,6 +16,8 @@ from atoll.observe.screen import WIDEST
 from atoll.observe.story import WARNING
 from atoll.observe.summary import Summary
 
+INTERRUPTED = "the operator asked for it"
+"""The reason of a run that could go on."""
 _SAMPLE = "what the trained model writes"
 
 
@@ -37,6 +39,8 @@ def print_closing(
         console.print()
         files = "summary.json, events.jsonl, model.safetensors, logs/"
         console.print(Text(f"All of it is in {out}: {files}"), soft_wrap=True)
+        if summary["reason"] == INTERRUPTED:
+            console.print(Text(f"It goes on with: atoll train --resume {out}"), soft_wrap=True)
 
 
 def _figures(summary: Summary, width: int) -> Table:

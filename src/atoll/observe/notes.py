@@ -11,6 +11,8 @@ from atoll.observe.figures import clock, plain
 from atoll.telemetry.events import Event
 
 NOTABLE = {
+    "alarm": "bold red",
+    "unbalanced": "bold red",
     "killed": "bold red",
     "exited": "red",
     "lost": "red",
@@ -24,6 +26,9 @@ NOTABLE = {
     "restarted": "cyan",
     "joined": "cyan",
     "recovered": "green",
+    "reigned": "bold cyan",
+    "changed": "cyan",
+    "cut": "dim",
     "score": "magenta",
     "ending": "bold",
     "finished": "bold green",

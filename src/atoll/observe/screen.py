@@ -104,7 +104,8 @@ def choose(console: Console) -> Screen | PlainLines:
 def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
-    body = Group(_progress(status), Text(), _facts(status, scores, width), _last_round(status))
+    alarm = [Text(f"ALARM: {plain(status.alarm)}", "bold white on red")] if status.alarm else []
+    body = Group(*alarm, _progress(status), Text(), _facts(status, scores, width), _last_round(status))
     title.append(" · ").append_text(phase)
     return Panel(body, title=title, title_align="left", width=width, padding=(0, 1), box=box.ROUNDED)
 

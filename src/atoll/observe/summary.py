@@ -1,8 +1,9 @@
 """summary.json: what a run came to, as a pure function of its events.
 
-The training part runs from the first `recovered` to `ending` (without one: to the last round). goodput, uptime and
-liveness are shares of it. After `ending` the last steps are collected in rounds that nothing paces (the drain): they
-count as rounds, as merged tokens and for participation, but not for the gaps, effective H and absences.
+The training part runs from the first `recovered` to the last `ending` (without one: to the last round). goodput, uptime
+and liveness are shares of it. A run that was stopped and gone on with lay still in between: that counts for nothing.
+After `ending` the last steps are collected in rounds that nothing paces (the drain): they count as rounds, as merged
+tokens and for participation, but not for the gaps, effective H and absences.
 
 | field | meaning |
 | --- | --- |
@@ -12,7 +13,7 @@ count as rounds, as merged tokens and for participation, but not for the gaps, e
 | liveness | mean share of the M learners alive (joined, and not gone) |
 | participation | mean over rounds of members over learners alive and recovered at that moment |
 | effective_h | median learner steps between two syncs of a fragment |
-| tokens | by fate: computed = merged + dropped + lost + in_flight. Counted per fragment, told in tokens |
+| tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
@@ -52,7 +53,7 @@ class Work:
 
 def summarise(events: Iterable[Event]) -> Summary:
     # Several processes append to the file: nearly, but not always, in the order of time.
-    timeline = sorted(events, key=lambda event: float(event["at"]))
+    timeline = in_its_own_time(sorted(events, key=lambda event: float(event["at"])))
     header = _first(timeline, "run") or {}
     plan = _first(timeline, "plan") or {}
     settings: dict[str, Any] = {
@@ -69,8 +70,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
     losses = [float(e["loss"]) for e in of_kind(timeline, "score") if e.get("loss") is not None]
-    closing = _first(timeline, "finished") or {}
-    ending = _first(timeline, "ending") or closing
+    closing = _last(timeline, "finished") or {}
+    ending = _last(timeline, "ending") or closing
     wall = part.length
     return {
         "run": header.get("run"),
@@ -103,6 +104,18 @@ def summarise(events: Iterable[Event]) -> Summary:
     }
 
 
+def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
+    """Without the time in which it lay still: from the last event before it was started again to that start."""
+    idle, begun, before, answer = 0.0, False, 0.0, []
+    for event in timeline:
+        if event["kind"] == "started" and event.get("process") == "syncer":
+            idle += event["at"] - before if begun else 0.0
+            begun = True
+        before = event["at"]
+        answer.append({**event, "at": event["at"] - idle} if idle else event)
+    return answer
+
+
 def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event["kind"] in kinds]
 
@@ -112,14 +125,19 @@ def training_part(timeline: Sequence[Event]) -> Span:
     if start is None:
         return Span(0.0, 0.0)
     rounds = of_kind(timeline, "round")
-    end = _first(timeline, "ending") or (rounds[-1] if rounds else timeline[-1])
+    end = _last(timeline, "ending") or (rounds[-1] if rounds else timeline[-1])
     return Span(start["at"], max(start["at"], end["at"]))
 
 
 def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
     """The rounds before the drain."""
-    ending = next((i for i, event in enumerate(timeline) if event["kind"] == "ending"), len(timeline))
-    return of_kind(timeline[:ending], "round")
+    paced, draining = [], False
+    for event in timeline:
+        if event["kind"] in ("ending", "reigned", "changed"):
+            draining = event["kind"] == "ending"
+        elif event["kind"] == "round" and not draining:
+            paced.append(event)
+    return paced
 
 
 def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
@@ -161,6 +179,9 @@ def lives(events: Iterable[Event]) -> set[Life]:
 
 
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
+    told = (_last(timeline, "finished") or {}).get("tokens")
+    if told is not None:
+        return {name: int(told[name]) for name in ("computed", "merged", "dropped", "lost", "in_flight")}
     lost: dict[Life, float] = {}
     gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
@@ -242,7 +263,7 @@ def _effective_h(paced: Iterable[Event]) -> float | None:
 
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:
-    finished = _first(timeline, "finished")
+    finished = _last(timeline, "finished")
     if finished is None or "bytes_in" not in finished:
         return None
     return _ratio(finished["bytes_in"] + finished["bytes_out"], computed)
@@ -262,6 +283,11 @@ def _longest_run_of_no(there: Sequence[bool]) -> int:
 
 def _first(timeline: Iterable[Event], kind: str) -> Event | None:
     return next((event for event in timeline if event["kind"] == kind), None)
+
+
+def _last(timeline: Sequence[Event], kind: str) -> Event | None:
+    """A run that was ended and gone on with has several; the last counts."""
+    return next((event for event in reversed(timeline) if event["kind"] == kind), None)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -9,10 +9,11 @@ does not balance is an alarm, never mended in silence.
 from __future__ import annotations
 
 from atoll.protocol.leases import wrong_sources
-from atoll.protocol.membership import Learner
+from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Gone, Granted, Joined, Sources
+from atoll.protocol.settings import Settings
 
 AHEAD = 3
 """Leases a learner holds at a time, so that it never waits for the next."""
@@ -20,8 +21,8 @@ LEASE_BATCHES = 64
 
 
 class Accounts:
-    def __init__(self, out: Outbox) -> None:
-        self.out, self.history = out, out.history
+    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
+        self.settings, self.members, self.out, self.history = settings, members, out, out.history
         self._batch: dict[str, int] = {}
         """Samples per batch of those that take leases, by name."""
         self._alarmed: set[tuple[str, int]] = set()
@@ -61,7 +62,8 @@ class Accounts:
         if wrong is not None:
             self._alarm(learner, wrong)
         if learner.name in self._batch and report.position >= 0:
-            self._lease(learner)
+            self._took(learner)
+            self._supply(learner)
 
     def _alarm(self, learner: Learner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
@@ -83,7 +85,7 @@ class Accounts:
             self.out.send(learner.name, Lease(ranges=(), own=reason))
             return
         self._batch[learner.name] = max(1, message.batch)
-        self._lease(learner)
+        self._supply(learner)
 
     def held(self, learner: Learner) -> tuple[Range, ...]:
         """What it was leased, in order, for one that comes back."""
@@ -91,22 +93,41 @@ class Accounts:
             return ()
         return tuple(_range(lease) for lease in self.history.leases.held(learner.name, learner.incarnation))
 
-    def _lease(self, learner: Learner) -> None:
-        """Keep it supplied: a few leases ahead of what it has taken."""
-        leases, batch = self.history.leases, self._batch[learner.name]
-        assert leases is not None
-        if (wrong := leases.taken(learner.name, learner.incarnation, max(0, learner.position))) is not None:
+    def _took(self, learner: Learner) -> None:
+        assert self.history.leases is not None
+        wrong = self.history.leases.taken(learner.name, learner.incarnation, max(0, learner.position))
+        if wrong is not None:
             self._alarm(learner, wrong)
-        granted: list[Range] = []
-        while leases.room(learner.name, learner.incarnation) < (AHEAD - 1) * LEASE_BATCHES * batch:
-            lease = leases.next(learner.name, learner.incarnation, LEASE_BATCHES * batch)
-            if lease is None:
-                break
-            self.out.persist(lease)
-            granted.append(_range(lease))
-        over = leases.used_up
-        if granted or (over and learner.position >= 0 and leases.room(learner.name, learner.incarnation) == 0):
-            self.out.send(learner.name, Lease(ranges=tuple(granted), over=over))
+
+    def _supply(self, learner: Learner) -> None:
+        """A few leases ahead of what it has taken; in a synchronous run to all at once, so that who reports first does
+        not decide who trains on what."""
+        if not self.settings.synchronous:
+            self._lease([learner])
+            return
+        there = [one for one in self.members.connected() if one.name in self._batch]
+        if len(there) >= self.settings.learners or self.history.committed > 0:
+            self._lease(there)
+
+    def _lease(self, learners: list[Learner]) -> None:
+        leases = self.history.leases
+        assert leases is not None
+        granted: dict[str, list[Range]] = {one.name: [] for one in learners}
+        while any(self._lacks(one) for one in learners) and not leases.used_up:
+            for one in learners:
+                lease = leases.next(one.name, one.incarnation, LEASE_BATCHES * self._batch[one.name])
+                if lease is not None:
+                    self.out.persist(lease)
+                    granted[one.name].append(_range(lease))
+        for one in learners:
+            over = leases.used_up and leases.room(one.name, one.incarnation) == 0
+            if granted[one.name] or over:
+                self.out.send(one.name, Lease(ranges=tuple(granted[one.name]), over=leases.used_up))
+
+    def _lacks(self, learner: Learner) -> bool:
+        assert self.history.leases is not None
+        least = (AHEAD - 1) * LEASE_BATCHES * self._batch[learner.name]
+        return self.history.leases.room(learner.name, learner.incarnation) < least
 
 
 def _range(lease: Granted) -> Range:

@@ -20,6 +20,7 @@ from atoll.protocol.messages import (
     Range,
 )
 from atoll.protocol.records import AnyRecord
+from atoll.protocol.settings import Settings
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -109,8 +110,24 @@ class CutWritten(Fact, frozen=True):
     manifest: str
 
 
+class ChangeAsked(Fact, frozen=True):
+    """Event: the operator changes settings while the run goes on; `reopen`: a run that was ended goes on too."""
+
+    settings: Settings
+    outer: dict[str, str | float]
+    what: str
+    reopen: bool = False
+
+
 class Over(Fact, frozen=True):
     """Event: nobody is waited for any more; whatever account is open is closed."""
+
+
+class RelayWanted(Fact, frozen=True):
+    """Event: a newcomer waits at the relay for its peer's state, from this byte on."""
+
+    ticket: str
+    offset: int
 
 
 class EndAsked(Fact, frozen=True):
@@ -169,6 +186,12 @@ class CompleteCut(Fact, frozen=True):
     left_out: tuple[tuple[str, str], ...]
 
 
+class Retune(Fact, frozen=True):
+    """Effect: the outer step follows these settings from the next merge on."""
+
+    outer: dict[str, str | float]
+
+
 class Commit(Fact, frozen=True):
     """Effect: what Merged named is now the fragment's version."""
 
@@ -208,11 +231,12 @@ SyncerEvent = (
     | Unmergeable
     | CutKept
     | CutWritten
+    | ChangeAsked
     | EndAsked
     | Over
     | Tick
 )
-SyncerEffect = Send | Merge | Persist | TakeCut | CompleteCut | Commit | Discard | Expel | Finished | Note
+SyncerEffect = Send | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
 
 
 # ---- the learner --------------------------------------------------------------------------------------------------
@@ -313,6 +337,37 @@ class Saved(Fact, frozen=True):
     reason: str = ""
 
 
+class Captured(Fact, frozen=True):
+    """Event: a copy of the training process's state lies ready to be given away; with a reason: there is none."""
+
+    number: int
+    t: int = 0
+    size: int = 0
+    digest: str = ""
+    direct: str = ""
+    """Where the courier gives it away itself; empty: only through the syncer."""
+    reason: str = ""
+
+
+class StateCame(Fact, frozen=True):
+    """Event: a peer's state has arrived whole."""
+
+    ticket: str
+
+
+class StateFailed(Fact, frozen=True):
+    ticket: str
+    reason: str
+
+
+class Taken(Fact, frozen=True):
+    """Event: the training process goes on with a peer's state; with a reason: it does not fit, nothing has changed."""
+
+    ticket: str
+    t: int = 0
+    reason: str = ""
+
+
 class Say(Fact, frozen=True):
     """Effect: a message to the syncer."""
 
@@ -407,6 +462,69 @@ class Save(Fact, frozen=True):
     cut: int
 
 
+class Capture(Fact, frozen=True):
+    """Effect: copy the training process's state, without its parameters, at the next boundary, and answer Captured."""
+
+    number: int
+
+
+class Give(Fact, frozen=True):
+    """Effect: the copy goes to whoever brings the ticket."""
+
+    number: int
+    ticket: str
+
+
+class PassOn(Fact, frozen=True):
+    """Effect: send what was given under the ticket through the syncer, from this byte on."""
+
+    ticket: str
+    offset: int
+
+
+class TakeBack(Fact, frozen=True):
+    """Effect: nothing is given under the ticket any more."""
+
+    ticket: str
+
+
+class Dispose(Fact, frozen=True):
+    """Effect: the copy is of no more use."""
+
+    number: int
+
+
+class Await(Fact, frozen=True):
+    """Effect: a peer's state is sought; a training process that has not begun waits for it (not for ever)."""
+
+
+class Begin(Fact, frozen=True):
+    """Effect: no peer's state is waited for any more. `text` says what became of it."""
+
+    text: str
+
+
+class FetchState(Fact, frozen=True):
+    """Effect: get the state that lies ready under the ticket, and answer StateCame or StateFailed."""
+
+    ticket: str
+    size: int
+    digest: str
+    direct: str = ""
+
+
+class LeaveState(Fact, frozen=True):
+    """Effect: that state is not wanted any more."""
+
+    ticket: str
+
+
+class TakeState(Fact, frozen=True):
+    """Effect: the training process takes what has come, between two steps, and answers Taken."""
+
+    ticket: str
+
+
 class HangUp(Fact, frozen=True):
     """Effect: this syncer was replaced; dial for its successor."""
 
@@ -440,6 +558,10 @@ LearnerEvent = (
     | Uploaded
     | UploadFailed
     | Saved
+    | Captured
+    | StateCame
+    | StateFailed
+    | Taken
     | Tick
 )
 LearnerEffect = (
@@ -456,6 +578,16 @@ LearnerEffect = (
     | Drop
     | Supply
     | Save
+    | Capture
+    | Give
+    | PassOn
+    | TakeBack
+    | Dispose
+    | Await
+    | Begin
+    | FetchState
+    | LeaveState
+    | TakeState
     | HangUp
     | Inform
     | Stop

@@ -111,8 +111,10 @@ class History:
                 self.leases.granted(record)
             case Gone():
                 self._gone(record)
-            case Changed(settings, outer):
+            case Changed(settings, outer, _, reopen):
                 self.settings, self.outer = settings, dict(outer)
+                if reopen:
+                    self.ended, self.finished = "", False
             case CutDone(cut):
                 self.cuts = [*self.cuts[-7:], cut]
             case Ended(reason, final):

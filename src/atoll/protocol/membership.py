@@ -102,7 +102,7 @@ class Membership:
     """All learners a run has seen, by name."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self.learners: dict[str, Learner] = {}
 
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
@@ -116,20 +116,20 @@ class Membership:
             session=hello.session,
             incarnation=known.incarnation + 1 if known else 1,
             joined_at=now,
-            fragments=self._settings.fragments,
+            fragments=self.settings.fragments,
             last_heard=now,
             last_step_at=now,
             t=hello.t,
             included_t=hello.t,
             tokens_before=_tokens_before(known, hello.session),
-            merged=[-1] * self._settings.fragments,
+            merged=[-1] * self.settings.fragments,
         )
         self.learners[hello.learner] = learner
         return learner, True
 
     def remember(self, name: str, life: Life) -> None:
         """A learner that an earlier term knew; it is away until it says hello."""
-        learner = Learner(name, life.session, life.incarnation, 0.0, self._settings.fragments, state="gone")
+        learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t = learner.included_t = life.t
         learner.tokens_total, learner.tokens_before = life.total, life.before
         learner.merged = [version for version, _, _ in life.merged]
@@ -159,7 +159,7 @@ class Membership:
         learner.versions, learner.offer, learner.included_t = (), -1, learner.t
         learner.synced_t.clear()
         learner.merged_tokens.clear()
-        learner.merged = [-1] * self._settings.fragments
+        learner.merged = [-1] * self.settings.fragments
         learner.dropped = ()
 
     def report(self, now: float, learner: Learner, progress: Progress) -> None:
@@ -196,11 +196,11 @@ class Membership:
         return sum(learner.tokens_before + learner.tokens_total for learner in self.learners.values())
 
     def silence_limit(self, learner: Learner) -> float:
-        return learner.last_heard + self._settings.lost_after_s
+        return learner.last_heard + self.settings.lost_after_s
 
     def stall_limit(self, learner: Learner) -> float:
         """After this moment without a step a learner is not waited for."""
-        return learner.last_step_at + max(self._settings.stalled_after_s, 8 * (learner.step_s.value or 0.0))
+        return learner.last_step_at + max(self.settings.stalled_after_s, 8 * (learner.step_s.value or 0.0))
 
     def _sorted(self) -> list[Learner]:
         return [self.learners[name] for name in sorted(self.learners)]

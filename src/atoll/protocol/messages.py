@@ -6,6 +6,11 @@ is sent once the body is whole. Every message carries its sender's vector clock.
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
     syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Ending  Finish
+
+and, for a newcomer that takes a peer's inner optimizer,
+
+    newcomer → syncer   Seek  Settled            syncer → newcomer   Helped  Fresh
+    peer → syncer       Ready  Unable            syncer → peer       Help  Stream  Release
 """
 
 from __future__ import annotations
@@ -82,6 +87,8 @@ class Progress(Message, frozen=True):
     """Per fragment, the adopted version that `tokens` and `dropped` know of; a new courier may hold less than that."""
     position: int = -1
     """Leased samples it has taken; −1: it brings its own data."""
+    seeking: bool = False
+    """It waits for a peer's state, and gives nothing before that is settled."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -138,6 +145,43 @@ class CutSaved(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
+    reason: str
+
+
+class Seek(Message, frozen=True):
+    """A newcomer asks for a peer whose inner optimizer it may take, as of a time when `after` rounds were behind."""
+
+    after: int
+
+
+class Settled(Message, frozen=True):
+    """What became of a peer's state: it is in the newcomer, or, with a reason, it is not."""
+
+    ticket: str
+    peer: str
+    size: int = 0
+    t: int = 0
+    """The newcomer's step when it was put in."""
+    reason: str = ""
+    again: bool = False
+    """Another peer, please; otherwise it goes on without."""
+
+
+class Ready(Message, frozen=True):
+    """A copy of the peer's state, made after its step `t`, lies ready for whoever brings the ticket."""
+
+    ticket: str
+    size: int
+    digest: str
+    t: int
+    direct: str = ""
+    """Where it can be had without the syncer; empty: nowhere."""
+
+
+class Unable(Message, frozen=True):
+    """The peer cannot help, or cannot any more."""
+
+    ticket: str
     reason: str
 
 
@@ -218,9 +262,48 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Recover(Message, frozen=True):
-    """Your numbers are broken: take every fragment anew from the run, with a fresh inner optimizer."""
+    """Your numbers are broken: take every fragment anew from the run, and a peer's inner optimizer instead of yours."""
 
     incarnation: int
+    reason: str
+
+
+class Help(Message, frozen=True):
+    """Have a copy of your state ready once you have adopted all that is committed: a newcomer asks for it."""
+
+    ticket: str
+    newcomer: str
+    after: int
+    """It must be from a time when this many rounds were behind you."""
+
+
+class Stream(Message, frozen=True):
+    """Send that copy through the syncer, from this byte on."""
+
+    ticket: str
+    offset: int
+
+
+class Release(Message, frozen=True):
+    """Nobody wants that copy any more."""
+
+    ticket: str
+    reason: str
+
+
+class Helped(Message, frozen=True):
+    """A peer's state lies ready for you. It takes the place of what was named before."""
+
+    ticket: str
+    peer: str
+    size: int
+    digest: str
+    direct: str = ""
+
+
+class Fresh(Message, frozen=True):
+    """No peer helps: go on with the inner optimizer you have, which warms up."""
+
     reason: str
 
 
@@ -250,7 +333,35 @@ class Finish(Message, frozen=True):
     versions: tuple[int, ...]
 
 
-FromLearner = Hello | Progress | Heartbeat | Register | Contribution | Decline | CutSaved | Leave
-FromSyncer = Welcome | Refused | Started | Lease | Pull | Recover | Announce | Ending | Finish
+FromLearner = (
+    Hello
+    | Progress
+    | Heartbeat
+    | Register
+    | Contribution
+    | Decline
+    | CutSaved
+    | Leave
+    | Seek
+    | Settled
+    | Ready
+    | Unable
+)
+FromSyncer = (
+    Welcome
+    | Refused
+    | Started
+    | Lease
+    | Pull
+    | Recover
+    | Announce
+    | Ending
+    | Finish
+    | Help
+    | Stream
+    | Release
+    | Helped
+    | Fresh
+)
 
 AdoptRule = Literal["overwrite", "blend", "carry"]

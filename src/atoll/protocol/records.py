@@ -154,6 +154,8 @@ class Changed(Record, frozen=True, tag="changed"):
     settings: Settings
     outer: dict[str, str | float]
     what: str
+    reopen: bool = False
+    """A run that had ended goes on."""
 
 
 class CutDone(Record, frozen=True, tag="cut"):

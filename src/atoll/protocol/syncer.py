@@ -3,7 +3,8 @@
 A run's way: *empty* (the first joiner is asked for version 0) → *running* (rounds.py, one round after another) →
 *ending* (budget spent or the operator asked: learners stop, then one unpaced cycle of P rounds brings their last steps
 in) → *finished*. Here is who takes part, which contributions may be merged, and the end; watch.py knows who is silent,
-stalled or mute; gathering.py says when a round may freeze its members, rounds.py what becomes of it.
+stalled or mute, peers.py who helps a newcomer; gathering.py says when a round may freeze its members, rounds.py what
+becomes of it.
 
 Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
 whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
@@ -20,6 +21,7 @@ from atoll.protocol.accounts import Accounts
 from atoll.protocol.cut import Cuts
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import (
+    ChangeAsked,
     CutKept,
     CutWritten,
     Delivered,
@@ -32,6 +34,8 @@ from atoll.protocol.effects import (
     Merged,
     Over,
     Received,
+    RelayWanted,
+    Retune,
     SyncerEffect,
     SyncerEvent,
     Tick,
@@ -50,14 +54,19 @@ from atoll.protocol.messages import (
     Hello,
     Leave,
     Progress,
+    Ready,
     Recover,
     Refused,
     Register,
+    Seek,
+    Settled,
     Started,
+    Unable,
     Welcome,
 )
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.records import Begun, Ended, Reset
+from atoll.protocol.peers import Peers
+from atoll.protocol.records import Begun, Changed, Ended, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, wrong_report
@@ -76,20 +85,25 @@ class Syncer:
         self.run, self.fingerprint = history.run, history.begun.fingerprint
         self.phase: Phase = "finished" if history.finished else "running" if history.started else "empty"
         self.out = Outbox(history)
-        self.accounts = Accounts(self.out)
         self.members = Membership(settings)
+        self.accounts = Accounts(settings, self.members, self.out)
         self.cuts = Cuts(settings, self.members, self.out)
         self.rounds = Rounds(settings, self.members, self.cuts, self.out)
         self.watch = Watch(settings, self.members, self.rounds, self.out)
+        self.peers = Peers(settings, self.members, self.rounds, self.out)
         self.drain = Drain(settings, self.members, self.rounds)
         self.wake_at: float | None = None
         self._uploader: str | None = None
         self._uploader_holds = False
         self._started_at = self._idle_since = 0.0
         self._end_reason = history.ended
+        self._opened = False
+        """Its first round of this term is open."""
         self._assembling = bool(history.lives)
         """The learners of an earlier term are coming back."""
         self._end_by: float | None = None
+        self._asked: ChangeAsked | None = None
+        """A change that waits for the merge under way: a round is merged by one set of settings."""
         self._was_over = history.finished
         """An earlier term came to the end and could not say so to everybody."""
         self._remember()
@@ -136,6 +150,10 @@ class Syncer:
                 self.cuts.kept(cut, reason)
             case CutWritten(cut, manifest):
                 self.cuts.written(cut, manifest)
+            case RelayWanted(ticket, offset):
+                self.peers.wanted(ticket, offset)
+            case ChangeAsked():
+                self._asked = event
             case EndAsked(reason):
                 self._end(now, reason)
             case Over():
@@ -186,6 +204,21 @@ class Syncer:
     @property
     def last_reason(self) -> str:
         return self.rounds.last_reason
+
+    def _change(self) -> None:
+        """Other settings from now on, written down like a round."""
+        if (asked := self._asked) is None or any(round_.stage == "merging" for round_ in self.rounds.open.values()):
+            return
+        self._asked = None
+        self.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
+        self.out.add(Retune(asked.outer))
+        self.settings = asked.settings
+        rooms = (self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.drain)
+        for room in (*rooms, self.peers):
+            room.settings = asked.settings
+        if asked.reopen and self.phase == "finished":
+            self.phase, self._end_reason, self._was_over = "running", "", False
+        self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
 
     # ---- joining and leaving ----------------------------------------------------------------------------------
 
@@ -240,6 +273,7 @@ class Syncer:
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
         self.rounds.unseat(learner, reason)
+        self.peers.lost(learner, reason)
         text = f"{learner.name} is gone: {reason}"
         if kind == "left":
             self._close(learner, reason)
@@ -296,6 +330,14 @@ class Syncer:
                 self.accounts.register(learner, message)
             case CutSaved():
                 self.cuts.saved(learner, message)
+            case Seek(after=after):
+                self.peers.seek(now, learner, after)
+            case Settled():
+                self.peers.settled(now, learner, message)
+            case Ready():
+                self.peers.ready(learner, message)
+            case Unable():
+                self.peers.unable(learner, message)
             case Leave(reason=reason):
                 self._lose(learner, "left", reason)
 
@@ -307,12 +349,18 @@ class Syncer:
             return
         self.members.report(now, learner, progress)
         self.accounts.reported(learner, progress)
-        if learner.state == "joining" and self.phase != "empty" and min(progress.versions) >= 0:
+        if not progress.seeking:
+            self.peers.gave_up(learner)
+        if learner.state == "joining" and self.phase != "empty" and self._has_recovered(progress):
             learner.state, learner.last_step_at, learner.recovered = "training", now, True
             text = f"{learner.name} took the run's parameters and may contribute"
             self.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
         self.rounds.gathering.watch(now)
         self.rounds.gathering.pace.stepped(learner.name, progress.t)
+
+    def _has_recovered(self, report: Progress) -> bool:
+        """It holds a committed version of every fragment, and waits for no peer's state."""
+        return min(report.versions) >= 0 and not report.seeking
 
     def _contribute(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
         if given.probe:
@@ -345,6 +393,7 @@ class Syncer:
             )
             self.out.note("quarantined", text, learner)
             self.rounds.unseat(learner, "it is in quarantine")
+            self.peers.lost(learner, "it is in quarantine")
             self._close(learner, f"its numbers are broken: {reason}")
             self.members.restart(now, learner)
             self.accounts.open(learner)
@@ -358,11 +407,13 @@ class Syncer:
         wakes: list[float] = []
         while moved:
             wakes.clear()
+            self._change()
             for silent in self.watch.turn(now, wakes):
                 self._expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
             self.rounds.gathering.watch(now)
             self._abandon(now, wakes)
             self.cuts.turn(now, wakes)
+            self._help(now, wakes)
             self._end_if_spent(now, wakes)
             if self.phase == "running":
                 self._open_next(now, wakes)
@@ -370,6 +421,12 @@ class Syncer:
                 self._finish(self._end_reason)
             moved = self.rounds.turn(now, wakes)
         self.wake_at = min((wake for wake in wakes if wake > now), default=None)
+
+    def _help(self, now: float, wakes: list[float]) -> None:
+        if self.phase == "running":
+            self.peers.turn(now, wakes)
+        elif self.peers.open:
+            self.peers.end("the run ends" if self.phase != "empty" else "the run has no parameters yet")
 
     def _abandon(self, now: float, wakes: list[float]) -> None:
         """Who has been away for too long is not counted on any more: its data goes to others."""
@@ -382,12 +439,16 @@ class Syncer:
                 wakes.append(until)
 
     def _open_next(self, now: float, wakes: list[float]) -> None:
-        """A synchronous run begins when all its learners are there, or a while after the first."""
-        there, late_at = len(self.members.live()), self._started_at + self.settings.assemble_s
-        if self.settings.synchronous and self.next_round == 0 and there < self.settings.learners:
+        """A synchronous run begins, and goes on in a new term, when all its learners are there, or a while later."""
+        if self.settings.synchronous and not self._opened:
+            self._started_at = self._started_at or now
+            live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
+            known = sum(not one.closed for one in self.members.learners.values())
+            awaited = self.settings.learners if self.next_round == 0 else known
             wakes.append(late_at)
-            if now < late_at or there == 0:
+            if len(live) < awaited and (now < late_at or not live):
                 return
+        self._opened = True
         self.rounds.open_next(now)
 
     # ---- the end ------------------------------------------------------------------------------------------------
@@ -436,6 +497,7 @@ class Syncer:
         self.phase, self._end_reason = "ending", reason
         self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.drain.begin(now)
+        self.peers.end("the run ends")
         for learner in self.members.connected():
             self.out.send(learner.name, Ending(reason=reason))
 

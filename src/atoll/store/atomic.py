@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,21 +49,40 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+KEPT_LINES = 10_000
+"""Lines that are kept while a disk is full; the oldest give way."""
+
+
 class Appender:
-    """Appends whole lines to a file; to be handed to an EventLog as its sink."""
+    """Appends whole lines to a file; to be handed to an EventLog as its sink.
+
+    What finds no room is kept, and written with the next line that does: a full disk must not end a process that only
+    wanted to say so.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def __call__(self, line: bytes) -> None:
         assert line.endswith(b"\n") and line.count(b"\n") == 1, "one line at a time"
         assert self._descriptor is not None, f"{self.path} is closed"
-        written = os.write(self._descriptor, line)
+        self._kept.append(line)
+        try:
+            while self._kept:
+                self._write(self._descriptor, self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _write(self, descriptor: int, line: bytes) -> None:
+        written = os.write(descriptor, line)
         if written < len(line):
             # End the torn line, so that the next one stands for itself; readers skip what does not parse.
             with suppress(OSError):
-                os.write(self._descriptor, b"\n")
+                os.write(descriptor, b"\n")
             raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a line were written", str(self.path))
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--evaluated", action="store_true", help="wait at the end for the evaluator's last score")
     parser.add_argument("--port", type=int, help="instead of the one in run.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings that change now")
+    parser.add_argument("--reopen", action="store_true", help="a run that was ended goes on")
     said = parser.parse_args()
     out = RunDir(said.out)
     try:
@@ -31,7 +33,7 @@ def main() -> int:
         return error.exit_code
     if said.port is not None:
         config = msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
-    return serve(config, out, evaluated=said.evaluated, supervised=True)
+    return serve(config, out, evaluated=said.evaluated, supervised=True, changes=tuple(said.set), reopen=said.reopen)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import asyncio
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from atoll.config import Config
@@ -18,13 +20,16 @@ from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir, save_model
-from atoll.store.terms import acquire
+from atoll.store.terms import Reign, Turn, acquire
 from atoll.syncer.books import Books
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
 OPERATOR = "the operator asked for it"
+STALE_S = 5.0
+"""A standby takes over from a syncer that has not moved for this long; one that is gone is replaced at once."""
+LOOK_S = 0.25
 
 
 def serve(
@@ -33,19 +38,26 @@ def serve(
     *,
     evaluated: bool,
     supervised: bool = False,
+    changes: tuple[str, ...] = (),
+    reopen: bool = False,
+    standby: Callable[[], None] | None = None,
     ready: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a syncer until its run is over. Its address goes to the run directory, and to `ready`."""
+    """Run a syncer until its run is over. Its address goes to the run directory, and to `ready`.
+
+    With `standby` it waits for its turn first, and says through it that it does.
+    """
     kernels.warm()
     code = 0
     try:
         books = Books(
             out,
-            acquire(out.journal),
+            acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
             every_round=config.service.durability == "round",
             keep=config.service.keep_cuts,
         )
-        asyncio.run(_serve(config, out, books, evaluated, supervised, ready or (lambda url: None)))
+        begin = Beginning(changes, reopen, ready or (lambda url: None))
+        asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
         books.close()
     except* AtollError as errors:
         error = _first(errors)
@@ -54,13 +66,33 @@ def serve(
     return code
 
 
+def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> Reign:
+    """Until the syncer that serves this run is gone, or has not moved for a while."""
+    turn = Turn(out.journal, STALE_S)
+    waiting()
+    while (reign := turn.look(time.monotonic())) is None:
+        time.sleep(LOOK_S)
+    return reign
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is done once the service is there."""
+
+    changes: tuple[str, ...]
+    reopen: bool
+    ready: Callable[[str], None]
+
+
 async def _serve(
-    config: Config, out: RunDir, books: Books, evaluated: bool, supervised: bool, ready: Callable[[str], None]
+    config: Config, out: RunDir, books: Books, begin: Beginning, evaluated: bool, supervised: bool
 ) -> None:
     with Appender(out.events) as sink:
         service = SyncerService(
             config, run=secrets.token_hex(4), events=EventLog(sink), books=books, evaluated=evaluated
         )
+        if begin.changes or begin.reopen:
+            service.change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, service.end, OPERATOR)
@@ -78,7 +110,7 @@ async def _serve(
             if not running.done():
                 url = f"http://{service.server.host}:{service.server.port}"
                 write_atomic(out.address, url.encode())
-                ready(url)
+                begin.ready(url)
             await asyncio.wait([running])
             for task in beside:
                 task.cancel()

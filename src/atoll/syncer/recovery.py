@@ -18,7 +18,7 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol import records
 from atoll.protocol.history import History, State
 from atoll.store.cuts import BadCut, known_cuts, read_syncer_part
-from atoll.store.disk import Disk
+from atoll.store.disk import Corrupt, Disk
 from atoll.store.journal import ORIGIN, Position, Tail, payload, read
 from atoll.store.rundir import RunDir
 from atoll.syncer.parameters import Parameters
@@ -57,14 +57,18 @@ def outer_of(history: History) -> Outer:
 def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
     """What the run directory holds; None when no run has begun in it."""
     remarks: list[str] = []
+    broken: Corrupt | None = None
     for cut in known_cuts(out.cuts):
         try:
             found = _from_cut(out.cuts, cut)
-        except BadCut as error:
+            found.remarks = [*remarks]
+            return _replayed(found, out.journal, disk)
+        except (BadCut, Corrupt) as error:
+            # Corrupt: a syncer that was replaced may have left a cut that the journal does not lead on from.
+            broken = broken or (error if isinstance(error, Corrupt) else None)
             remarks.append(f"cut {cut} is passed over: {error}")
-            continue
-        found.remarks = remarks
-        return _replayed(found, out.journal, disk)
+    if broken is not None:
+        raise broken
     return _from_the_beginning(out.journal, disk, remarks)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from atoll.config import Config
+from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
 from atoll.fabric.server import Server
 from atoll.fabric.wire import Score, one_line
@@ -26,12 +26,13 @@ from atoll.numerics.fragments import Plan, difference, make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
-from atoll.protocol.errors import AtollError, PeerError
+from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused, Welcome
 from atoll.protocol.records import Begun
 from atoll.protocol.syncer import Syncer
 from atoll.syncer.books import Books
+from atoll.syncer.changes import change
 from atoll.syncer.inbox import Inbox, Key
 from atoll.syncer.parameters import Buffer, Overflow, Parameters
 from atoll.syncer.recovery import CutState, Recovered, outer_of
@@ -118,6 +119,19 @@ class SyncerService:
             self._finished.set()
         else:
             self._handle(fx.EndAsked(reason))
+
+    def change(self, words: Sequence[str], *, reopen: bool = False) -> str:
+        """Settings as an operator writes them; what has changed. PeerError: nothing has."""
+        if self._machine is None:
+            raise PeerError("the run has not begun: settings can change once its first learner is there")
+        try:
+            asked = change(self._machine.history, words, reopen=reopen)
+        except ConfigError as error:
+            raise PeerError(str(error)) from None
+        if asked is None:
+            return ""
+        self._handle(asked)
+        return asked.what
 
     def unscored(self) -> None:
         """No evaluator is there any more: nobody waits for its last word."""
@@ -387,6 +401,8 @@ class SyncerService:
                 self._merge(effect)
             case fx.Commit(number, fragment, version):
                 self._parameters.commit(fragment, version, number)
+            case fx.Retune(outer):
+                self._retune(msgspec.convert(outer, Outer))
             case fx.TakeCut():
                 self._take_cut(effect)
             case fx.CompleteCut():
@@ -450,6 +466,10 @@ class SyncerService:
             self._handle(fx.CutKept(done.cut, one_line(error)))
         else:
             self._handle(fx.CutWritten(done.cut, mark))
+
+    def _retune(self, outer: Outer) -> None:
+        self._parameters.change(outer)
+        self._screen.limit = outer.norm_limit
 
     # ---- merging ------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,9 @@ class Meter:
             validation_loss=self._score.loss if self._score else None,
             validation_round=self._score.round if self._score else None,
             learners=learners,
+            term=machine.history.term if machine else 0,
+            cut=max(machine.history.cuts, default=None) if machine else None,
+            alarm=self.alarm,
         )
 
     def _goodput(self, machine: Syncer, elapsed: float) -> float:

@@ -12,8 +12,13 @@ folds over these lines. Several processes append to the same file; a line is wri
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
+| reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
+| cut | syncer | cut, learners, left_out: a cut is complete |
+| changed | syncer | what: settings that the operator changed |
+| alarm | syncer | over: nothing can be committed, or can again |
+| unbalanced | syncer | learner: what it reports does not fit the ledger |
 | score | syncer | round, loss, cpu_s, sample |
-| ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), bytes_in, bytes_out |
+| ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), tokens, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
 | courier, warning | learner | |
 
@@ -45,7 +50,10 @@ class EventLog:
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a file; a last line that was cut off is left out."""
+    """The events of a file; lines that were cut off (a crash, a full disk) are left out."""
     for line in lines:
         if line.endswith(b"\n") and line.strip():
-            yield msgspec.json.decode(line)
+            try:
+                yield msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue

@@ -47,3 +47,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     validation_loss: float | None
     validation_round: int | None
     learners: tuple[LearnerStatus, ...]
+    term: int = 0
+    """Which reign of a syncer this is."""
+    cut: int | None = None
+    """The newest complete cut."""
+    alarm: str = ""
+    """Why nothing can be committed; empty: it can."""

@@ -1,0 +1,75 @@
+"""`atoll export`: the global model of a run as safetensors, made from its cuts and journal.
+
+It reads only, so it works on a run that goes on and on one that was killed. What is written lies outside of the run's
+directory and is whole or not there; nothing is replaced unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.numpy
+
+from atoll.observe.rebuild import Head, at_cut, newest
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import staged
+from atoll.store.rundir import RunDir
+
+MODEL = "model.safetensors"
+CONFIG = "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and of which moment of the run it is."""
+
+    file: Path
+    run: str
+    round: int
+    """Rounds behind it."""
+    versions: tuple[int, ...]
+    cut: int
+    """The cut it was made from."""
+    replayed: int
+    """Rounds behind that cut that were made again."""
+    remarks: tuple[str, ...] = ()
+
+
+def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = False) -> Exported:
+    """The newest version, or what a cut holds, to `out`: a `.safetensors` file, or else a folder with the settings too.
+
+    ConfigError for what cannot be asked; BadCut, Corrupt or NotKept name what is wrong in the run's directory.
+    """
+    run = RunDir(path)
+    _check_out(run, out, force)
+    head = newest(run) if cut is None else at_cut(run, cut)
+    file = out if out.suffix == ".safetensors" else out / MODEL
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _save(file, head)
+        if file != out and run.settings.exists():
+            with staged(out / CONFIG) as draft:
+                shutil.copyfile(run.settings, draft)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
+    versions, remarks = tuple(head.versions), tuple(head.remarks)
+    return Exported(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
+
+
+def _check_out(run: RunDir, out: Path, force: bool) -> None:
+    if not run.cuts.is_dir():
+        raise ConfigError(f"{run.path} holds no run with parameters: there is no cuts/ in it")
+    if out.resolve().is_relative_to(run.path.resolve()):
+        raise ConfigError(f"{out} lies in the run's own directory: choose a place outside of {run.path}")
+    if out.exists() and not force:
+        raise ConfigError(f"{out} is there already: choose another name, or replace it with --force")
+
+
+def _save(path: Path, head: Head) -> None:
+    """Like every model of ours; its metadata says what it is of."""
+    versions = ",".join(map(str, head.versions))
+    metadata = {"format": "pt", "run": head.run, "round": str(head.round), "versions": versions}
+    with staged(path) as draft:
+        safetensors.numpy.save_file(head.model.tensors(), draft, metadata=metadata)

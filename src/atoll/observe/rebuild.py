@@ -1,0 +1,214 @@
+"""Θ and the outer optimizer's state, made again from a cut and the outer gradients behind it.
+
+This is a reader of its own: it shares the arithmetic of the outer step with the syncer and nothing of the way there,
+so what both arrive at says something. It holds the model once, reads only, and never writes into a run's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from atoll.config import Outer
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.fragments import Plan, elements, make_plan
+from atoll.observe.shelf import StoredCut, open_cut
+from atoll.protocol.errors import AtollError
+from atoll.protocol.history import State
+from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset
+from atoll.store.cuts import BadCut, SyncerPart, digest, known_cuts, read_syncer_part
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.journal import Position, payload, payload_path, read
+from atoll.store.rundir import RunDir
+
+TRIES = 5
+"""A living run may take a cut and trim its payloads while it is being read: then it is read again."""
+
+
+class NotKept(AtollError):
+    """An outer gradient is not there: it was trimmed, or never written."""
+
+
+class Rebuilt:
+    """The whole model at one point of a run."""
+
+    def __init__(self, plan: Plan, outer: Outer, arrays: Mapping[str, ByteArray]) -> None:
+        """ValueError where the arrays are not those of the plan. They are taken over, not copied."""
+        self.plan = plan
+        self._arrays = {name: values.view(np.float32) for name, values in arrays.items()}
+        for name, values in self._arrays.items():
+            if values.size != plan.fragments[int(name.rsplit("-", 1)[1])].size:
+                raise ValueError(f"{name} has {values.size} values, another number than its fragment")
+        if any(f"theta-{part.index:03d}" not in self._arrays for part in plan.fragments):
+            raise ValueError("some fragment's values are missing")
+        self._optimizer = outer.make()
+
+    def step(self, fragment: int, gradient: bytes) -> str:
+        """The outer step; the digest of the new version."""
+        theta = self._arrays[f"theta-{fragment:03d}"]
+        if len(gradient) != theta.nbytes:
+            raise ValueError(
+                f"{len(gradient)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
+            )
+        state = {slot: self._slot(slot, fragment) for slot in self._optimizer.slots()}
+        self._optimizer.step(theta, theta, state, np.frombuffer(gradient, dtype=np.float32))
+        return digest(theta.view(np.uint8).data)
+
+    def reset(self, fragment: int) -> None:
+        for name, values in self._arrays.items():
+            if name.endswith(f"-{fragment:03d}") and not name.startswith("theta-"):
+                values.fill(0.0)
+
+    def change(self, outer: Outer) -> None:
+        self._optimizer = outer.make()
+
+    def _slot(self, slot: str, fragment: int) -> FloatArray:
+        name = f"{slot}-{fragment:03d}"
+        if name not in self._arrays:
+            self._arrays[name] = np.zeros(self.plan.fragments[fragment].size, dtype=np.float32)
+        return self._arrays[name]
+
+    def differs(self, part: SyncerPart) -> str | None:
+        """The first file of a cut that does not hold what lies here, or is missing."""
+        kinds = ("theta", *self._optimizer.slots())
+        due = {f"{kind}-{fragment.index:03d}.bin" for kind in kinds for fragment in self.plan.fragments}
+        for name in sorted(due | part.files.keys() - {"state.bin"}):
+            here, file = self._arrays.get(name.removesuffix(".bin")), part.files.get(name)
+            if here is None or file is None or digest(here.view(np.uint8).data) != file.digest:
+                return name
+        return None
+
+    def tensors(self) -> dict[str, FloatArray]:
+        whole: dict[str, FloatArray] = {}
+        for part in self.plan.fragments:
+            values = self._arrays[f"theta-{part.index:03d}"]
+            for tensor, start in zip(part.tensors, part.offsets, strict=True):
+                whole[tensor.name] = values[start : start + elements(tensor)].reshape(tensor.shape)
+        return whole
+
+
+def load(root: Path, cut: StoredCut) -> Rebuilt:
+    """The model as a cut holds it, every byte checked."""
+    _, _, arrays = read_syncer_part(root, cut.number)
+    history = cut.state.history
+    try:
+        return Rebuilt(plan_of(history), msgspec.convert(history.outer, Outer), arrays)
+    except (ValueError, LookupError, msgspec.MsgspecError, AtollError) as error:
+        raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
+
+
+def plan_of(history: State) -> Plan:
+    begun = history.begun
+    plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+    if plan.fingerprint != begun.fingerprint:
+        raise BadCut("this version of Atoll cuts the run's model another way: use the version that began it")
+    return plan
+
+
+def replay(model: Rebuilt, folder: Path, position: Position, record: AnyRecord) -> None:
+    """What one record does to the model. NotKept: its outer gradient is not there; Corrupt: it gives something else."""
+    match record:
+        case Merged(round=number, fragment=fragment, digest=mark, payload=place):
+            if place is None:
+                raise NotKept(f"the outer gradient of round {number} was not kept: the run keeps none between cuts")
+            path = payload_path(folder, position.term, place.file)
+            if not path.exists():
+                raise NotKept(f"{path} is missing: it holds the outer gradient of round {number}")
+            gradient = payload(folder, position.term, place, disk=LocalDisk())
+            try:
+                found = model.step(fragment, gradient)
+            except ValueError as error:
+                raise Corrupt(f"round {number}, at byte {place.offset} of {path}: {error}") from error
+            if found != mark:
+                raise Corrupt(f"round {number} gives fragment {fragment} the digest {found}, its record says {mark}")
+        case Reset(fragment):
+            model.reset(fragment)
+        case Changed(outer=outer):
+            model.change(msgspec.convert(outer, Outer))
+        case _:
+            pass
+
+
+# ---- the newest version ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Head:
+    """A model, and what it is of."""
+
+    model: Rebuilt
+    run: str
+    cut: int
+    """The cut it was made from."""
+    round: int
+    """Rounds behind it."""
+    versions: list[int]
+    position: Position
+    """Of the journal, behind it."""
+    replayed: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+def at_cut(run: RunDir, number: int) -> Head:
+    """The model as a named cut holds it."""
+    known = known_cuts(run.cuts)
+    if number not in known:
+        there = ", ".join(map(str, sorted(known))) or "none"
+        raise BadCut(f"{run.path} has no cut {number}; there are: {there}")
+    cut = open_cut(run.cuts, number)
+    history = cut.state.history
+    _check_run(run, cut)
+    # Cut 0 is taken right before the record that makes it version 0.
+    versions = [max(0, version) for version in history.versions]
+    return Head(load(run.cuts, cut), history.begun.run, number, history.committed, versions, cut.state.position)
+
+
+def _check_run(run: RunDir, cut: StoredCut) -> None:
+    """A cut that was copied here from elsewhere would go unnoticed where no round lies behind it."""
+    first = next(read(run.journal, disk=LocalDisk()), None)
+    if first is not None and first[1] != cut.state.history.begun:
+        raise BadCut(f"{cut.path} is of another run: {cut.part.run}")
+
+
+def newest(run: RunDir) -> Head:
+    """The newest version of everything: the newest cut that is whole, and all rounds behind it."""
+    for _ in range(TRIES - 1):
+        before = known_cuts(run.cuts)[:1]
+        try:
+            return _newest(run)
+        except (BadCut, Corrupt, NotKept):
+            if known_cuts(run.cuts)[:1] == before:
+                raise
+    return _newest(run)
+
+
+def _newest(run: RunDir) -> Head:
+    remarks: list[str] = []
+    for number in known_cuts(run.cuts):
+        try:
+            head = at_cut(run, number)
+        except BadCut as error:
+            remarks.append(f"cut {number} is passed over: {error}")
+            continue
+        head.remarks = remarks
+        return _replayed(head, run.journal)
+    raise BadCut("; ".join([f"{run.path} holds no cut, so there are no parameters to be had", *remarks]))
+
+
+def _replayed(head: Head, folder: Path) -> Head:
+    for position, record in read(folder, start=head.position, disk=LocalDisk()):
+        if isinstance(record, Merged) and record.payload is None:
+            head.remarks.append(f"round {record.round} and later ones kept no outer gradients: the model is older")
+            return head
+        replay(head.model, folder, position, record)
+        head.position = position
+        if isinstance(record, Merged):
+            head.versions[record.fragment] = record.version
+            head.replayed += 1
+        if isinstance(record, Merged | Passed):
+            head.round = record.round + 1
+    return head

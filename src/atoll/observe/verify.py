@@ -1,0 +1,243 @@
+"""`atoll verify`: a run's promises, checked from the files of its directory alone.
+
+The first thing that is wrong is named, with its place; what lies behind it is not looked at. In this order:
+
+    journal      the chain of every segment, seals, terms; a torn end was never acknowledged and is only remarked on
+    records      versions, members, ledger, leases (audit.py, tallies.py); at a cut's place what the cut holds of them
+    cuts         every file by its digest, the learners' too (shelf.py)
+    parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
+    model        of a finished run: model.safetensors is the last version
+
+Records are read one at a time, so memory does not grow with the run: what it takes is one copy of the model. Nothing is
+written, so a run that is still going on can be verified; what it does meanwhile is left for the next time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.observe.audit import Audit
+from atoll.observe.figures import count, span
+from atoll.observe.findings import Findings, Progress, Wrong
+from atoll.observe.parameters import Way, difference
+from atoll.observe.rebuild import Rebuilt
+from atoll.observe.shelf import Shelf
+from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.records import AnyRecord, Begun, CutDone
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import ORIGIN, Position, Tail, read
+from atoll.store.rundir import RunDir
+from atoll.store.segments import segment_path
+
+EVERY = 10_000
+"""Records between two words of progress."""
+TRIES = 3
+"""A run that goes on removes old cuts and payloads: if it did while they were being read, all is read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    ok: bool
+    problem: str
+    """The first thing that is wrong, and where; empty when nothing is."""
+    facts: dict[str, Any]
+    """What was counted, up to there."""
+    remarks: tuple[str, ...] = ()
+    """What is no mistake and still worth a word."""
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return {"ok": self.ok, "problem": self.problem, **self.facts, "remarks": list(self.remarks)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """A short table."""
+        facts = self.facts
+        fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]
+        return [
+            ("run", facts["run"] or "has not begun"),
+            ("records", f"{facts['records']:,} of {facts['terms']} terms"),
+            ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over"),
+            ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
+            ("tokens", ", ".join(fates) or "none"),
+            ("cuts", ", ".join(map(str, facts["cuts"])) or "none"),
+            ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit"),
+            ("took", span(facts["seconds"])),
+        ]
+
+
+def verify_run(path: Path, *, progress: Progress | None = None) -> Report:
+    """ConfigError where there is no run to verify; all that is wrong with one is in the report."""
+    run = RunDir(path)
+    if not run.journal.is_dir():
+        raise ConfigError(f"{path} holds no run that can be verified: there is no journal/ in it")
+    began, left = time.monotonic(), TRIES
+    while True:
+        verification = Verification(run, Findings(progress) if progress else Findings())
+        problem, left = verification.problem(), left - 1
+        if not problem or not verification.went_on():
+            return verification.report(problem, time.monotonic() - began)
+        if not left:
+            text = f"{problem} (the run goes on, and has removed old files meanwhile: verify it once more)"
+            return verification.report(text, time.monotonic() - began)
+
+
+class Verification:
+    def __init__(self, run: RunDir, findings: Findings) -> None:
+        self._run, self._findings = run, findings
+        self._shelf = Shelf(run, findings)
+        self._begun: Begun | None = None
+        self._audit: Audit | None = None
+        """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
+        self._way: Way | None = None
+        self._end = ORIGIN
+        self._records = self._torn_bytes = 0
+        self._terms: set[int] = set()
+        """Whose segments hold records that count."""
+
+    def problem(self) -> str:
+        """The first thing that is wrong; empty when nothing is."""
+        try:
+            self.check()
+        except AtollError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename} cannot be read: {error.strerror or error}"
+        return ""
+
+    def check(self) -> None:
+        self._read_journal()
+        if self._audit is None:
+            self._tell_nothing()
+            return
+        self._audit.check_totals()
+        self._tell_unmerged(self._audit)
+        self._shelf.check(self._audit.history.run)
+        self._check_model(self._audit, self._rebuild(self._audit))
+
+    def went_on(self) -> bool:
+        return self._shelf.went_on()
+
+    # ---- the journal --------------------------------------------------------------------------------------------
+
+    def _read_journal(self) -> None:
+        for position, record in read(self._run.journal, disk=LocalDisk(), on_tail=self._tell_tail):
+            self._records += 1
+            self._terms.add(position.term)
+            try:
+                self._take(position, record)
+            except Wrong as error:
+                raise Wrong(f"{self._place(position)}: {error}") from error
+            self._end = position
+            self._meet_cut(position)
+            if self._records % EVERY == 0:
+                self._findings.progress("records", self._records)
+        self._findings.progress("records", self._records)
+        self._tell_segments()
+
+    def _take(self, position: Position, record: AnyRecord) -> None:
+        if self._begun is None:
+            if not isinstance(record, Begun):
+                raise Wrong(f"the journal begins with {type(record).__name__}, not with the beginning of a run")
+            self._begun = record
+            self._audit = None if record.parent else Audit(record, position.term)
+        elif self._audit is not None:
+            self._audit.take(record)
+        if isinstance(record, CutDone):
+            self._shelf.done(record)
+
+    def _meet_cut(self, position: Position) -> None:
+        """What a cut holds is compared; the records of a run that was begun from a cut go on from it."""
+        assert self._begun is not None
+        if self._audit is not None:
+            self._shelf.meet(self._audit, position)
+            return
+        self._audit = self._shelf.begin(self._begun, position, origin=self._records == 1)
+        if self._audit is not None and self._records > 1:
+            self._findings.remark(
+                f"the run was begun from {self._begun.parent}, of which nothing is here any more: "
+                f"the {self._records} records up to its oldest cut could not be judged"
+            )
+
+    def _place(self, position: Position) -> str:
+        """A position lies behind its record."""
+        path = segment_path(self._run.journal, position.term)
+        return f"record {self._records} (up to byte {position.offset} of {path})"
+
+    def _tell_tail(self, tail: Tail) -> None:
+        self._torn_bytes += tail.size_bytes
+        self._findings.remark(
+            f"{tail.file.name} ends in {tail.size_bytes} bytes, from byte {tail.offset} on, "
+            "of an append that was never acknowledged"
+        )
+
+    def _tell_nothing(self) -> None:
+        """There is nothing to judge."""
+        if self._begun is not None:
+            raise Wrong(f"the run was begun from {self._begun.parent}, but no cut in {self._run.cuts} is of it")
+        if self._shelf:
+            raise Wrong(f"{self._run.journal} holds no record, but there are cuts: put back a copy of the journal")
+        self._findings.remark("the run has not begun: its journal holds no record")
+
+    def _tell_segments(self) -> None:
+        for path in sorted(self._run.journal.glob("segment-*.log")):
+            term = path.stem.removeprefix("segment-")
+            if self._records and term.isdigit() and int(term) not in self._terms:
+                self._findings.remark(f"{path.name} counts for nothing: it is empty, or no later term follows it")
+
+    def _tell_unmerged(self, audit: Audit) -> None:
+        for learner, incarnation, tokens in audit.unmerged() if audit.history.finished else ():
+            self._findings.remark(
+                f"{tokens:,} fragment-tokens of {learner} (incarnation {incarnation}) were in flight at the end: "
+                "its account was never closed"
+            )
+
+    # ---- parameters ---------------------------------------------------------------------------------------------
+
+    def _rebuild(self, audit: Audit) -> Rebuilt | None:
+        """The model at the end of what was read; None where it cannot be made."""
+        cuts = self._shelf.usable()
+        if not audit.history.started and not cuts:
+            return None
+        if not cuts:
+            raise Wrong(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
+        self._way = Way(self._run, cuts, self._findings)
+        self._way.go_to(self._end)
+        return self._way.model
+
+    def _check_model(self, audit: Audit, model: Rebuilt | None) -> None:
+        path = self._run.model
+        if not audit.history.finished or model is None:
+            return
+        if not path.exists():
+            self._findings.remark(f"the run is finished, but {path.name} is not there: atoll export makes it again")
+        elif (wrong := difference(path, model)) is not None:
+            raise Wrong(f"{path}: {wrong}")
+
+    # ---- what was counted ---------------------------------------------------------------------------------------
+
+    def report(self, problem: str, seconds: float) -> Report:
+        facts = {**self._facts(), "seconds": round(seconds, 3)}
+        return Report(not problem, problem, facts, tuple(self._findings.remarks))
+
+    def _facts(self) -> dict[str, Any]:
+        audit = self._audit
+        totals = audit.totals() if audit else None
+        return {
+            "run": self._begun.run if self._begun else "",
+            "records": self._records,
+            "rounds": audit.history.committed if audit else 0,
+            "passed": audit.passed if audit else 0,
+            "terms": audit.terms if audit else 0,
+            "learners": audit.tallies.learners if audit else 0,
+            "incarnations": audit.tallies.incarnations if audit else 0,
+            "contributions": audit.tallies.contributions if audit else 0,
+            "fragment_tokens": totals.fragment_tokens() if totals else {},
+            "tokens": totals.whole() if totals else {},
+            "finished": audit.history.finished if audit else False,
+            "cuts": sorted(self._shelf.complete),
+            "torn_bytes": self._torn_bytes,
+            "rebuilt_rounds": self._way.rounds if self._way else 0,
+        }

@@ -1,0 +1,140 @@
+"""A peer's part in a recovery: a copy of its state for a newcomer, while it goes on training.
+
+Rules kept here, each with its test: a copy is made only once everything that was committed when it was asked for is
+adopted; one copy serves every newcomer that it is new enough for; at most two lie in memory; one that nobody wants any
+more, or that has lain too long, is let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atoll.protocol.effects import Capture, Captured, Dispose, Give, LearnerEffect, PassOn, TakeBack
+from atoll.protocol.messages import FromLearner, Help, Ready, Release, Stream, Unable
+from atoll.protocol.versions import Versions
+
+COPIES = 2
+"""In memory at once, one being made among them; more newcomers wait for one of them to be let go."""
+KEPT_S = 120.0
+"""How long a copy is kept, or as long as a slow stream of it takes; usually the syncer says earlier that it may go."""
+BYTES_PER_S = 8 * 2**20
+"""A slow stream: a large state on a slow link has its time, one that is stuck has not."""
+
+
+@dataclass(slots=True)
+class Copy:
+    held: list[int]
+    """The versions in the model when it was ordered."""
+    fact: Captured | None = None
+    """Set once it is made."""
+    until: float = 0.0
+    tickets: set[str] = field(default_factory=set)
+
+    def serves(self, wanted: list[int]) -> bool:
+        return all(held >= version for held, version in zip(self.held, wanted, strict=True))
+
+
+class Helping:
+    def __init__(
+        self,
+        do: Callable[[LearnerEffect], None],
+        say: Callable[[float, FromLearner], None],
+        versions: Versions,
+    ) -> None:
+        self._do, self._say, self._versions = do, say, versions
+        self._asked: dict[str, list[int]] = {}
+        """Tickets that wait for a copy, with the versions it must have."""
+        self._copies: dict[int, Copy] = {}
+        self._number = 0
+
+    @property
+    def wakes(self) -> list[float]:
+        return [copy.until for copy in self._copies.values() if copy.fact is not None]
+
+    def hear(self, now: float, message: Help | Stream | Release) -> None:
+        match message:
+            case Help(ticket=ticket):  # announcements come before it on the same channel: what is committed is known
+                self._asked[ticket] = list(self._versions.newest)
+            case Stream(ticket=ticket, offset=offset):
+                self._stream(now, ticket, offset)
+            case Release(ticket=ticket):
+                self._release(ticket)
+
+    def captured(self, now: float, event: Captured) -> None:
+        if (copy := self._copies.get(event.number)) is None or copy.fact is not None:
+            self._do(Dispose(event.number))
+        elif event.reason:
+            del self._copies[event.number]
+            self._decline(now, event.reason)
+        else:
+            copy.fact, copy.until = event, now + max(KEPT_S, event.size / BYTES_PER_S)
+
+    def _stream(self, now: float, ticket: str, offset: int) -> None:
+        if any(ticket in copy.tickets for copy in self._copies.values()):
+            self._do(PassOn(ticket, offset))
+        else:
+            self._say(now, Unable(ticket=ticket, reason="its copy is gone"))
+
+    def _release(self, ticket: str) -> None:
+        self._asked.pop(ticket, None)
+        for number, copy in list(self._copies.items()):
+            if ticket in copy.tickets:
+                copy.tickets.discard(ticket)
+                self._do(TakeBack(ticket))
+                if not copy.tickets:
+                    self._dispose(number)
+
+    def turn(self, now: float, *, able: bool) -> None:
+        """Give what fits, order what is missing, let go what has lain too long."""
+        for number, copy in list(self._copies.items()):
+            if copy.fact is not None and now >= copy.until:
+                self._dispose(number)
+        if not able:
+            self._decline(now, "it does not train, or has not recovered itself")
+        for ticket, wanted in list(self._asked.items()):
+            self._give_or_order(now, ticket, wanted)
+        for number, copy in list(self._copies.items()):
+            if copy.fact is not None and not copy.tickets:
+                self._dispose(number)
+
+    def forget(self, now: float, reason: str) -> None:
+        """It starts over: whatever it had to give is not worth having."""
+        self._decline(now, reason)
+        for number in list(self._copies):
+            self._dispose(number)
+
+    def _give_or_order(self, now: float, ticket: str, wanted: list[int]) -> None:
+        fit = [(number, copy) for number, copy in self._copies.items() if copy.serves(wanted)]
+        if ready := [(number, copy.fact) for number, copy in fit if copy.fact is not None]:
+            self._give(now, ticket, *ready[0])
+        elif not fit and len(self._copies) < COPIES and self._is_current(wanted) and not self._is_copying():
+            self._number += 1
+            self._copies[self._number] = Copy(list(self._versions.held))
+            self._do(Capture(self._number))
+
+    def _give(self, now: float, ticket: str, number: int, fact: Captured) -> None:
+        del self._asked[ticket]
+        self._copies[number].tickets.add(ticket)
+        self._do(Give(number, ticket))
+        said = Ready(ticket=ticket, size=fact.size, digest=fact.digest, t=fact.t, direct=fact.direct)
+        self._say(now, said)
+
+    def _is_current(self, wanted: list[int]) -> bool:
+        held = self._versions.held
+        return len(held) == len(wanted) and all(have >= version for have, version in zip(held, wanted, strict=True))
+
+    def _is_copying(self) -> bool:
+        return any(copy.fact is None for copy in self._copies.values())
+
+    def _decline(self, now: float, reason: str) -> None:
+        for ticket in list(self._asked):
+            del self._asked[ticket]
+            self._say(now, Unable(ticket=ticket, reason=reason))
+
+    def _dispose(self, number: int) -> None:
+        copy = self._copies.pop(number)
+        for ticket in sorted(copy.tickets):
+            self._do(TakeBack(ticket))
+        if copy.fact is not None:
+            self._do(Dispose(number))

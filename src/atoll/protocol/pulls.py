@@ -1,0 +1,108 @@
+"""What a learner answers to a pull: a copy that lies ready, one that the next boundary brings, or why there is none.
+
+Rules kept here, each with its test: nothing is contributed before it has recovered; a pull is declined while the
+version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atoll.protocol.copies import Copies
+from atoll.protocol.effects import Copied, Drop, LearnerEffect, Uploaded, UploadFailed
+from atoll.protocol.messages import Decline, FromLearner, Pull
+from atoll.protocol.orders import Orders
+from atoll.protocol.versions import Versions
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the learner stands now."""
+
+    t: int
+    steps: tuple[int, ...]
+    stepping: bool
+    """More boundaries will come."""
+    recovered: bool
+
+
+class Pulls:
+    def __init__(
+        self,
+        do: Callable[[LearnerEffect], None],
+        say: Callable[[float, FromLearner], None],
+        standing: Callable[[], Standing],
+        orders: Orders,
+        copies: Copies,
+        versions: Versions,
+    ) -> None:
+        self._do, self._say, self._standing = do, say, standing
+        self._orders, self._copies, self._versions = orders, copies, versions
+
+    @property
+    def _synchronous(self) -> bool:
+        return self._orders.settings.synchronous
+
+    def pull(self, now: float, pull: Pull) -> None:
+        fragment = pull.fragment
+        if not self._standing().recovered:
+            self._decline(now, pull, "it has not recovered yet")
+        elif (owed := self._versions.owed(fragment)) is not None:
+            self._decline(now, pull, f"version {owed}, which holds its last steps, is not adopted yet")
+        elif fragment in self._copies:
+            self._answer(now, pull)
+        elif not pull.probe and self._nothing_comes(fragment):
+            self._decline(now, pull, "no steps since its last adoption")
+        else:
+            self._copies.waiting[fragment] = pull
+            if len(self._copies.waiting) == 1:
+                self._orders.order(pull.round, self._standing().t)
+
+    def copied(self, now: float, copy: Copied) -> bool:
+        """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
+        ordered = self._orders.pending.pop(copy.round, None) is not None
+        if not self._is_useful(copy, ordered):
+            self._do(Drop(copy.fragment, copy.t))
+            return False
+        if (pull := self._copies.keep(copy)) is None:
+            return self._synchronous
+        self._answer(now, pull)
+        return False
+
+    def delivered(self, now: float, event: Uploaded) -> None:
+        if (contribution := self._copies.arrived(event.round, event.attempt, event.digest)) is not None:
+            self._say(now, contribution)
+
+    def undelivered(self, now: float, event: UploadFailed) -> None:
+        if self._copies.failed(event.round, event.attempt):
+            reason = f"its answer did not arrive: {event.reason}"
+            self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
+
+    def order_next(self, step: int) -> None:
+        """A pull that waits comes first; else (asynchronous) a fresher copy for the round that gathers."""
+        if self._copies.waiting:
+            self._orders.order(next(iter(self._copies.waiting.values())).round, step)
+        elif self._standing().stepping and not self._synchronous:
+            self._orders.order(self._orders.gathering, step)
+
+    def _is_useful(self, copy: Copied, ordered: bool) -> bool:
+        if copy.base < 0 or copy.base != self._versions.held[copy.fragment]:
+            return False
+        if not self._standing().stepping or copy.fragment in self._copies.waiting:
+            return True
+        return ordered if self._synchronous else copy.steps > 0
+
+    def _nothing_comes(self, fragment: int) -> bool:
+        """Whether the next boundary would bring no copy with steps in it."""
+        standing = self._standing()
+        if standing.stepping:
+            return self._synchronous
+        return not standing.steps or standing.steps[fragment] == 0
+
+    def _answer(self, now: float, pull: Pull) -> None:
+        if not self._copies.send(pull):
+            self._decline(now, pull, "no steps since its last adoption")
+
+    def _decline(self, now: float, pull: Pull, reason: str) -> None:
+        self._say(now, Decline(round=pull.round, attempt=pull.attempt, reason=reason))

@@ -1,0 +1,419 @@
+"""A newcomer takes a peer's inner optimizer: who helps whom, for how long, and what happens when nobody does."""
+
+from typing import Any
+
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol import effects as fx
+from atoll.protocol.messages import Fresh, Help, Helped, Leave, Ready, Release, Seek, Settled, Stream, Unable
+
+
+def running(learners: int = 4, present: int = 3, **settings: Any) -> World:
+    """A run with room for one more, a few rounds old."""
+    defaults: dict[str, Any] = {"fragments": 4, "sync_every": 4, "latency_s": 0.05}
+    return World(learners, present=present, **{**defaults, **settings}).run_until(round=10)
+
+
+def until(world: World, kind: str, count: int = 1) -> fx.Note:
+    while len(world.said(kind)) < count:
+        before = world.now
+        world.run_until(seconds=0.05)
+        assert world.now < before + 1 and world.now < 1000, f"{kind} was never said:\n{world.story()}"
+    return world.said(kind)[count - 1]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_newcomer_goes_on_with_a_peers_inner_optimizer(direct: bool) -> None:
+    world = running(direct=direct)
+    newcomer = world.join("learner-3")
+    helped = until(world, "helped")
+    peer = world.islands[str(helped.data["peer"])]
+    assert newcomer.source == peer.machine.name == "learner-0"
+    assert newcomer.moments >= peer.moments - 2 > 0, "not fresh"
+    assert (helped.data["learner"], helped.data["bytes"], helped.data["peer_t"]) == ("learner-3", 100, peer.t)
+    assert bool(world.sent(Stream)) is not direct
+    world.run_until(seconds=10)
+    assert "learner-3" in world.members(world.syncer.committed - 1)
+    assert not world.said("fresh")
+    assert peer.given == {}, "let go once it is not needed"
+
+
+def test_the_first_learners_of_a_run_are_all_fresh_and_ask_nobody() -> None:
+    world = World(4, fragments=4, sync_every=4, latency_s=0.05).run_until(round=6)
+    assert not world.said("helping") and not world.said("fresh")
+
+
+def test_one_that_brings_its_inner_optimizer_out_of_a_cut_asks_nobody() -> None:
+    world = running()
+    newcomer = world.join("learner-3", kept=True)
+    world.run_until(seconds=10)
+    assert not world.said("helping") and newcomer.source == ""
+    assert "learner-3" in world.members(world.syncer.committed - 1)
+
+
+def test_nothing_is_trained_before_the_peers_state_is_there() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=4.5)
+    assert min(newcomer.adopted) >= 2 and newcomer.t == 0, "it holds the run's parameters, and waits"
+    assert world.syncer.members.learners["learner-3"].state == "joining"
+    world.run_until(seconds=5)
+    assert newcomer.t > 0 and newcomer.source == "learner-0"
+
+
+def test_versions_that_are_committed_meanwhile_are_adopted_meanwhile() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 6.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=2)
+    early = list(newcomer.adopted)
+    world.run_until(seconds=3.5)
+    assert newcomer.waits and all(now > before for now, before in zip(newcomer.adopted, early, strict=True))
+
+
+def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
+    """Its copy would be older than the newcomer's parameters otherwise."""
+    world = World(3, present=2, fragments=2, sync_every=2, overlap=1, latency_s=0.4).run_until(round=6)
+    peer = world.islands["learner-0"]
+    world.pause("learner-1")
+    world.run_until(seconds=15)  # it is not healthy any more
+    world.join("learner-2")
+    [seek] = said_next(world, Seek)
+    at_seek, held_then = list(world.syncer.versions), list(peer.adopted)
+    assert held_then < at_seek, "a version is still on its way to it"
+    while not peer.given:
+        world.run_until(seconds=0.01)
+    [(_, help)] = world.sent(Help)
+    assert help.after == seek.after
+    [given] = peer.given.values()
+    assert all(held >= version for held, version in zip(given.held, at_seek, strict=True))
+
+
+def said_next(world: World, kind: type[Any]) -> list[Any]:
+    """Runs until a learner has said something of this kind."""
+    heard: list[Any] = []
+    tell = world._tell
+
+    def listen(event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        if isinstance(event, fx.Received) and isinstance(event.message, kind):
+            heard.append(event.message)
+        return tell(event)
+
+    world._tell = listen  # type: ignore[method-assign]
+    while not heard:
+        world.run_until(seconds=0.01)
+    return heard
+
+
+def test_a_peer_that_dies_in_the_middle_is_followed_by_another() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    assert [n.data["peer"] for n in world.said("helping")] == ["learner-0"]
+    world.kill("learner-0")
+    helped = until(world, "helped")
+    assert helped.data["peer"] == newcomer.source == "learner-1"
+    again = world.said("helping")[1]
+    assert again.data["attempt"] == 2 and "learner-0: killed" in again.text
+
+
+def test_when_every_peer_dies_the_newcomer_goes_on_alone_and_says_so() -> None:
+    world = running()
+    for island in world.islands.values():
+        island.stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    for name in ("learner-0", "learner-1", "learner-2"):
+        world.inject(fx.Received(name, leaves()))
+        world.islands[name].alive = world.islands[name].linked = False
+    fresh = until(world, "fresh")
+    assert "two tries came to nothing (learner-0: its training process died; learner-1: " in fresh.text
+    assert "warms up" in fresh.text
+    world.run_until(seconds=20)
+    assert newcomer.source == "" and newcomer.moments == newcomer.t > 0
+    assert world.members(world.syncer.committed - 1) == {"learner-3"}
+
+
+def leaves() -> Leave:
+    return Leave(reason="its training process died")
+
+
+def test_alone_in_a_running_run_it_is_not_kept_waiting() -> None:
+    world = World(1, fragments=2, sync_every=2, overlap=1).run_until(round=6)
+    world.inject(fx.Received("learner-0", leaves()))
+    world.join("learner-0")
+    fresh = until(world, "fresh")
+    assert fresh.data["reason"] == "no healthy peer is there"
+    at = next(at for at, note in world.notes if note is fresh)
+    joined = next(at for at, note in world.notes if note is world.said("joined")[-1])
+    assert at == joined, "nobody may come"
+
+
+def test_after_a_crash_of_the_syncer_those_that_trained_are_given_time_to_come_back() -> None:
+    world = running(3, 2)
+    world.crash_syncer(down_s=1.0)
+    newcomer = world.join("learner-2")  # it comes before the others have dialled again
+    helped = until(world, "helped")
+    assert helped.data["peer"] in ("learner-0", "learner-1") and newcomer.source
+    assert not world.said("fresh")
+
+
+def test_a_crash_of_the_syncer_in_the_middle_makes_the_newcomer_ask_anew() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 8.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    assert newcomer.fetching
+    world.crash_syncer()
+    world.run_until(seconds=20)
+    assert newcomer.source and world.syncer.members.learners["learner-3"].live
+    assert len(world.said("helping")) == 2
+
+
+def test_several_newcomers_are_spread_over_several_peers() -> None:
+    world = running(6, 3)
+    for island in world.islands.values():
+        island.stream_s = 3.0
+    for name in ("learner-3", "learner-4", "learner-5"):
+        world.join(name)
+    world.run_until(seconds=15)
+    assert sorted(str(n.data["peer"]) for n in world.said("helping")) == ["learner-0", "learner-1", "learner-2"]
+    assert len(world.said("helped")) == 3
+
+
+def test_one_copy_serves_newcomers_that_come_together() -> None:
+    world = World(4, present=1, fragments=2, sync_every=8, latency_s=0.05).run_until(round=3)
+    world.islands["learner-0"].stream_s = 2.0
+    for name in ("learner-1", "learner-2", "learner-3"):
+        world.join(name)
+    world.run_until(seconds=6)
+    assert len(world.said("helped")) == 3
+    assert len({note.data["peer_t"] for note in world.said("helped")}) == 1
+    assert world.islands["learner-0"].machine._helping._number == 1
+
+
+def test_a_stream_past_its_bound_is_tried_once_more_elsewhere_and_then_given_up() -> None:
+    world = running()
+    for island in world.islands.values():
+        island.stream_s = 1000.0
+    newcomer = world.join("learner-3")
+    fresh = until(world, "fresh")
+    assert [n.data["peer"] for n in world.said("helping")] == ["learner-0", "learner-1"]
+    assert fresh.text.count("not done within 4 rounds and 10") == 2
+    assert len(world.sent(Release)) == 2
+    world.run_until(seconds=10)
+    assert newcomer.moments == newcomer.t > 0 and "learner-3" in world.members(world.syncer.committed - 1)
+
+
+def test_the_bound_is_the_longer_of_h_rounds_and_ten_seconds() -> None:
+    slow = running(fragments=1, sync_every=8, latency_s=0.0)  # a round every 8 s
+    for island in slow.islands.values():
+        island.stream_s = 1000.0
+    slow.join("learner-3")
+    again = until(slow, "helping", count=2)
+    assert "not done within 8 rounds" in str(again.data["reason"])
+    first, second = (at for at, note in slow.notes if note.kind == "helping")
+    assert 56 <= second - first <= 72
+
+
+def test_a_large_state_has_the_time_its_bytes_need() -> None:
+    world = running()
+    peer = world.islands["learner-0"]
+    peer.stream_s, peer.state_bytes = 1000.0, 800 * 2**20  # at 8 MiB/s that is 100 s
+    world.join("learner-3")
+    until(world, "helping")
+    world.run_until(seconds=95)
+    assert len(world.said("helping")) == 1
+    world.run_until(seconds=10)
+    assert len(world.said("helping")) == 2
+
+
+def until_sent(world: World, kind: type[Any]) -> list[tuple[float, Any]]:
+    while not (sent := world.sent(kind)):
+        world.run_until(seconds=0.01)
+    return sent
+
+
+def test_a_peer_that_does_not_step_is_not_asked() -> None:
+    world = running(latency_s=0.0)
+    world.pause("learner-0")
+    world.run_until(seconds=15)
+    assert world.said("stalled")
+    world.join("learner-3")
+    assert until(world, "helping").data["peer"] == "learner-1"
+
+
+def test_a_peer_that_stops_stepping_before_its_copy_is_made_is_given_up() -> None:
+    world = running(3, 2)
+    world.pause("learner-0")  # healthy, as far as anybody knows
+    newcomer = world.join("learner-2")
+    assert until(world, "helping").data["peer"] == "learner-0"
+    assert until(world, "helping", count=2).data["peer"] == "learner-1"
+    assert "it makes no steps" in str(world.said("helping")[1].data["reason"])
+    world.run_until(seconds=5)
+    assert newcomer.source == "learner-1"
+
+
+def test_one_whose_contributions_were_refused_helps_nobody() -> None:
+    world = running()
+    world.syncer.members.learners["learner-0"].strikes = 1
+    world.islands["learner-0"].answers = False
+    world.join("learner-3")
+    assert until(world, "helping").data["peer"] == "learner-1"
+
+
+def test_a_peer_that_goes_into_quarantine_is_followed_by_another() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 9.0
+    newcomer = world.join("learner-3")
+    until(world, "helping")
+    world.islands["learner-0"].broken = True
+    assert until(world, "helping", count=2).data["learner"] in ("learner-0", "learner-3")
+    world.run_until(seconds=15)
+    assert newcomer.source in ("learner-1", "learner-2")
+
+
+def test_a_learner_out_of_quarantine_trains_on_and_takes_a_peers_inner_optimizer() -> None:
+    world = running(3, 3)
+    world.islands["learner-1"].broken = True
+    for name in ("learner-0", "learner-2"):
+        world.islands[name].stream_s = 5.0
+    until(world, "quarantined")
+    island = world.islands["learner-1"]
+    at = island.t
+    world.run_until(seconds=4)
+    assert island.t > at and island.moments < island.t, "it steps meanwhile, with a fresh one"
+    assert not world.syncer.members.learners["learner-1"].live, "and gives nothing"
+    until(world, "helped")
+    assert island.source == "learner-0" and island.moments > 4
+    world.run_until(seconds=6)
+    assert "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_an_inner_optimizer_that_does_not_fit_is_said_and_the_newcomer_goes_on_without() -> None:
+    world = running()
+    newcomer = world.join("learner-3")
+    newcomer.fits = False
+    fresh = until(world, "fresh")
+    assert "SGD here, AdamW in the snapshot" in fresh.text
+    assert len(world.said("helping")) == 1, "another peer's would not fit either"
+    world.run_until(seconds=10)
+    assert newcomer.moments == newcomer.t > 0 and "learner-3" in world.members(world.syncer.committed - 1)
+
+
+def test_a_newcomer_that_is_cut_off_asks_anew_when_it_is_back() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    world.unlink("learner-3")
+    world.run_until(seconds=1)
+    assert world.sent(Release, "learner-0"), "its peer is free"
+    world.link("learner-3")
+    until(world, "helped")
+    assert newcomer.source and world.syncer.members.learners["learner-3"].incarnation == 1
+
+
+def test_a_newcomer_whose_courier_dies_is_helped_all_the_same() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    world.restart_courier("learner-3")
+    until(world, "helped")
+    assert newcomer.source and newcomer.t == 0
+
+
+def test_a_peer_whose_courier_dies_is_followed_by_another() -> None:
+    world = running()
+    world.islands["learner-0"].stream_s = 5.0
+    newcomer = world.join("learner-3")
+    world.run_until(seconds=3)
+    world.restart_courier("learner-0")
+    until(world, "helped")
+    assert newcomer.source == "learner-1"
+
+
+def test_a_synchronous_run_takes_the_newcomer_in_once_it_is_helped() -> None:
+    world = running(synchronous=True, overlap=1)
+    for island in world.islands.values():
+        island.stream_s = 3.0
+    newcomer = world.join("learner-3")
+    committed = world.syncer.committed
+    world.run_until(seconds=2.5)
+    assert world.syncer.committed > committed, "nobody waits for it meanwhile"
+    world.run_until(seconds=20)
+    assert newcomer.source and "learner-3" in world.members(world.syncer.committed - 1)
+    assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_at_the_end_nobody_waits_for_a_peer() -> None:
+    world = running(steps=0)
+    for island in world.islands.values():
+        island.stream_s = 1000.0
+    world.join("learner-3")
+    until(world, "helping")
+    world.run_until(seconds=2)
+    world.end()
+    world.run_to_end(seconds=60)
+    assert world.islands["learner-3"].over and not world.islands["learner-3"].waits
+
+
+class TestTickets:
+    def test_they_differ_and_belong_to_two(self) -> None:
+        world = running(5, 3)
+        for name in ("learner-3", "learner-4"):
+            world.islands["learner-0"].stream_s = world.islands["learner-1"].stream_s = 5.0
+            world.join(name)
+        world.run_until(seconds=3)
+        asked = world.sent(Help)
+        peers, tickets = world.syncer.peers, [help.ticket for _, help in asked]
+        assert len(set(tickets)) == 2 and all(len(ticket) == 32 for ticket in tickets)
+        for _, help in asked:
+            peer = peers.open[help.newcomer].peer
+            assert peer is not None
+            assert peers.wrong_newcomer(help.ticket, help.newcomer) is None
+            assert peers.wrong_peer(help.ticket, peer.name) is None
+            assert "no recovery of learner-2" in str(peers.wrong_newcomer(help.ticket, "learner-2"))
+            assert "learner-2 is not asked" in str(peers.wrong_peer(help.ticket, "learner-2"))
+            assert peers.wrong_newcomer("", help.newcomer) and peers.wrong_peer("", peer.name)
+
+    def test_nobody_may_ask_before_the_copy_is_ready(self) -> None:
+        world = running(latency_s=0.2)
+        world.join("learner-3")
+        [(_, help), *_] = until_sent(world, Help)
+        assert world.syncer.peers.wrong_newcomer(help.ticket, "learner-3") is not None
+
+    @pytest.mark.parametrize("size", [0, -1])
+    def test_a_state_of_no_size_is_none(self, size: int) -> None:
+        world = running()
+        world.islands["learner-0"].answers = True
+        world.join("learner-3")
+        [(_, help), *_] = until_sent(world, Help)
+        before = len(world.sent(Helped))
+        world.inject(fx.Received("learner-0", Ready(ticket=help.ticket, size=size, digest="d", t=1)))
+        assert len(world.sent(Helped)) == before
+
+    def test_what_others_say_of_a_ticket_counts_for_nothing(self) -> None:
+        world = running()
+        world.islands["learner-0"].stream_s = 3.0
+        newcomer = world.join("learner-3")
+        [(_, help), *_] = until_sent(world, Help)
+        world.inject(fx.Received("learner-1", Ready(ticket=help.ticket, size=7, digest="d", t=1)))
+        assert [m.reason for _, m in world.sent(Release, "learner-1")] == ["nobody waits for it"]
+        world.inject(fx.Received("learner-1", Unable(ticket=help.ticket, reason="mischief")))
+        world.inject(fx.Received("learner-2", Settled(ticket=help.ticket, peer="learner-0", size=7)))
+        until(world, "helped")
+        assert newcomer.source == "learner-0" and len(world.said("helping")) == 1
+
+
+def test_fresh_is_told_to_the_newcomer_with_its_reason() -> None:
+    world = running(2, 1)
+    world.pause("learner-0")
+    world.run_until(seconds=15)
+    world.join("learner-1")
+    until(world, "fresh")
+    assert [m.reason for _, m in world.sent(Fresh, "learner-1")] == ["no healthy peer is there"]

@@ -1,0 +1,90 @@
+"""A newcomer's seeking: asking, fetching, taking, and every way in which it comes to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atoll.protocol import effects as fx
+from atoll.protocol.messages import Fresh, FromLearner, Helped, Seek, Settled
+from atoll.protocol.seeking import Seeking
+
+
+class Newcomer:
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.said: list[FromLearner] = []
+        self.seeking = Seeking(self.done.append, lambda now, message: self.said.append(message))
+
+    def helped(self, ticket: str, peer: str = "a") -> None:
+        self.seeking.hear(Helped(ticket=ticket, peer=peer, size=100, digest="d", direct="x"))
+
+    def fetching(self) -> None:
+        self.seeking.begin(0.0, 7)
+        self.helped("one")
+        self.done.clear()
+        self.said.clear()
+
+
+def test_it_asks_fetches_takes_and_says_so() -> None:
+    newcomer = Newcomer()
+    newcomer.seeking.begin(0.0, 7)
+    assert newcomer.done == [fx.Await()] and newcomer.said == [Seek(after=7)]
+    newcomer.helped("one")
+    newcomer.seeking.told(1.0, fx.StateCame("one"))
+    assert newcomer.done[1:] == [fx.FetchState("one", 100, "d", "x"), fx.TakeState("one")]
+    assert newcomer.seeking.open, "not before it is in"
+    newcomer.seeking.told(2.0, fx.Taken("one", t=4))
+    assert newcomer.said[1:] == [Settled(ticket="one", peer="a", size=100, t=4)]
+    assert not newcomer.seeking.open
+    newcomer.seeking.conclude()
+    assert newcomer.done[-1] == fx.Begin("goes on with the inner optimizer of a")
+    newcomer.seeking.conclude()
+    assert len([effect for effect in newcomer.done if isinstance(effect, fx.Begin)]) == 1
+
+
+def test_what_does_not_arrive_is_asked_of_another() -> None:
+    newcomer = Newcomer()
+    newcomer.fetching()
+    newcomer.seeking.told(1.0, fx.StateFailed("one", "the connection broke"))
+    assert newcomer.said == [Settled(ticket="one", peer="a", reason="the connection broke", again=True)]
+    newcomer.helped("two", peer="b")
+    assert newcomer.done == [fx.FetchState("two", 100, "d", "x")] and newcomer.seeking.open
+
+
+def test_another_peer_takes_the_place_of_the_one_before() -> None:
+    newcomer = Newcomer()
+    newcomer.fetching()
+    newcomer.helped("two", peer="b")
+    assert newcomer.done == [fx.LeaveState("one"), fx.FetchState("two", 100, "d", "x")]
+    for event in (fx.StateCame("one"), fx.StateFailed("one", "it was left"), fx.Taken("one")):
+        newcomer.seeking.told(1.0, event)
+    assert newcomer.said == [] and newcomer.seeking.open
+
+
+def test_what_does_not_fit_ends_the_search() -> None:
+    newcomer = Newcomer()
+    newcomer.fetching()
+    newcomer.seeking.told(1.0, fx.StateCame("one"))
+    newcomer.seeking.told(1.0, fx.Taken("one", reason="'optimizer' is SGD here"))
+    assert newcomer.said == [Settled(ticket="one", peer="a", reason="'optimizer' is SGD here")]
+    newcomer.seeking.conclude()
+    [begin] = [effect for effect in newcomer.done if isinstance(effect, fx.Begin)]
+    assert "does not fit ('optimizer' is SGD here)" in begin.text and not newcomer.seeking.open
+
+
+def test_without_a_peer_it_goes_on_as_it_is() -> None:
+    newcomer = Newcomer()
+    newcomer.fetching()
+    newcomer.seeking.hear(Fresh(reason="no healthy peer is there"))
+    newcomer.seeking.conclude()
+    leave, begin = newcomer.done
+    assert leave == fx.LeaveState("one") and "(no healthy peer is there): ours warms up" in begin.text
+    newcomer.helped("two")
+    assert newcomer.done == [leave, begin], "too late"
+
+
+def test_to_stop_what_is_over_changes_nothing() -> None:
+    newcomer = Newcomer()
+    newcomer.seeking.stop("the run ends")
+    newcomer.seeking.conclude()
+    assert newcomer.done == []

@@ -1,0 +1,118 @@
+"""Points at which a syncer kills itself (SIGKILL), laid around the product's own code from outside.
+
+`before:Commit:12, half:segment.write:9`: the first life of the syncer dies before it carries out its 12th Commit, the
+second in the middle of the 9th write to its segment, the third lives on. A point is WHEN:WHAT:NUMBER. In every life it is
+counted anew, from the first round on in which every learner took part; `before:Commit:1!` counts from the beginning.
+WHAT is one of
+
+    Send.Pull, Note.round, Commit, …                 an effect, as the service carries it out (Persist: once it is durable)
+    payload.write, payload.sync, segment.write, …    a step of an append to the journal; `half` writes half of its bytes
+    syncer.json, manifest.json                       the file that makes the syncer's part of a cut, or the cut, whole
+    trim                                             deleting payloads that a cut has made needless
+    model                                            writing the finished model
+
+Every death is written to deaths.jsonl in the run's directory: when it was, and at which point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Step = Callable[..., Any]
+
+
+class Point(NamedTuple):
+    when: str
+    what: str
+    number: int
+    at_once: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        when, what, number = text.strip().split(":")
+        return cls(when, what, int(number.removesuffix("!")), number.endswith("!"))
+
+    def __str__(self) -> str:
+        return f"{self.when}:{self.what}:{self.number}{'!' if self.at_once else ''}"
+
+
+class Fuse:
+    """One point, and how far it is away."""
+
+    def __init__(self, point: Point, deaths: Path) -> None:
+        self.point, self._deaths, self._left = point, deaths, point.number
+        self._burns = point.at_once
+
+    def due(self, what: str) -> bool:
+        """Whether this is the step; every step of its kind is counted."""
+        counts = self._burns and what == self.point.what
+        self._left -= counts
+        return counts and self._left == 0
+
+    def watch(self, service: Any, effect: Any) -> None:
+        """Everybody is in: from now on steps are counted."""
+        if _effect(effect) == "Note.round" and len(effect.data["members"]) == service._config.protocol.learners:
+            self._burns = True
+
+    def blow(self, when: str) -> None:
+        """Die here, if here is where to die. What was handed to the kernel stays; nothing else does."""
+        if when == self.point.when:
+            with self._deaths.open("a") as file:
+                file.write(json.dumps({"at": time.time(), "point": str(self.point)}) + "\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(points: str, out: str) -> None:
+    """The point of this life, if one is left for it."""
+    deaths = Path(out) / "deaths.jsonl"
+    lived = len(deaths.read_text().splitlines()) if deaths.exists() else 0
+    for point in [Point.parse(text) for text in points.split(",")][lived : lived + 1]:
+        _lay(Fuse(point, deaths))
+
+
+def _lay(fuse: Fuse) -> None:
+    from atoll.store import cuts, disk, journal
+    from atoll.syncer import process, service
+
+    def carried_out(self: service.SyncerService, effect: Any) -> str:
+        fuse.watch(self, effect)
+        return _effect(effect)
+
+    _around(fuse, service.SyncerService, "_carry_out", carried_out)
+    _around(fuse, disk.Growing, "write", lambda self, data: f"{self.path.name.partition('-')[0]}.write")
+    _around(fuse, disk.Growing, "datasync", lambda self: f"{self.path.name.partition('-')[0]}.sync")
+    _around(fuse, cuts, "write_atomic", lambda path, data: path.name)
+    _around(fuse, journal.Journal, "trim", lambda self, term, file: "trim")
+    _around(fuse, process, "save_model", lambda path, tensors: "model")
+
+
+def _around(fuse: Fuse, owner: Any, name: str, what: Callable[..., str]) -> None:
+    step: Step = getattr(owner, name)
+
+    def fused(*arguments: Any) -> Any:
+        if not fuse.due(what(*arguments)):
+            return step(*arguments)
+        fuse.blow("before")
+        if fuse.point.when == "half":
+            *first, data = arguments
+            step(*first, memoryview(data)[: len(data) // 2])
+            fuse.blow("half")
+        result = step(*arguments)
+        fuse.blow("after")
+        return result
+
+    setattr(owner, name, fused)
+
+
+def _effect(effect: Any) -> str:
+    """Sends and notes by what they say: there are many kinds of them."""
+    name = type(effect).__name__
+    if name == "Send":
+        return f"Send.{type(effect.message).__name__}"
+    return f"Note.{effect.kind}" if name == "Note" else name

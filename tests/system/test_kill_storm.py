@@ -1,0 +1,110 @@
+"""Learners, couriers and the syncer die at random in a run on leased data; whoever dies comes back.
+
+What became of every token and of every sample is read from the journal afterwards: all of them are accounted for.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from tests.system.conftest import SCRIPTS, Event, Run
+from tests.system.crashing import facts, victims
+from tests.system.crashing.samples import Samples
+
+from atoll.protocol.history import History
+from atoll.protocol.records import Begun, Merged
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+LEARNERS = 3
+LEASED = (SCRIPTS / "lease.py", "--evaluate-every", "0", "--learners", str(LEARNERS))
+NAMES = ["syncer", *(f"{kind}-{n}" for kind in ("learner", "courier") for n in range(LEARNERS))]
+MOST = 4
+"""Deaths of one process: the supervisor gives up one that dies more often in a minute."""
+
+
+def storm(run: Run, seed: int, kills: int, deaths: Counter[str]) -> None:
+    """Chance says whom it hits, and how soon after the last; now and then two at once."""
+    chance = random.Random(seed)
+    for _ in range(kills):
+        time.sleep(chance.uniform(0.0, 1.5))
+        hit = [name for name in chance.sample(NAMES, chance.choice((1, 1, 2))) if deaths[name] < MOST]
+        deaths.update(name for name in hit if victims.pids(run, name))
+        victims.kill(run, *hit)
+
+
+def all_train(run: Run, since: float) -> None:
+    """Until every learner was in a round since then, with the processes that are left."""
+    everybody = {f"learner-{n}" for n in range(LEARNERS)}
+    run.until(lambda events: {m["learner"] for e in events if _round_since(e, since) for m in e["members"]} == everybody)
+
+
+def _round_since(event: Event, since: float) -> bool:
+    return bool(event["kind"] == "round" and event["at"] > since)
+
+
+def check_all_accounted(run: Run) -> None:
+    """By the verification, by the fold that a syncer makes of the journal, and by counting the samples one by one."""
+    report = facts.check_files(run)
+    assert report.facts["finished"] and report.facts["fragment_tokens"]["in_flight"] == 0
+    records = facts.records(run)
+    assert isinstance(records[0], Begun)
+    history = History(records[0])
+    for record in records[1:]:
+        history.apply(record)
+    totals = history.ledger.totals()
+    assert set(totals.balance()) == {0} and totals.fragment_tokens() == report.facts["fragment_tokens"]
+    samples = Samples.of(records)
+    samples.check_passes()
+    fates = samples.fates()
+    assert fates["held"] == 0 and fates["merged"] > 0
+    assert history.leases is not None
+    state = history.leases.state()
+    assert not state.holdings, "nobody is there any more"
+    pieces = [(p.dataset, p.epoch, position) for p in state.waiting for position in range(p.start, p.stop)]
+    assert sorted(pieces) == list(samples.waiting())
+    print(f"tokens {report.facts['tokens']}, samples {dict(fates)}, {report.facts['incarnations']} incarnations")
+
+
+def survive(run: Run, *seeds: int, kills: int) -> None:
+    run.train(*LEASED)
+    deaths: Counter[str] = Counter()
+    for seed in seeds:
+        all_train(run, since=time.time())
+        storm(run, seed, kills, deaths)
+    all_train(run, since=time.time())
+    run.interrupt()
+    run.ended()
+    print(f"killed: {dict(deaths)}")
+    assert sum(deaths.values()) >= len(seeds) * kills // 2
+    facts.check_rounds(run, most_untold=deaths["syncer"])
+    check_all_accounted(run)
+
+
+def test_every_token_and_every_sample_is_accounted_for_after_three_storms(run: Run) -> None:
+    """One run for all three: most of its time goes into starting processes."""
+    survive(run, 1, 2, 3, kills=3)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_every_token_and_every_sample_is_accounted_for_after_a_storm(run: Run, seed: int) -> None:
+    survive(run, seed, kills=10)
+
+
+def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Run) -> None:
+    run.train(*LEASED, "--sync", "--", "--epochs", "1", "--samples", "1500").ended()
+    records = facts.records(run)
+    samples = Samples.of(records)
+    everything = Counter((0, 0, position) for position in range(1500))
+    assert samples.merged == dict.fromkeys(range(4), everything)
+    assert samples.fates() == {"merged": 1500}
+    tokens = Counter({r.fragment: 0 for r in records if isinstance(r, Merged)})
+    for record in records:
+        if isinstance(record, Merged):
+            tokens[record.fragment] += sum(share.tokens for share in record.members)
+    assert tokens == dict.fromkeys(range(4), 1500), "and nothing else"
+    check_all_accounted(run)

@@ -1,0 +1,128 @@
+"""Runs that are stopped, killed as a whole, gone on with, taken over and changed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.system.conftest import SCRIPTS, Run, members
+
+from atoll.learner.snapshot import read
+from atoll.observe.verify import verify_run
+from atoll.store.cuts import read_syncer_part
+
+pytestmark = pytest.mark.system
+
+EXACT = (SCRIPTS / "exact.py", "--learners", "2", "--sync", "--sync-every", "6", "--fragments", "3")
+QUIET = ("--cut-every", "20", "--evaluate-every", "0")
+LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--cut-every", "20")
+
+
+def cut_at(number: int):  # type: ignore[no-untyped-def]
+    return lambda events: any(e["kind"] == "cut" and e["cut"] >= number for e in events)
+
+
+def test_twenty_rounds_a_kill_and_twenty_more_are_forty_bit_for_bit(run: Run, tmp_path: Path) -> None:
+    """Parameters, momentum, inner optimizers, schedules, random states, bases and the place in the data."""
+    run.start("train", *EXACT, *QUIET, "--steps", "84", "--out", tmp_path / "straight").ended()
+    run.train(*EXACT, *QUIET, "--steps", "100000")
+    run.until(cut_at(20))
+    run.kill_everything()
+    run.start("train", "--resume", run.out, "--from-cut", "20", "--steps", "84", "--out", tmp_path / "again").ended()
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    _, _, expected = read_syncer_part(straight / "cuts", 40)
+    _, _, found = read_syncer_part(again / "cuts", 40)
+    assert expected.keys() == found.keys() and len(expected) == 6
+    assert all(np.array_equal(expected[name], found[name]) for name in expected), "Θ and momentum"
+    for learner in ("learner-0", "learner-1"):
+        was = read(straight / "learners" / learner / "cut-000040.safetensors")
+        now = read(again / "learners" / learner / "cut-000040.safetensors")
+        assert was.tensors.keys() == now.tensors.keys()
+        assert all(torch.equal(was.tensors[name], now.tensors[name]) for name in was.tensors), learner
+        assert was.states["optimizer"] == now.states["optimizer"]
+        assert was.states["extra/schedule"] == now.states["extra/schedule"]
+        assert was.rng == now.rng
+    assert verify_run(straight).ok and verify_run(run.out).ok
+    report = verify_run(again)
+    assert report.ok, report.problem
+
+
+def test_a_run_that_was_killed_as_a_whole_goes_on_with_another_number_of_learners(run: Run) -> None:
+    run.train(*LINE, "--learners", "2")
+    run.until(cut_at(20))
+    run.kill_everything()
+    before = verify_run(run.out)
+    assert before.ok, before.problem
+    run.start("train", "--resume", run.out, "--learners", "3")
+    run.until(lambda events: {("learner-0", 2), ("learner-1", 2), ("learner-2", 1)} <= set(members(events)))
+    run.interrupt()
+    run.ended()
+    rounds = [e["round"] for e in run.events("round", "passed")]
+    assert rounds == sorted(set(rounds)), "every round once"
+    assert "learners=3" in run.events("changed")[0]["text"]
+    after = verify_run(run.out)
+    assert after.ok, after.problem
+    assert after.facts["rounds"] > before.facts["rounds"]
+
+
+def test_a_second_syncer_refuses_and_a_standby_takes_over_from_one_that_stands_still(run: Run) -> None:
+    run.start("syncer", "--learners", "1", "--port", "0", "--out", run.out)
+    run.until(lambda events: any(e["kind"] == "run" for e in events))
+    url = run.address()
+    second = subprocess.run(
+        [sys.executable, "-m", "atoll.cli", "syncer", "--resume", str(run.out), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert second.returncode == 2 and "is served by another syncer" in second.stderr
+    assert second.stderr.count("\n") == 1
+    port = run.free_port()
+    standby = run.beside("syncer", "--standby", run.out, "--port", str(port))
+    learner = run.beside(
+        "learn", SCRIPTS / "line.py", "--syncer", f"{url},http://127.0.0.1:{port}", "--name", "learner-0"
+    )
+    run.until(lambda events: len(members(events)) == 1)
+    paused = run.pid_of_command()
+    os.kill(paused, signal.SIGSTOP)
+    run.until(lambda events: any(e["kind"] == "reigned" for e in events))
+    taken_at = next(i for i, e in enumerate(run.events()) if e["kind"] == "reigned")
+    run.until(lambda events: any(e["kind"] == "round" for e in events[taken_at:]))
+    before = len(run.events("round"))
+    os.kill(paused, signal.SIGCONT)
+    run.ended(code=5)
+    assert "another syncer has taken over" in run.stderr
+    run.until_events(lambda events: sum(e["kind"] == "round" for e in events) > before + 5)
+    standby.send_signal(signal.SIGINT)
+    assert standby.wait(60) == 0
+    assert learner.wait(60) == 0
+    report = verify_run(run.out)
+    assert report.ok, report.problem
+    assert report.facts["terms"] >= 2
+
+
+def test_settings_change_while_it_runs_and_are_journaled(run: Run) -> None:
+    run.train(*LINE, "--learners", "2")
+    run.until(lambda events: len(members(events)) == 2)
+    said = run.command("set", run.out, "quorum=2", "outer_lr=0.3")
+    assert said.returncode == 0 and "changed: quorum=2 outer_lr=0.3" in said.stdout
+    wrong = run.command("set", run.out, "fragments=3")
+    assert wrong.returncode == 1 and "'fragments' cannot change while a run goes on" in wrong.stderr
+    os.kill(run.pid("syncer"), signal.SIGKILL)
+    run.until(lambda events: any(e["kind"] == "reigned" for e in events))
+    at = next(i for i, e in enumerate(run.events()) if e["kind"] == "reigned")
+    run.until(lambda events: any(e["kind"] == "round" for e in events[at:]))
+    status = json.loads(run.command("status", run.out, "--json").stdout)
+    assert status["quorum"] == 2, "it is still so in the next term"
+    run.interrupt()
+    run.ended()
+    report = verify_run(run.out)
+    assert report.ok, report.problem
