@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from atoll.config import convert
 from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
+from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Box, Channel, Frame, Start, Step, StopOrder, Welcomed, decode_to_training
 from atoll.numerics.fragments import make_plan
@@ -101,9 +103,11 @@ class Run:
 
 
 class Training:
-    """What the training process does, one step at a time."""
+    """What the training process does, one step at a time. What it gives to newcomers is a small model's AdamW."""
 
-    def __init__(self, url: str, parameters: dict[str, torch.Tensor], name: str = "learner-0") -> None:
+    def __init__(
+        self, url: str, parameters: dict[str, torch.Tensor], name: str = "learner-0", *, direct: bool = True
+    ) -> None:
         self.parameters, self.t, self.tokens = parameters, 0, 0
         tensors = tuple(TensorSpec(n, tuple(p.shape), DTYPES[p.dtype]) for n, p in parameters.items())
         self.start = Start(name, f"session-of-{name}", url, tensors)
@@ -112,6 +116,11 @@ class Training:
         self.welcomes: list[Welcomed] = []
         self.stops: list[StopOrder] = []
         self.done = False
+        self.direct = direct
+        """Whether newcomers may fetch its state from its courier."""
+        self.model = nn.Linear(4, 3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+        self.peers = PeerStates(self.model, self.optimizer, {}, self)  # type: ignore[arg-type]
         self._readable = asyncio.Event()
 
     # ---- its courier --------------------------------------------------------------------------------------------
@@ -121,14 +130,15 @@ class Training:
         self.channel, theirs = Channel.pair()
         loop = asyncio.get_running_loop()
         loop.add_reader(self.channel.sock, self._readable.set)
-        self.courier = Courier(Channel(theirs))
+        self.courier = Courier(Channel(theirs), direct=self.direct)
         self.task = asyncio.ensure_future(self.courier.run())
         self.send(
             Start(**{f: getattr(self.start, f) for f in Start.__struct_fields__ if f != "boxed"}, boxed=self.boxed)
         )
         if self.box is not None and self.boundary is not None:
             self.boundary.drop_orders()
-            self.send(Box(self.boundary.settings, self.stepped()), self.box.fd)
+            self.peers.courier_died()
+            self.send(Box(self.boundary.settings, self.stepped(), waits=self.peers.waits), self.box.fd)
 
     @property
     def boxed(self) -> bool:
@@ -142,6 +152,8 @@ class Training:
         for session in (self.courier._link._control, self.courier._link._bodies):  # type: ignore[union-attr]
             if session is not None:
                 await session.close()
+        if self.courier._states is not None:
+            await self.courier._states.close()
         self.courier._channel.close()
         self.hang_up()
 
@@ -155,14 +167,20 @@ class Training:
     def send(self, frame: Frame, descriptor: int | None = None) -> None:
         self.channel.send(frame, descriptor)
 
+    def take_descriptor(self) -> int:
+        return self.channel.take_descriptor()
+
     def listen(self) -> None:
         self._readable.clear()
+        self.peers.settle()
         for data in self.channel.receive():
             match frame := decode_to_training(data):
                 case Welcomed():
                     self._welcomed(frame)
                 case StopOrder():
                     self.stops.append(frame)
+                case order if isinstance(order, PeerOrder):
+                    self.peers.obey(order, self.t)
                 case _:
                     assert self.boundary is not None
                     self.boundary.obey(frame)
@@ -189,7 +207,7 @@ class Training:
 
     async def join(self) -> None:
         self.hire()
-        await self.until(lambda: self.boundary is not None and self.boundary.recovered)
+        await self.until(lambda: self.boundary is not None and self.boundary.recovered and not self.peers.waits)
 
     def stepped(self, stopped: bool = False) -> Stepped:
         steps = () if self.box is None else tuple(self.box.steps.tolist())
@@ -208,6 +226,12 @@ class Training:
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)
         self.send(Step(self.stepped(), self.boundary.epoch))
+
+    def learn(self) -> None:
+        """A step of the small model."""
+        self.optimizer.zero_grad()
+        self.model(torch.randn(5, 4)).square().mean().backward()
+        self.optimizer.step()
 
     def stop(self) -> None:
         assert self.boundary is not None
@@ -229,10 +253,15 @@ class Stage:
         return run
 
     def training(
-        self, run: Run, parameters: dict[str, torch.Tensor] | None = None, name: str = "learner-0"
+        self,
+        run: Run,
+        parameters: dict[str, torch.Tensor] | None = None,
+        name: str = "learner-0",
+        *,
+        direct: bool = True,
     ) -> Training:
         own = parameters or {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([[4.0, 5.0]])}
-        training = Training(run.url, own, name)
+        training = Training(run.url, own, name, direct=direct)
         self._stack.push_async_callback(_over, training)
         return training
 

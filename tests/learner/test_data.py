@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from atoll.learner.data import collect, generator, orders
+from atoll.learner.data import Leased, collect, generator, orders, sources
+from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.messages import Range
 
 
 def drawn(seed: int = 0, learner: str = "learner-0", incarnation: int = 1) -> list[list[int]]:
@@ -84,3 +87,205 @@ def test_samples_that_are_dictionaries_become_one() -> None:
     samples = [{"x": torch.tensor(n), "y": n} for n in range(3)]
     batch = collect(samples, INDICES)
     assert batch["x"].tolist() == batch["y"].tolist() == [2, 0]
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (100, 40)
+
+
+def samples(dataset: int, start: int, stop: int, epoch: int = 0) -> list[int]:
+    """What lies at these positions of a pass."""
+    positions = np.arange(start, stop, dtype=np.int64)
+    return [int(one) for one in permuted(positions, length=LENGTHS[dataset], seed=7, dataset=dataset, epoch=epoch)]
+
+
+def leased(*ranges: Range, batch: int = 4, over: bool = False) -> Leased:
+    leased = Leased(LENGTHS, batch, seed=7)
+    leased.supply(ranges, over)
+    return leased
+
+
+def taken(leased: Leased) -> list[tuple[int, list[int]]]:
+    """All batches there are."""
+    batches = []
+    while (batch := leased.take()) is not None:
+        leased.stepped()
+        batches.append((batch[0], batch[1].tolist()))
+    return batches
+
+
+def test_leased_samples_are_taken_in_the_order_they_were_granted() -> None:
+    batches = taken(leased(Range(0, 0, 0, 20, 28), Range(1, 0, 0, 90, 100), Range(2, 0, 1, 0, 6)))
+    whole = [sample for _, batch in batches for sample in batch]
+    assert whole == [*samples(0, 20, 28), *samples(0, 90, 100), *samples(0, 0, 6, epoch=1)]
+    assert [len(batch) for _, batch in batches] == [4] * 6, "a batch may span two leases"
+
+
+@given(
+    cuts=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    batch=st.integers(1, 20),
+    datasets=st.lists(st.integers(0, 1), min_size=12, max_size=12),
+)
+def test_every_leased_sample_is_taken_once_whatever_the_leases(
+    cuts: list[int], batch: int, datasets: list[int]
+) -> None:
+    ends, ranges, expected = [0, 0], [], []
+    for lease, (size, dataset) in enumerate(zip(cuts, datasets, strict=False)):
+        start, stop = ends[dataset], min(LENGTHS[dataset], ends[dataset] + size)
+        if start < stop:
+            ranges.append(Range(lease, dataset, 0, start, stop))
+            expected += [(dataset, sample) for sample in samples(dataset, start, stop)]
+            ends[dataset] = stop
+    source = leased(*ranges, batch=batch)
+    batches = taken(source)
+    assert [(dataset, sample) for dataset, indices in batches for sample in indices] == expected
+    assert all(0 < len(indices) <= batch for _, indices in batches)
+    assert source.position == len(expected)
+
+
+def test_a_batch_never_mixes_datasets_so_a_short_one_goes_before_another() -> None:
+    batches = taken(leased(Range(0, 0, 0, 0, 6), Range(1, 1, 0, 0, 6), Range(2, 0, 0, 6, 8)))
+    assert batches == [
+        (0, samples(0, 0, 4)),
+        (0, samples(0, 4, 6)),
+        (1, samples(1, 0, 4)),
+        (1, samples(1, 4, 6)),
+        (0, samples(0, 6, 8)),
+    ]
+
+
+def test_a_short_batch_ends_the_data() -> None:
+    source = leased(Range(0, 0, 0, 0, 7), over=True)
+    assert [len(batch) for _, batch in taken(source)] == [4, 3]
+    assert source.over and source.empty
+
+
+def test_samples_count_as_taken_when_their_step_is_done() -> None:
+    source = leased(Range(0, 0, 0, 0, 20))
+    source.take()
+    assert source.position == 0
+    source.take()
+    source.stepped()
+    assert source.position == 8, "two batches to one step"
+    source.stepped()
+    assert source.position == 8
+
+
+def test_a_lease_that_comes_twice_is_taken_once() -> None:
+    source = leased(Range(0, 0, 0, 0, 8), Range(1, 0, 0, 8, 12))
+    source.take()
+    source.supply([Range(0, 0, 0, 0, 8), Range(1, 0, 0, 8, 12), Range(2, 0, 0, 40, 44)], over=False)
+    assert [sample for _, batch in taken(source) for sample in batch] == [*samples(0, 4, 12), *samples(0, 40, 44)]
+
+
+def test_the_end_of_the_data_is_not_taken_back() -> None:
+    source = leased(Range(0, 0, 0, 0, 8), over=True)
+    source.supply([], over=False)
+    assert source.over
+
+
+def test_without_a_lease_there_is_no_batch_and_nothing_to_repeat() -> None:
+    source = leased()
+    assert source.empty and source.take() is None and source.repeat() is None
+
+
+def test_when_leases_run_out_the_last_is_gone_through_again_and_counts_for_nothing() -> None:
+    source = leased(Range(0, 0, 0, 0, 8), Range(1, 1, 0, 10, 16))
+    taken(source)
+    again = []
+    for _ in range(3):
+        batch = source.repeat()
+        assert batch is not None and batch[0] == 1
+        again += batch[1].tolist()
+        source.stepped()
+    assert again == samples(1, 10, 16) * 2, "round and round"
+    assert source.position == 14
+    source.supply([Range(2, 0, 0, 8, 12)], over=False)
+    assert taken(source) == [(0, samples(0, 8, 12))] and source.position == 18
+
+
+def test_in_another_life_nothing_is_left_of_the_one_before() -> None:
+    source = leased(Range(4, 0, 0, 0, 20), over=True)
+    source.take()
+    source.stepped()
+    source.take()
+    source.forget()
+    assert (source.position, source.empty, source.over) == (0, True, False)
+    source.stepped()
+    assert source.position == 0, "nor of what was handed out"
+    source.supply([Range(5, 0, 0, 20, 24)], over=False)
+    assert taken(source) == [(0, samples(0, 20, 24))] and source.position == 4
+
+
+def test_in_another_run_leases_are_numbered_anew() -> None:
+    source = leased(*[Range(lease, 0, 0, 4 * lease, 4 * lease + 4) for lease in range(10)])
+    source.forget()
+    source.supply([Range(0, 0, 0, 8, 12)], over=False)
+    assert taken(source) == [(0, samples(0, 8, 12))]
+
+
+def through_json(source: Leased, batch: int = 4) -> Leased:
+    """Put back from a cut."""
+    again = Leased(LENGTHS, batch, seed=7)
+    again.load(msgspec.json.decode(msgspec.json.encode(source.state())))
+    return again
+
+
+@pytest.mark.parametrize("batches", range(7))
+def test_out_of_a_cut_it_goes_on_with_the_next_sample(batches: int) -> None:
+    ranges = (Range(3, 0, 0, 0, 10), Range(4, 1, 0, 0, 5), Range(5, 1, 0, 5, 9))
+    straight, source = leased(*ranges, over=True), leased(*ranges, over=True)
+    for _ in range(batches):
+        straight.take()
+        straight.stepped()
+        source.take()
+        source.stepped()
+    again = through_json(source)
+    assert (again.position, again.over) == (straight.position, True)
+    again.supply(ranges, over=False)
+    assert taken(again) == taken(straight), "and takes nothing twice that comes again"
+    assert again.position == straight.position == 19
+
+
+@pytest.mark.parametrize("batches", range(4))
+def test_a_batch_that_was_handed_out_and_not_stepped_on_is_taken_again_out_of_a_cut(batches: int) -> None:
+    ranges = (Range(3, 0, 0, 0, 6), Range(4, 0, 0, 6, 30))
+    straight, source = leased(*ranges), leased(*ranges)
+    straight.take()
+    straight.stepped()
+    source.take()
+    source.stepped()
+    for _ in range(batches):
+        source.take()
+    again = through_json(source)
+    assert again.position == 4
+    assert taken(again) == taken(straight)
+    assert again.position == 30
+
+
+# ---- datasets --------------------------------------------------------------------------------------------------------
+
+
+def test_one_dataset_needs_no_name_and_several_have_theirs() -> None:
+    rows = torch.arange(6)
+    assert [(one.name, one.weight) for one in sources(rows, None)] == [("data", 1.0)]
+    found = sources({"text": rows, "code": rows[:3]}, {"code": 3})
+    assert [(one.name, len(one.samples), one.weight) for one in found] == [("text", 6, 1.0), ("code", 3, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("data", "weights", "said"),
+    [
+        ({"text": [1]}, {"code": 1.0}, r"weights name 'code', which is none of the datasets \['text'\]"),
+        ({"text": [1]}, {"text": 0.0}, "the weight of dataset 'text' is 0.0: it must be above 0"),
+        ({"text": [1]}, {"text": float("nan")}, "the weight of dataset 'text' is nan"),
+        ({"text": []}, None, "the dataset 'text' has no samples"),
+        ({}, None, "no dataset was given"),
+    ],
+)
+def test_datasets_that_cannot_be_trained_on_are_named(
+    data: dict[str, list[int]], weights: dict[str, float] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sources(data, weights)

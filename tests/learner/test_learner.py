@@ -13,6 +13,8 @@ from atoll.learner.learner import Learner
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     AdoptOrder,
+    AwaitOrder,
+    BeginOrder,
     Box,
     Bye,
     ForgetOrder,
@@ -138,7 +140,7 @@ class Joined:
         self.rules = rules or Settings(fragments=2, overlap=0).resolved(2)
         self.courier = Scripted(self._answer)
         self.learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", **options)  # type: ignore[arg-type]
-        self.learner._partner = self.courier  # type: ignore[assignment]
+        self.learner._partner = self.learner._peers._partner = self.courier  # type: ignore[assignment]
         self.leaving: list[ToTraining] = [StopOrder("the run is over", final=True)]
 
     def _answer(self, frame: Frame) -> list[ToTraining]:
@@ -320,6 +322,51 @@ class TestLeaving:
             pass
         with pytest.raises(RuntimeError, match="entered once"), joined.learner:
             pass
+
+
+class TestNewcomer:
+    def seeking(self, joined: Joined) -> None:
+        """The run has parameters at once; a peer's state is sought."""
+
+        def answer(frame: Frame) -> list[ToTraining]:
+            sought: list[ToTraining] = [AwaitOrder()] if isinstance(frame, Box) else []
+            return sought + joined._answer(frame)
+
+        joined.courier.answers = answer
+
+    def test_it_does_not_begin_before_it_is_known_what_becomes_of_a_peers_state(
+        self, joined: Joined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.seeking(joined)
+        waited: list[bool] = []
+
+        def wait(seconds: float) -> None:
+            waited.append(joined.learner._peers.waits)
+            if len(waited) == 3:
+                joined.courier.waiting.append(BeginOrder("goes on with the inner optimizer of learner-1"))
+
+        monkeypatch.setattr(joined.courier, "wait", wait)
+        with joined.learner as learner:
+            assert waited[1:3] == [True, True] and not learner._peers.waits
+            assert "goes on with the inner optimizer of learner-1" in capsys.readouterr().err
+
+    def test_past_its_patience_it_trains_without(self, capsys: pytest.CaptureFixture[str]) -> None:
+        joined = Joined(small(), join_wait_s=0.01)
+        self.seeking(joined)
+        with joined.learner as learner:
+            assert "no state of a peer's for 0.01 s: training goes on" in capsys.readouterr().err
+            learner.step(tokens=1)
+
+    def test_a_new_courier_hears_that_it_waits(self) -> None:
+        joined = Joined(small(), join_wait_s=0.01)
+        self.seeking(joined)
+        with joined.learner as learner:
+            joined.courier.sent.clear()
+            joined.courier.dead = True
+            learner.step(tokens=1)
+            [box] = joined.courier.of(Box)
+            assert box.waits  # type: ignore[attr-defined]
+            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, Step) else []
 
 
 class TestFailing:

@@ -168,3 +168,36 @@ def test_a_peer_that_is_gone_closes_the_channel_and_sending_to_it_does_nothing(e
     assert ours.receive() == []
     assert ours.closed
     ours.send(Bye("too late"))
+
+
+def test_a_descriptor_may_be_closed_by_its_sender_at_once_also_while_the_frame_waits(ends: Ends) -> None:
+    ours, other = ends
+    for _ in range(2000):
+        ours.send(Bye("x" * 1000))  # the socket is full by now
+    assert ours.clogged
+    near, far = os.pipe()
+    ours.send(Bye("with it"), near)
+    os.close(near)
+    os.write(far, b"still there")
+    assert len(everything(ours, other, 2001)) == 2001
+    received = other.take_descriptor()
+    assert os.read(received, 100) == b"still there"
+    os.close(received)
+    os.close(far)
+
+
+def test_closing_leaves_no_descriptor_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = Channel.pair()
+    other = Channel(theirs)
+    near, far = os.pipe()
+    ours.send(Bye("arrives, and nobody takes it"), near)
+    assert len(other.receive()) == 1
+    for _ in range(2000):
+        ours.send(Bye("x" * 1000))
+    ours.send(Bye("never leaves"), near)
+    for fd in (near, far):
+        os.close(fd)
+    ours.close()
+    other.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -81,7 +81,7 @@ class Invariants:
             assert data["learner"] not in self.helping, "recovered while its help is under way"
             self.recovered.add((data["learner"], data["incarnation"]))
         elif note.kind == "helping":
-            assert (data["learner"], data["incarnation"]) not in self.recovered, "it needs no help any more"
+            self.recovered.discard((data["learner"], data["incarnation"]))  # it is to say so anew, after its help
             self.helping.setdefault(data["learner"], set()).add(data["peer"])
         elif note.kind == "helped":
             assert data["peer"] in self.helping.pop(data["learner"]), "helped by one that was asked"

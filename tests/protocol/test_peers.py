@@ -271,8 +271,10 @@ def test_a_peer_that_goes_into_quarantine_is_followed_by_another() -> None:
     newcomer = world.join("learner-3")
     until(world, "helping")
     world.islands["learner-0"].broken = True
-    assert until(world, "helping", count=2).data["learner"] in ("learner-0", "learner-3")
+    until(world, "quarantined")
     world.run_until(seconds=15)
+    reasons = [str(note.data["reason"]) for note in world.said("helping") if note.data["learner"] == "learner-3"]
+    assert reasons == ["", "learner-0: it is in quarantine"]
     assert newcomer.source in ("learner-1", "learner-2")
 
 
@@ -348,6 +350,35 @@ def test_a_synchronous_run_takes_the_newcomer_in_once_it_is_helped() -> None:
     world.run_until(seconds=20)
     assert newcomer.source and "learner-3" in world.members(world.syncer.committed - 1)
     assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_what_a_synchronous_newcomer_goes_on_with_is_on_order_before_it_is_told_to() -> None:
+    """It goes on at once; a copy or a hold that came behind would be missed."""
+    world = running(synchronous=True, overlap=1)
+    machine = world.join("learner-3").machine
+    told: list[list[fx.LearnerEffect]] = []
+    handle = machine.handle
+
+    def listen(now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
+        told.append(handle(now, event))
+        return told[-1]
+
+    machine.handle = listen  # type: ignore[method-assign]
+    until(world, "helped")
+    [effects] = [one for one in told if any(isinstance(effect, fx.Begin) for effect in one)]
+    kinds = [type(effect) for effect in effects]
+    assert fx.Read in kinds and fx.Hold in kinds
+    assert kinds.index(fx.Begin) > max(i for i, kind in enumerate(kinds) if kind in (fx.Read, fx.Hold))
+
+
+def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
+    world = running(3, 3)
+    world.islands["learner-1"].answers = False
+    while not any(round_.asked for round_ in world.syncer.rounds.open.values()):
+        world.run_until(seconds=0.01)
+    world.inject(fx.Received("learner-1", Seek(after=3)))
+    seats = [round_.seats["learner-1"] for round_ in world.syncer.rounds.open.values() if "learner-1" in round_.seats]
+    assert seats and all(seat.why_out == "it takes a peer's state first" for seat in seats)
 
 
 def test_at_the_end_nobody_waits_for_a_peer() -> None:

@@ -69,7 +69,7 @@ def test_what_does_not_fit_ends_the_search() -> None:
     assert newcomer.said == [Settled(ticket="one", peer="a", reason="'optimizer' is SGD here")]
     newcomer.seeking.conclude()
     [begin] = [effect for effect in newcomer.done if isinstance(effect, fx.Begin)]
-    assert "does not fit ('optimizer' is SGD here)" in begin.text and not newcomer.seeking.open
+    assert "does not fit, its own warms up: 'optimizer' is SGD here" in begin.text and not newcomer.seeking.open
 
 
 def test_without_a_peer_it_goes_on_as_it_is() -> None:
@@ -78,7 +78,7 @@ def test_without_a_peer_it_goes_on_as_it_is() -> None:
     newcomer.seeking.hear(Fresh(reason="no healthy peer is there"))
     newcomer.seeking.conclude()
     leave, begin = newcomer.done
-    assert leave == fx.LeaveState("one") and "(no healthy peer is there): ours warms up" in begin.text
+    assert leave == fx.LeaveState("one") and "warms up where it is fresh: no healthy peer is there" in begin.text
     newcomer.helped("two")
     assert newcomer.done == [leave, begin], "too late"
 

@@ -91,3 +91,18 @@ def test_an_ending_that_was_begun_is_gone_on_with() -> None:
     world.run_to_end()
     assert world.syncer.phase == "finished" and world.syncer.history.ended == "the operator asked for it"
     assert not any(world.syncer.history.ledger.totals().lost)
+
+
+def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
+    """durability = "cut", and the machine itself went down: learners hold versions that the run does not know of."""
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=40).run_until(round=12)
+    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
+    del world.journal[kept:]
+    world.invariants.told = [0, 0]
+    world.crash_syncer()
+    assert world.syncer.committed == 8
+    world.run_to_end()
+    assert {one.incarnation for one in world.syncer.members.learners.values()} == {2}
+    for island in world.islands.values():
+        assert island.theta == world.theta, "everybody ends with the run's model"
+    assert not any(world.syncer.history.ledger.totals().balance())

@@ -227,7 +227,8 @@ class World:
         self.unlink(name, "courier died")
         old = island.machine
         island.machine = Learner(name, old.session, TENSORS)
-        island.machine.restore(old.run, list(island.adopted), self._stepped(island), seeking=island.waits)
+        held, stepped = list(island.adopted), self._stepped(island)
+        island.machine.restore(old.run, held, stepped, old.incarnation, seeking=island.waits)
         island.reads, island.holds, island.inbox = {}, {}, []
         island.capture, island.given, island.fetching, island.arrived = 0, {}, "", None
         self.link(name)

@@ -112,6 +112,25 @@ def test_a_short_write_ends_its_line_and_the_whole_line_comes_again(
     assert sink.path.read_bytes() == b"123\n1234567\nnext\n"
 
 
+def test_a_torn_line_that_could_not_be_ended_is_ended_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, room = os.write, [3, 0, 0]
+
+    def nearly_full(descriptor: int, data: bytes) -> int:
+        if not (left := room.pop(0)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:left])
+
+    with Appender(tmp_path / "events.jsonl") as sink:
+        monkeypatch.setattr(os, "write", nearly_full)
+        sink(b"1234567\n")
+        sink(b"second\n")
+        monkeypatch.undo()
+        sink(b"third\n")
+    assert sink.path.read_bytes() == b"123\n1234567\nsecond\nthird\n"
+
+
 def test_of_the_lines_kept_for_a_full_disk_the_oldest_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "KEPT_LINES", 3)
     with Appender(tmp_path / "events.jsonl") as sink:

@@ -96,6 +96,21 @@ def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
     assert np.abs(model["bias"] - 1).max() < 0.2
 
 
+def test_a_learner_whose_machine_is_taken_away_leaves_in_good_order(run: Run) -> None:
+    run.train(*LINE, "--learners", "2", "--steps", "100000")
+    run.until(lambda events: len(members(events)) == 2)
+    os.kill(run.pid("learner-1"), signal.SIGTERM)
+    run.until(lambda events: any(e["kind"] == "exited" and e["process"] == "learner-1" for e in events))
+    left = next(e for e in run.events("left") if e["learner"] == "learner-1")
+    assert "its machine is taken away" in left["text"] and left["unmerged_tokens"] == 0
+    assert next(e for e in run.events("exited") if e["process"] == "learner-1")["code"] == 0
+    assert (run.out / "learners" / "learner-1" / "preempted.safetensors").exists()
+    before = len(run.events("round"))
+    run.until(lambda events: sum(e["kind"] == "round" for e in events) > before + 5)
+    run.interrupt()
+    run.ended()
+
+
 def test_a_model_that_differs_is_refused_and_the_others_go_on(run: Run) -> None:
     """With an evaluator, for which this script brings no scorer: the run says so and does not wait for it."""
     run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "100000", "--overlap", "1", "--", "--odd", "5")

@@ -81,10 +81,11 @@ def check_nothing_lost(run: Run, points: tuple[str, ...], *, silent: int = 0) ->
 
 
 def check_outages(run: Run) -> None:
-    for outage in facts.outages(run, facts.deaths(run)):
+    outages = facts.outages(run, facts.deaths(run))
+    for outage in outages:
         print(f"{outage.point}: rounds again after {outage.seconds:.2f} s")
         assert outage.seconds < facts.SLOW * facts.AGAIN_S, outage
-        facts.check_kept_stepping(run, outage)
+    facts.check_kept_stepping(run, outages)
     assert facts.check_adopted(run) > 50
 
 
@@ -138,15 +139,18 @@ def test_a_killed_learner_or_courier_costs_the_others_nothing(run: Run) -> None:
     """A courier, a learner, and both at once: they come back, and meanwhile rounds and steps of the others go on."""
     run.train(*DIARY)
     run.until(lambda events: everybody(events, since=0.0))
+    aways = []
     for names in (("courier-1",), ("learner-1",), ("learner-1", "courier-1")):
         killed = time.time()
         assert victims.kill(run, *names)
         run.until(lambda events, since=killed: is_back("learner-1", events, since))
         away = Outage(" and ".join(names), killed, time.time())
-        print(f"{away.point}: back after {away.seconds:.2f} s, longest pause of rounds {longest_pause(run, away):.3f} s")
-        assert longest_pause(run, away) < facts.SLOW * facts.STILL_S
-        facts.check_kept_stepping(run, away, {"learner-0"})
+        pause_s = longest_pause(run, away)
+        print(f"{away.point}: back after {away.seconds:.2f} s, longest pause of rounds {pause_s:.3f} s")
+        assert pause_s < facts.SLOW * facts.STILL_S
+        aways.append(away)
     end(run, since=time.time())
+    facts.check_kept_stepping(run, aways, {"learner-0"})
     assert [e["process"] for e in run.events("restarted")] == ["learner-1", "learner-1"]
     facts.check_rounds(run, most_untold=0)
     assert facts.check_adopted(run) > 50

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from tests.system.conftest import SCRIPTS, Event, Run
+from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.crashing import facts, victims
 from tests.system.crashing.samples import Samples
 
@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 LEARNERS = 3
 LEASED = (SCRIPTS / "lease.py", "--evaluate-every", "0", "--learners", str(LEARNERS))
 NAMES = ["syncer", *(f"{kind}-{n}" for kind in ("learner", "courier") for n in range(LEARNERS))]
+LONGEST_CALM_S = 3.0
+"""Between two kills: shorter and longer than a learner takes to come back."""
 MOST = 4
 """Deaths of one process: the supervisor gives up one that dies more often in a minute."""
 
@@ -30,20 +32,15 @@ def storm(run: Run, seed: int, kills: int, deaths: Counter[str]) -> None:
     """Chance says whom it hits, and how soon after the last; now and then two at once."""
     chance = random.Random(seed)
     for _ in range(kills):
-        time.sleep(chance.uniform(0.0, 1.5))
+        time.sleep(chance.uniform(0.0, LONGEST_CALM_S))
         hit = [name for name in chance.sample(NAMES, chance.choice((1, 1, 2))) if deaths[name] < MOST]
         deaths.update(name for name in hit if victims.pids(run, name))
         victims.kill(run, *hit)
 
 
-def all_train(run: Run, since: float) -> None:
-    """Until every learner was in a round since then, with the processes that are left."""
-    everybody = {f"learner-{n}" for n in range(LEARNERS)}
-    run.until(lambda events: {m["learner"] for e in events if _round_since(e, since) for m in e["members"]} == everybody)
-
-
-def _round_since(event: Event, since: float) -> bool:
-    return bool(event["kind"] == "round" and event["at"] > since)
+def until_in_rounds(run: Run, learners: int, since: float) -> None:
+    """Until so many learners were in rounds since then."""
+    run.until(lambda events: len({name for name, _ in members([e for e in events if e["at"] > since])}) >= learners)
 
 
 def check_all_accounted(run: Run) -> None:
@@ -60,7 +57,7 @@ def check_all_accounted(run: Run) -> None:
     samples = Samples.of(records)
     samples.check_passes()
     fates = samples.fates()
-    assert fates["held"] == 0 and fates["merged"] > 0
+    assert fates["held"] == 0 and fates["merged or dropped"] > 0
     assert history.leases is not None
     state = history.leases.state()
     assert not state.holdings, "nobody is there any more"
@@ -71,11 +68,12 @@ def check_all_accounted(run: Run) -> None:
 
 def survive(run: Run, *seeds: int, kills: int) -> None:
     run.train(*LEASED)
+    until_in_rounds(run, LEARNERS, since=0.0)
     deaths: Counter[str] = Counter()
     for seed in seeds:
-        all_train(run, since=time.time())
         storm(run, seed, kills, deaths)
-    all_train(run, since=time.time())
+        until_in_rounds(run, 1, since=time.time())
+    until_in_rounds(run, LEARNERS, since=time.time())
     run.interrupt()
     run.ended()
     print(f"killed: {dict(deaths)}")
@@ -86,7 +84,7 @@ def survive(run: Run, *seeds: int, kills: int) -> None:
 
 def test_every_token_and_every_sample_is_accounted_for_after_three_storms(run: Run) -> None:
     """One run for all three: most of its time goes into starting processes."""
-    survive(run, 1, 2, 3, kills=3)
+    survive(run, 1, 2, 3, kills=2)
 
 
 @pytest.mark.faults
@@ -101,7 +99,7 @@ def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Ru
     samples = Samples.of(records)
     everything = Counter((0, 0, position) for position in range(1500))
     assert samples.merged == dict.fromkeys(range(4), everything)
-    assert samples.fates() == {"merged": 1500}
+    assert samples.fates() == {"merged or dropped": 1500}
     tokens = Counter({r.fragment: 0 for r in records if isinstance(r, Merged)})
     for record in records:
         if isinstance(record, Merged):

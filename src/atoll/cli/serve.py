@@ -93,6 +93,10 @@ def learn(
         str | None,
         typer.Option(help="Its own in the run; by default this machine and process.", envvar="ATOLL_LEARNER"),
     ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where it saves its part of cuts: learners/NAME of the run's folder.", envvar="ATOLL_FOLDER"),
+    ] = None,
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")
     ] = False,
@@ -107,6 +111,8 @@ def learn(
     os.environ["ATOLL_SYNCER"] = ",".join(checked_url(one) for one in syncer.split(","))
     os.environ["ATOLL_LEARNER"] = checked_name(name or _own_name())
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
+    if folder is not None:
+        os.environ["ATOLL_FOLDER"] = str(folder.absolute())
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
 
 

@@ -151,6 +151,8 @@ class LocalRun:
             self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"})
         for child in self._everyone()[1:]:
             self._start(child)
+            for name in ("ATOLL_STATE", "ATOLL_EXACT", "ATOLL_RUN"):
+                child.env.pop(name, None)  # for its first life only: what dies later is a newcomer
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}

@@ -70,11 +70,15 @@ class Leased:
     """What this learner was leased and has not taken yet."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        self._lengths, self._batch, self._seed = lengths, batch_size, seed
+        self._lengths, self.batch_size, self._seed = lengths, batch_size, seed
         self._ranges: deque[Range] = deque()
         self._newest = -1
         self._at = 0
         """Samples of the first range that are handed out."""
+        self._behind: list[Range] = []
+        """Ranges that were handed out to their end since the last step."""
+        self._stepped_at = 0
+        """Where the last step left off, in the first of those or of what is left."""
         self._last: Range | None = None
         self._again = 0
         self._handed = 0
@@ -92,12 +96,15 @@ class Leased:
     def forget(self) -> None:
         """Another life: what it was leased goes to whoever gets it next."""
         self._ranges.clear()
-        self._at = self._handed = self.position = 0
+        self._behind.clear()
+        self._newest = -1
+        self._at = self._stepped_at = self._handed = self.position = 0
         self.over = False
 
     def stepped(self) -> None:
         self.position += self._handed
-        self._handed = 0
+        self._handed, self._stepped_at = 0, self._at
+        self._behind.clear()
 
     @property
     def empty(self) -> bool:
@@ -107,7 +114,7 @@ class Leased:
         """The next batch: its dataset and the indices of its samples. None when there is none."""
         if self.empty:
             return None
-        dataset, wanted, parts = self._ranges[0].dataset, self._batch, []
+        dataset, wanted, parts = self._ranges[0].dataset, self.batch_size, []
         while wanted and self._ranges and self._ranges[0].dataset == dataset:
             part = self._piece(wanted)
             wanted -= len(part)
@@ -121,18 +128,20 @@ class Leased:
         last = self._last
         if last is None:
             return None
-        positions = last.start + (self._again + np.arange(self._batch, dtype=np.int64)) % (last.stop - last.start)
-        self._again += self._batch
+        positions = last.start + (self._again + np.arange(self.batch_size, dtype=np.int64)) % (last.stop - last.start)
+        self._again += self.batch_size
         return last.dataset, self._indices(last, positions)
 
     def state(self) -> dict[str, Any]:
         """As a cut carries it. A batch that was handed out and not stepped on is taken again."""
-        ranges = [msgspec.to_builtins(one) for one in self._ranges]
-        return {"ranges": ranges, "at": self._at, "newest": self._newest, "position": self.position, "over": self.over}
+        ranges = [msgspec.to_builtins(one) for one in (*self._behind, *self._ranges)]
+        at = {"at": self._stepped_at, "newest": self._newest, "position": self.position, "over": self.over}
+        return {"ranges": ranges, **at}
 
     def load(self, state: dict[str, Any]) -> None:
         self._ranges = deque(msgspec.convert(one, Range) for one in state["ranges"])
-        self._at, self._newest = state["at"], state["newest"]
+        self._at = self._stepped_at = state["at"]
+        self._newest = state["newest"]
         self.position, self.over = state["position"], state["over"]
 
     def _piece(self, wanted: int) -> Indices:
@@ -142,7 +151,7 @@ class Leased:
         self._at += stop - start
         self._last = first
         if stop == first.stop:
-            self._ranges.popleft()
+            self._behind.append(self._ranges.popleft())
             self._at = 0
         return self._indices(first, np.arange(start, stop, dtype=np.int64))
 

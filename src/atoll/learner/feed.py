@@ -56,12 +56,15 @@ class Feed:
         return found
 
     def ask(self, found: tuple[Source, ...], batch_size: int, epochs: int, seed: int) -> Registered:
-        """Take leases from now on; what the syncer is to be told."""
-        self._leased = Leased([len(source.samples) for source in found], batch_size, seed)
+        """Take leases from now on; what the syncer is to be told. A second loop goes on where the first was left."""
+        datasets = tuple((source.name, len(source.samples), source.weight) for source in found)
+        before, self.registered = self.registered, Registered(datasets, epochs, batch_size)
+        if self._leased is None or before is None or before.datasets != datasets:
+            self._leased = Leased([len(source.samples) for source in found], batch_size, seed)
+        self._leased.batch_size = batch_size
         if self._saved is not None:
             self._leased.load(self._saved)
-        datasets = tuple((source.name, len(source.samples), source.weight) for source in found)
-        self.registered = Registered(datasets, epochs, batch_size)
+            self._saved = None
         return self.registered
 
     def leased(

@@ -29,9 +29,11 @@ from atoll.learner.feed import Feed
 from atoll.learner.losses import Losses
 from atoll.learner.model import describe, load_weights, trained
 from atoll.learner.partner import Partner
+from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.learner.place import Place, describe_place, fill_box, settings_of
+from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S, Preemption
 from atoll.learner.saving import Saver
-from atoll.learner.snapshot import Snapshot, read
+from atoll.learner.snapshot import Snapshot, read, write
 from atoll.learner.state import Stateful, capture, restore
 from atoll.mailbox.box import Mailbox, cut_alike
 from atoll.mailbox.channel import (
@@ -65,9 +67,10 @@ END_WAIT_S = 120.0
 class Learner:
     """Joins the run it was launched in; alone, without a syncer, it only counts.
 
-    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one; its state is never
-    sent, and reset only when this learner's numbers are broken and it recovers from the run. `data` is a digest of what
-    it trains on: it is noted in the run, and learners whose digests differ are warned of.
+    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one: its state stays
+    here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are broken,
+    it is replaced by a healthy peer's, together with the model's buffers and whatever was registered. `data` is a
+    digest of what it trains on: it is noted in the run, and learners whose digests differ are warned of.
     """
 
     def __init__(
@@ -97,6 +100,9 @@ class Learner:
         self._t = self._tokens = 0
         self._feed = Feed(seed=self._seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
+        self._peers = PeerStates(model, optimizer, self._extras, self._partner)
+        self._kept = False
+        """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
         self._saver = Saver(Path(folder) if folder else None)
         self._newest: tuple[int, ...] | None = None
@@ -104,6 +110,7 @@ class Learner:
         self._busy_s = 0.0
         self._left_at = 0.0
         self._done = self._final = False
+        self._preemption = Preemption()
         self._stopped = False
         self._inside = self._left = False
 
@@ -116,8 +123,8 @@ class Learner:
 
     @property
     def done(self) -> bool:
-        """The run has ended; the training loop should too."""
-        return self._done
+        """The run has ended, or this machine is taken away; the training loop should end too."""
+        return self._done or self._preemption.asked
 
     @property
     def steps(self) -> int:
@@ -140,7 +147,7 @@ class Learner:
     def register(self, name: str, thing: Stateful) -> None:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
 
-        To be called before the learner is entered.
+        A newcomer takes it from a peer. To be called before the learner is entered.
         """
         if self._inside:
             raise RuntimeError(f"register({name!r}, …) comes before 'with atoll.Learner(...) as learner:'")
@@ -152,10 +159,12 @@ class Learner:
         self._inside = True
         if not self.alone:
             try:
+                self._preemption.watch()
                 self._tensors = describe(self.model)
                 if init := os.environ.get("ATOLL_INIT"):
                     load_weights(self.model, Path(init))
                 saved, exact = _saved_state()
+                self._kept = saved is not None
                 if saved is not None and exact:
                     self._stand_where(saved)
                 self._partner.start()
@@ -163,6 +172,7 @@ class Learner:
                 self._join()
                 if saved is not None:
                     self._put_back(saved)
+                    self._kept = False
             except BaseException as error:
                 self._leave(error)
                 raise
@@ -195,11 +205,11 @@ class Learner:
         """
         found = self._feed.open(dataset, batch_size, weights)
         if self.alone or not self._inside:
-            yield from self._feed.own(found, batch_size, lambda: self._done, incarnation=1, passes=1)
+            yield from self._feed.own(found, batch_size, lambda: self.done, incarnation=1, passes=1)
             return
         seed = self._boundary.settings.seed if self._boundary is not None else self._seed
         self._partner.send(SourcesFrame(self._feed.ask(found, batch_size, epochs, seed)))
-        yield from self._feed.leased(found, batch_size, lambda: self._done, self._wait, self._join_wait_s)
+        yield from self._feed.leased(found, batch_size, lambda: self.done, self._wait, self._join_wait_s)
 
     def _wait(self, seconds: float) -> None:
         """Not training: listen, and serve what is due."""
@@ -227,25 +237,30 @@ class Learner:
 
     def _introduce(self, *, sure: bool = False) -> None:
         boxed = self._boundary is not None
-        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed, self._data))
+        self._partner.send(Start(self.name, self._session, self._url, self._tensors, boxed, self._data, self._kept))
         if self._box is not None and self._boundary is not None:
-            self._partner.send(Box(self._boundary.settings, self._stepped(), sure), self._box.fd)
+            box = Box(self._boundary.settings, self._stepped(), sure, waits=self._peers.waits)
+            self._partner.send(box, self._box.fd)
         if self._feed.registered is not None:
             self._partner.send(SourcesFrame(self._feed.registered))
 
     def _join(self) -> None:
-        """Wait for the run's parameters; past the patience, train on and take them when they come."""
+        """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
         deadline = time.monotonic() + self._join_wait_s
         while not self._final and not self._is_current():
             left = deadline - time.monotonic()
             if left <= 0:
-                waited = f"no parameters from the syncer at {self._url} for {self._join_wait_s:g} s"
+                what = "state of a peer's" if self._has_parameters() else f"parameters from the syncer at {self._url}"
+                waited = f"no {what} for {self._join_wait_s:g} s"
                 say(f"{waited}: training goes on, joining when it can")
                 return
             self._wait(min(left, 0.5))
 
     def _is_current(self) -> bool:
-        """It has what the run had when it was welcomed."""
+        return self._has_parameters() and not self._peers.waits
+
+    def _has_parameters(self) -> bool:
+        """What the run had when this learner was welcomed."""
         if self._boundary is None or self._box is None or self._newest is None or not self._boundary.recovered:
             return False
         return all(held >= newest for held, newest in zip(self._box.adopted.tolist(), self._newest, strict=False))
@@ -282,7 +297,7 @@ class Learner:
     def _hold(self) -> None:
         """Only a synchronous run ever holds."""
         assert self._boundary is not None
-        while self._boundary.held(self._t) and not self._done:
+        while self._boundary.held(self._t) and not self.done:
             self._partner.wait(0.5)
             self._listen()
             self._boundary.adopt_ready(self._t)
@@ -293,16 +308,21 @@ class Learner:
             say("the courier died; another one is started, training goes on")
             if self._boundary is not None:
                 self._boundary.drop_orders()
+            self._peers.courier_died()
             self._introduce()
             self._report()
         for frame in self._partner.receive():
             self._obey(frame)
         for saved in self._saver.results():
             self._partner.send(Kept(saved))
+        self._peers.settle()
         if self._boundary is not None:
             self._boundary.settle_done()
 
     def _obey(self, frame: ToTraining) -> None:
+        if isinstance(frame, PeerOrder):
+            self._peers.obey(frame, self._t)
+            return
         match frame:
             case Welcomed():
                 self._welcomed(frame)
@@ -418,12 +438,28 @@ class Learner:
                 break
         if self._final and self._boundary is not None:
             self._boundary.take_base()
+        if self._preemption.asked and not self._final:
+            self._save_for_later()
         if not self._final:
-            self._partner.send(Bye("it left before the run ended" if early else "the end of the run did not come"))
+            self._partner.send(Bye(self._goodbye(early)))
+
+    def _goodbye(self, early: bool) -> str:
+        if self._preemption.asked:
+            return "its machine is taken away (SIGTERM); its state is saved"
+        return "it left before the run ended" if early else "the end of the run did not come"
+
+    def _save_for_later(self) -> None:
+        """Whoever is started next under this name goes on with this inner optimizer."""
+        if self._boundary is not None and (folder := os.environ.get("ATOLL_FOLDER")):
+            self._saver.finish(LIMIT_S - DRAIN_S)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write(Path(folder) / FILE, self._captured())
 
     def _leave_wait_s(self) -> float:
         if self._boundary is None or self._t == 0:
             return LEAVE_WAIT_S
+        if self._preemption.asked:
+            return DRAIN_S
         return max(LEAVE_WAIT_S, 2 * self._boundary.settings.sync_every * self._busy_s / self._t)
 
     def _box_has_more(self) -> bool:
@@ -434,6 +470,7 @@ class Learner:
         if error is not None and not self._final:
             self._partner.send(Bye(_reason(error)))
         self._inside, self._left = False, True
+        self._preemption.stop()
         self._partner.close()
         self._drop_box()
         if isinstance(error, AtollError):
@@ -457,5 +494,10 @@ def _reason(error: BaseException) -> str:
 
 def _saved_state() -> tuple[Snapshot | None, bool]:
     """What the launcher says to go on from, and whether all of it is to be as it was."""
-    path = os.environ.get("ATOLL_STATE")
-    return (read(Path(path)), os.environ.get("ATOLL_EXACT") == "1") if path else (None, False)
+    path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
+    left = Path(os.environ.get("ATOLL_FOLDER", ".")) / FILE
+    if not exact and "ATOLL_FOLDER" in os.environ and left.exists():
+        snapshot = read(left)
+        left.unlink()  # once: the next cut is newer
+        return snapshot, False
+    return (read(Path(path)), exact) if path else (None, False)

@@ -61,6 +61,11 @@ class Partner:
         if self._channel is not None and not self._channel.closed:
             self._channel.send(frame, descriptor)
 
+    def take_descriptor(self) -> int:
+        """The one that came with the frame that is being obeyed."""
+        assert self._channel is not None
+        return self._channel.take_descriptor()
+
     @property
     def clogged(self) -> bool:
         """The courier does not keep up: what can be left out should be."""

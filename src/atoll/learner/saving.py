@@ -61,7 +61,7 @@ class Saver:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             mark = write(path, snapshot)
-            for old in sorted(self._folder.glob("cut-*.safetensors"))[:-KEEP]:
+            for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-KEEP]:
                 old.unlink(missing_ok=True)
         except (OSError, AtollError) as error:
             self.refuse(cut, t, f"its part could not be written: {error}")
@@ -71,3 +71,8 @@ class Saver:
 
 def part_name(cut: int) -> str:
     return f"cut-{cut:06d}.safetensors"
+
+
+def _number(part: Path) -> tuple[int, str]:
+    """Orders parts by their cuts, also past six digits."""
+    return len(part.name), part.name

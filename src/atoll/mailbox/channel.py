@@ -6,8 +6,7 @@
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
-who uses which slot for what. A descriptor that goes with a frame is the channel's own from then on: the sender may close
-its one at once.
+who uses which slot for what. The channel makes a descriptor that goes with a frame its own: the sender may close it.
 """
 
 from __future__ import annotations

@@ -231,6 +231,7 @@ SyncerEvent = (
     | Unmergeable
     | CutKept
     | CutWritten
+    | RelayWanted
     | ChangeAsked
     | EndAsked
     | Over

@@ -190,7 +190,7 @@ class Learner:
                 self._do(fx.Supply(ranges, over, own))
             case msg.Pull():
                 self._pulls.pull(now, message)
-                self._move_on(message.gathering)
+                self._pulls.move_on(message.gathering)
             case msg.Announce():
                 self._announced(now, message)
             case msg.Recover(incarnation=incarnation, reason=reason):
@@ -228,6 +228,8 @@ class Learner:
             self._change_run(now, welcome)
         elif before not in (0, welcome.incarnation):
             self._recover(now, "it was given up while the connection was down", reset=welcome.reset)
+        elif any(held > newest for held, newest in zip(self.versions, welcome.versions, strict=True)):
+            self._recover(now, "the run went back to what its disk had kept", reset=False)
         self._seek(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
         self._versions.welcomed(welcome)
         if welcome.leases:
@@ -242,9 +244,9 @@ class Learner:
         self._keep_up(welcome.committed - 1)
         for number in range(max(0, welcome.committed - len(self.newest)), welcome.committed):
             if not self._versions.lacks(number % len(self.newest)):
-                self._pass_over(number)
+                self._pulls.pass_over(number)
         self._fetch_missing()
-        self._plan()
+        self._pulls.plan()
         self._report(now)
 
     def _seek(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
@@ -260,7 +262,7 @@ class Learner:
         """The run's parameters are there, and a peer's state is, or will not come."""
         if self.phase == "joining" and self.recovered:
             self.phase = "training"
-            self._plan()
+            self._pulls.plan()
 
     def _change_run(self, now: float, welcome: msg.Welcome) -> None:
         if self.run:
@@ -276,7 +278,7 @@ class Learner:
         self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
         if self.phase == "joining":
             self.phase = "training"
-        self._plan()
+        self._pulls.plan()
         self._do(fx.Own())
         self._report(now)
 
@@ -285,18 +287,13 @@ class Learner:
         self._versions.announced(announce, mine[0] if mine else None)
         self._do(fx.Inform(announce.progress, announce.global_step))
         self._copies.committed(announce.fragment, announce.round)
-        self._move_on(announce.gathering)
+        self._pulls.move_on(announce.gathering)
         if self._keep_up(announce.round):
-            self._plan()
+            self._pulls.plan()
             self._report(now)
         if not announce.members:
-            self._pass_over(announce.round)
+            self._pulls.pass_over(announce.round)
         self._fetch_missing()
-
-    def _pass_over(self, number: int) -> None:
-        """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""
-        self._orders.let_go(number)
-        self._copies.drop(number % len(self.versions), until=number)
 
     def _ending(self, reason: str) -> None:
         if self.phase in ("training", "joining"):
@@ -314,22 +311,6 @@ class Learner:
             self._note("warning", f"the syncer is out of reach ({reason}); training goes on")
 
     # ---- its place in the run -----------------------------------------------------------------------------------
-
-    def _move_on(self, gathering: int) -> None:
-        """The syncer gathers a later round: aim at its fragment."""
-        if gathering > self._orders.gathering:
-            self._orders.gathering = gathering
-            if self._stepping and not self.settings.synchronous and not self._copies.waiting:
-                self._orders.ahead(self.t)
-
-    def _plan(self) -> None:
-        """Orders for a learner that has just recovered or come back."""
-        if not self._stepping:
-            return
-        if self.settings.synchronous:
-            self._orders.align(self.t)
-        else:
-            self._pulls.order_next(self.t + 1)
 
     def _keep_up(self, number: int) -> bool:
         """Synchronous: a learner that the run has gone past takes its place anew, and waits for nothing older."""
@@ -368,7 +349,7 @@ class Learner:
             self._orders.plan(max(number, 0) + 1)
         elif self.phase == "joining" and self._versions.complete_with(fragment) and not self._seeking.open:
             self.phase = "training"
-            self._plan()
+            self._pulls.plan()
 
     def _adopted(self, now: float, event: fx.Adopted) -> None:
         fragment = event.fragment

@@ -178,11 +178,7 @@ class Peers:
     def _healthiest(self, recovery: Recovery) -> Learner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by name."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
-        able = [
-            one
-            for one in self.members.stepping()
-            if one is not recovery.newcomer and one.strikes == 0 and one.name not in recovery.declined
-        ]
+        able = [one for one in self.members.stepping() if one.strikes == 0 and one.name not in recovery.declined]
         return min(able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), one.name), default=None)
 
     def _may_come(self, recovery: Recovery) -> bool:

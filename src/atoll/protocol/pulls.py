@@ -1,4 +1,5 @@
-"""What a learner answers to a pull: a copy that lies ready, one that the next boundary brings, or why there is none.
+"""What a learner answers to a pull: a copy that lies ready, one that the next boundary brings, or why there is none;
+and which copies it therefore orders ahead.
 
 Rules kept here, each with its test: nothing is contributed before it has recovered; a pull is declined while the
 version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no use.
@@ -85,6 +86,26 @@ class Pulls:
             self._orders.order(next(iter(self._copies.waiting.values())).round, step)
         elif self._standing().stepping and not self._synchronous:
             self._orders.order(self._orders.gathering, step)
+
+    def plan(self) -> None:
+        """Orders for a learner that has just recovered or come back."""
+        standing = self._standing()
+        if standing.stepping and self._synchronous:
+            self._orders.align(standing.t)
+        elif standing.stepping:
+            self.order_next(standing.t + 1)
+
+    def move_on(self, gathering: int) -> None:
+        """The syncer gathers a later round: aim at its fragment."""
+        if gathering > self._orders.gathering:
+            self._orders.gathering = gathering
+            if self._standing().stepping and not self._synchronous and not self._copies.waiting:
+                self._orders.ahead(self._standing().t)
+
+    def pass_over(self, number: int) -> None:
+        """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""
+        self._orders.let_go(number)
+        self._copies.drop(number % len(self._versions.held), until=number)
 
     def _is_useful(self, copy: Copied, ordered: bool) -> bool:
         if copy.base < 0 or copy.base != self._versions.held[copy.fragment]:

@@ -41,7 +41,7 @@ class Seeking:
     def hear(self, message: Helped | Fresh) -> None:
         match message:
             case Fresh(reason=reason):
-                self.stop(f"no peer's inner optimizer is to be had ({reason}): ours warms up")
+                self.stop(f"goes on with its own inner optimizer, which warms up where it is fresh: {reason}")
             case Helped() if self.open:
                 self._leave()
                 self._helped = message
@@ -66,7 +66,7 @@ class Seeking:
         size = 0 if taken.reason else helped.size
         self._say(now, Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason))
         if taken.reason:
-            self.stop(f"the inner optimizer of {helped.peer} does not fit ({taken.reason}): ours warms up")
+            self.stop(f"the inner optimizer of {helped.peer} does not fit, its own warms up: {taken.reason}")
         else:
             self.stop(f"goes on with the inner optimizer of {helped.peer}")
 

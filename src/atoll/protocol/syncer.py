@@ -232,6 +232,10 @@ class Syncer:
             self._lose(before, "lost", "it dialled again" if same else "another process took its name")
         if before is not None and not same:
             self._close(before, "another process took its name")
+        elif before is not None and self._is_ahead(hello):
+            text = f"{before.name} holds versions that the disk did not keep: it takes the run's parameters anew"
+            self.out.note("warning", text, before)
+            self._close(before, "it held versions that the disk did not keep")
         learner, new = self.members.greet(now, hello, self.run)
         if new:
             self.accounts.open(learner)
@@ -246,6 +250,12 @@ class Syncer:
             self.out.send(learner.name, Ending(reason=self._end_reason))
         elif self.phase == "finished":
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
+
+    def _is_ahead(self, hello: Hello) -> bool:
+        """With durability = "cut" a crash of the machine may cost rounds that learners have heard of."""
+        return hello.run == self.run and any(
+            held > newest for held, newest in zip(hello.versions, self.versions, strict=False)
+        )
 
     def _is_better_uploader(self, hello: Hello) -> bool:
         """The first that comes; but one that has adopted a global model goes before one with weights of its own."""
@@ -331,6 +341,7 @@ class Syncer:
             case CutSaved():
                 self.cuts.saved(learner, message)
             case Seek(after=after):
+                self.rounds.unseat(learner, "it takes a peer's state first")
                 self.peers.seek(now, learner, after)
             case Settled():
                 self.peers.settled(now, learner, message)

@@ -63,6 +63,8 @@ class Appender:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._torn = False
+        """The end of the file is a part of a line, by us."""
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def __call__(self, line: bytes) -> None:
@@ -78,12 +80,14 @@ class Appender:
                 raise
 
     def _write(self, descriptor: int, line: bytes) -> None:
-        written = os.write(descriptor, line)
-        if written < len(line):
-            # End the torn line, so that the next one stands for itself; readers skip what does not parse.
+        data = b"\n" + line if self._torn else line
+        written = os.write(descriptor, data)
+        self._torn = written < len(data)
+        if self._torn:
+            # End the torn line, now or before the next, so that the next stands for itself; readers skip what is torn.
             with suppress(OSError):
-                os.write(descriptor, b"\n")
-            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a line were written", str(self.path))
+                self._torn = os.write(descriptor, b"\n") == 0
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of a line were written", str(self.path))
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -14,6 +14,7 @@ resumed from; its syncer's part alone is enough for a syncer to come back.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,9 @@ from atoll.store.atomic import staged, write_atomic
 
 T = TypeVar("T", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""A learner and its file are named by a peer: a name that leads anywhere else is none."""
 
 
 class BadCut(AtollError):
@@ -126,7 +130,7 @@ def check_cut(root: Path, learners: Path, cut: int) -> Manifest:
     """Every file of a complete cut, the learners' included, is as the manifest says."""
     manifest = read_manifest(root, cut)
     table = folder_of(root, cut) / "syncer.json"
-    if digest(table.read_bytes()) != manifest.syncer:
+    if digest(_bytes(table)) != manifest.syncer:
         raise BadCut(f"{table} is not the one that the manifest of cut {cut} names")
     read_syncer_part(root, cut)
     for name, part in manifest.learners.items():
@@ -135,6 +139,9 @@ def check_cut(root: Path, learners: Path, cut: int) -> Manifest:
 
 
 def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
+    for word in (name, part.file):
+        if not _PLAIN.fullmatch(word):
+            raise BadCut(f"{word[:80]!r} is no name of a file: the cut names it in the state of {name[:80]!r}")
     path = learners / name / part.file
     if not path.exists():
         raise BadCut(f"{path} is missing: the cut names it as the state of {name}")
@@ -184,8 +191,13 @@ def _read(path: Path, file: File) -> Bytes:
 
 def _table(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(_bytes(path), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadCut(f"{path} is damaged: {error}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except OSError as error:
         raise BadCut(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise BadCut(f"{path} is damaged: {error}") from error

@@ -16,9 +16,10 @@ from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import State
 from atoll.protocol.records import Reigned
 from atoll.store.cuts import LearnerPart, Manifest, digest, folder_of, prune, write_manifest, write_syncer_part
-from atoll.store.disk import Disk, LocalDisk
+from atoll.store.disk import Disk, LocalDisk, make_durable, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
+from atoll.store.segments import segment_path
 from atoll.store.terms import Reign
 from atoll.syncer.recovery import CutState, Recovered, recover
 
@@ -73,10 +74,15 @@ class Books:
         return CutState(history, position, self._journal.rotate(), tuple(rounds))
 
     def write_cut(self, cut: int, state: CutState, arrays: Mapping[str, FloatArray]) -> None:
-        """Beside the event loop. Durable once it returns."""
-        data = msgspec.msgpack.encode(state)
+        """Beside the event loop. Durable once it returns, as is the journal up to it; NoRoom: it may be tried again."""
+        data, run = msgspec.msgpack.encode(state), state.history.begun.run
         whole = {name: values.view(np.uint8) for name, values in arrays.items()}
-        write_syncer_part(self._out.cuts, state.history.begun.run, cut, state.history.committed, data, whole)
+        if not self._sync:
+            make_durable(segment_path(self._out.journal, state.position.term), self._disk)
+        try:
+            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole)
+        except OSError as error:
+            raise not_written(error, folder_of(self._out.cuts, cut)) from error
         self._kept = [*self._kept[-1:], (state.position.term, state.file)]
         if len(self._kept) > 1:
             self._needless = self._kept[0]

@@ -44,7 +44,7 @@ def change(history: History, words: Sequence[str], *, reopen: bool = False) -> C
         else:
             outer[OUTER[key]] = value
     try:
-        settings = msgspec.convert(rules, type(history.settings), strict=False)
+        settings = msgspec.convert(rules, type(history.settings), strict=False).resolved(len(history.tensors))
         wanted = msgspec.convert(outer, Outer, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{' '.join(words)}: {error}") from error

@@ -68,7 +68,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
             broken = broken or (error if isinstance(error, Corrupt) else None)
             remarks.append(f"cut {cut} is passed over: {error}")
     if broken is not None:
-        raise broken
+        raise Corrupt("; ".join(remarks)) from broken
     return _from_the_beginning(out.journal, disk, remarks)
 
 
@@ -109,7 +109,8 @@ def _apply(
 ) -> Recovered:
     for position, record in lines:
         if isinstance(record, records.Started) and found.parameters is None:
-            raise BadCut("the run has begun, but its first parameters (cut 0) are missing or damaged: put them back")
+            remarks = found.remarks or ["its first parameters (cut 0) are missing: put them back"]
+            raise BadCut(f"the run has begun, but no cut leads on: {'; '.join(remarks)}")
         if found.parameters is not None:
             _replay(found, position, record, folder, disk)
         found.history.apply(record)

@@ -315,10 +315,13 @@ class SyncerService:
         return self._parameters.serve(index)
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
-        raise PeerError(f"there is no recovery {ticket} under way")
+        if self._machine is None or (wrong := self._machine.peers.wrong_newcomer(ticket, learner)) is not None:
+            raise PeerError("the run has not begun" if self._machine is None else wrong)
+        self._handle(fx.RelayWanted(ticket, start))
 
     def relay_allowed(self, ticket: str, learner: str) -> None:
-        raise PeerError(f"there is no recovery {ticket} under way")
+        if self._machine is None or (wrong := self._machine.peers.wrong_peer(ticket, learner)) is not None:
+            raise PeerError("the run has not begun" if self._machine is None else wrong)
 
     def _contribution(self, learner: str, message: Contribution) -> None:
         assert self._plan is not None

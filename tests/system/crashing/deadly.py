@@ -1,11 +1,11 @@
 """Points at which a syncer kills itself (SIGKILL), laid around the product's own code from outside.
 
 `before:Commit:12, half:segment.write:9`: the first life of the syncer dies before it carries out its 12th Commit, the
-second in the middle of the 9th write to its segment, the third lives on. A point is WHEN:WHAT:NUMBER. In every life it is
-counted anew, from the first round on in which every learner took part; `before:Commit:1!` counts from the beginning.
+second in the middle of the 9th write to its segment, the third lives on. A point is WHEN:WHAT:NUMBER, counted anew in
+every life, from the first round on in which every learner took part; `before:Commit:1!` counts from the beginning.
 WHAT is one of
 
-    Send.Pull, Note.round, Commit, …                 an effect, as the service carries it out (Persist: once it is durable)
+    Send.Pull, Note.round, Commit, …                 an effect that is carried out (Persist: once it is durable)
     payload.write, payload.sync, segment.write, …    a step of an append to the journal; `half` writes half of its bytes
     syncer.json, manifest.json                       the file that makes the syncer's part of a cut, or the cut, whole
     trim                                             deleting payloads that a cut has made needless

@@ -104,7 +104,7 @@ class Samples:
         if sample in self.back:
             return "came back"
         if index < self.merged_to[holder]:
-            return "merged"
+            return "merged or dropped"
         return "held" if holder not in self.again_from else "under way when its holder went"
 
     def waiting(self) -> Iterator[Sample]:

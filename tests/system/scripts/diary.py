@@ -1,7 +1,7 @@
 """A noisy line in 5 ms per step, by a learner that keeps a diary of what it saw: what the crash tests train.
 
 One line of JSON in diary-<learner>.jsonl of the current folder after every step, {"at", "t"}, and one for every version
-that it adopted, {"at", "fragment", "version", "digest"}: the digest is of the bytes that came, as its memory holds them.
+that it adopted, {"at", "fragment", "version", "digest"}, with the digest of the bytes as they lie in its memory.
 Options: --width N.
 """
 

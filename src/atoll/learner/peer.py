@@ -1,0 +1,123 @@
+"""A learner and its peers, in the training process: a copy of its state for a newcomer, a peer's state for itself.
+
+That is the inner optimizer, persistent buffers and whatever the script registered; parameters are the run's, chance is
+each learner's own. Between two steps only copies are made; a thread brings them into memory that the courier can read,
+so giving its state away holds no step up. A peer's state is checked as a whole before anything is changed: what does
+not fit is said, and this learner goes on as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import nn
+
+from atoll.learner.ending import say
+from atoll.learner.partner import Partner
+from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
+from atoll.learner.state import Stateful, capture, restore
+from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
+from atoll.mailbox.memory import mapped, reserve
+from atoll.protocol.errors import AtollError
+
+PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder
+
+
+class PeerStates:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extras: Mapping[str, Stateful],
+        partner: Partner,
+    ) -> None:
+        self._model, self._optimizer, self._extras, self._partner = model, optimizer, extras, partner
+        self.waits = False
+        """A peer's state is on its way, or sought."""
+        self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._couriers = 0
+        """That died; what one of them had ordered is not for the next."""
+
+    def obey(self, order: PeerOrder, t: int) -> None:
+        """Between two steps."""
+        match order:
+            case CaptureOrder(number):
+                self._give(number, t)
+            case AwaitOrder():
+                self.waits = True
+            case TakeOrder(ticket, length):
+                reason = self._take(self._partner.take_descriptor(), length)
+                self._partner.send(StateTaken(ticket, t, reason))
+            case BeginOrder(text):
+                self.waits = False
+                say(text)
+
+    def courier_died(self) -> None:
+        self._couriers += 1
+
+    def settle(self) -> None:
+        """Hand over what the thread has finished."""
+        try:
+            while True:
+                courier, frame, fd = self._made.get_nowait()
+                if courier == self._couriers:
+                    self._partner.send(frame, fd)
+                if fd is not None:
+                    os.close(fd)
+        except Empty:
+            pass
+
+    # ---- ours ---------------------------------------------------------------------------------------------------
+
+    def _give(self, number: int, t: int) -> None:
+        try:
+            if self._thread is not None and self._thread.is_alive():
+                raise AtollError("an earlier copy of its state is still being made")
+            copied = capture(self._model, self._optimizer, self._extras, parameters=False, rng=False)
+        except AtollError as error:
+            self._partner.send(StateCopy(number, t, reason=str(error)))
+            return
+        # Not a daemon: torch's memory must not go while it is read.
+        order = (self._couriers, number, t, copied)
+        self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")
+        self._thread.start()
+
+    def _write(self, courier: int, number: int, t: int, copied: Snapshot) -> None:
+        try:
+            self._made.put((courier, *_in_memory(number, t, copied)))
+        except (OSError, AtollError) as error:
+            self._made.put((courier, StateCopy(number, t, reason=f"its state could not be copied: {error}"), None))
+
+    # ---- a peer's -----------------------------------------------------------------------------------------------
+
+    def _take(self, fd: int, length: int) -> str:
+        """Why it does not fit; empty: it is in."""
+        try:
+            came = decode(bytearray(mapped(fd, length)))
+            restore(self._model, self._optimizer, self._extras, came, parameters=False, rng=False)
+        except AtollError as error:
+            return str(error)
+        finally:
+            os.close(fd)
+        return ""
+
+
+def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopy, int]:
+    header, parts = encode(copied)
+    length, hashed = size(header, parts), hashlib.blake2b(digest_size=16)
+    fd = reserve(length, "a copy of its state")
+    try:
+        with open(fd, "wb", closefd=False) as memory:
+            for piece in ranged(header, parts):
+                hashed.update(piece)
+                memory.write(piece)
+    except OSError:
+        os.close(fd)
+        raise
+    return StateCopy(number, t, length, hashed.hexdigest()), fd

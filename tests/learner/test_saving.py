@@ -1,0 +1,173 @@
+"""A learner's part of a cut is written beside the training, one at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.learner import saving
+from atoll.learner.saving import KEEP, Saver, part_name
+from atoll.learner.snapshot import Snapshot, read
+from atoll.protocol.effects import Saved
+from atoll.protocol.errors import ConfigError
+from atoll.store.cuts import digest_of
+
+WAIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def snapshot(value: float = 1.0) -> Snapshot:
+    return Snapshot({"weight": torch.full((3,), value)}, {"place": None})
+
+
+def saved(saver: Saver, cut: int, value: float = 1.0) -> Saved:
+    """One part, written to the end."""
+    saver.save(cut, 10 * cut, snapshot(value))
+    saver.finish(WAIT_S)
+    (result,) = saver.results()
+    return result
+
+
+class Slow:
+    """In place of the disk: a write that takes as long as a test wants."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, path: Path, snapshot: Snapshot) -> str:
+        self.begun.set()
+        assert self.may_end.wait(WAIT_S)
+        return "digest"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    disk = Slow()
+    monkeypatch.setattr(saving, "write", disk)
+    yield disk
+    disk.may_end.set()
+
+
+def test_what_is_said_of_a_part_is_what_lies_there(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "learner-0")
+    result = saved(saver, 120, 2.5)
+    path = tmp_path / "learner-0" / "cut-000120.safetensors"
+    assert result == Saved(120, 1200, path.name, digest_of(path))
+    assert torch.equal(read(path).tensors["weight"], torch.full((3,), 2.5))
+    assert saver.results() == [], "told once"
+
+
+def test_training_goes_on_while_a_part_is_written(tmp_path: Path, slow: Slow) -> None:
+    saver = Saver(tmp_path)
+    saver.save(120, 7, snapshot())
+    assert slow.begun.wait(WAIT_S)
+    assert saver.busy and saver.results() == [], "it came back, and the write is not done"
+    slow.may_end.set()
+    saver.finish(WAIT_S)
+    assert not saver.busy and saver.results() == [Saved(120, 7, "cut-000120.safetensors", "digest")]
+
+
+def test_while_one_part_is_written_there_is_no_other(tmp_path: Path, slow: Slow) -> None:
+    saver = Saver(tmp_path)
+    assert saver.reason_not_to() == ""
+    saver.save(120, 7, snapshot())
+    assert slow.begun.wait(WAIT_S)
+    assert saver.reason_not_to() == "its last part is still being written"
+    with pytest.raises(AssertionError):
+        saver.save(140, 8, snapshot())
+    slow.may_end.set()
+    saver.finish(WAIT_S)
+    assert saver.reason_not_to() == ""
+
+
+def test_without_a_folder_nothing_is_saved_and_the_reason_says_why() -> None:
+    assert Saver(None).reason_not_to() == "it has no folder to save to (ATOLL_FOLDER)"
+
+
+def test_what_was_refused_is_told_with_its_reason(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.refuse(120, 7, "its last part is still being written")
+    saver.refuse(140, 9, "again")
+    assert saver.results() == [
+        Saved(120, 7, reason="its last part is still being written"),
+        Saved(140, 9, reason="again"),
+    ]
+    assert saver.results() == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ConfigError("the header would be too large")]
+)
+def test_a_part_that_cannot_be_written_is_a_reason_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(path: Path, snapshot: Snapshot) -> str:
+        raise error
+
+    saver = Saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write", fails)
+        result = saved(saver, 120)
+    assert (result.cut, result.t, result.file, result.digest) == (120, 1200, "", "")
+    assert result.reason == f"its part could not be written: {error}"
+    assert saved(saver, 140).reason == "", "the next one may find room"
+
+
+def test_a_folder_that_cannot_be_made_is_a_reason_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "its part could not be written: " in saved(Saver(tmp_path / "file"), 120).reason
+
+
+def test_only_the_newest_parts_are_kept(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    for cut in range(20, 200, 20):
+        assert saved(saver, cut).reason == ""
+    assert sorted(path.name for path in tmp_path.glob("cut-*")) == [part_name(cut) for cut in (120, 140, 160, 180)]
+    assert KEEP == 4 and other.exists()
+
+
+def test_the_newest_is_the_one_of_the_highest_number_also_past_a_million(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    for cut in range(999_940, 1_000_041, 20):
+        assert saved(saver, cut).reason == ""
+        assert (tmp_path / part_name(cut)).exists(), f"{cut} was just written"
+    assert {path.name for path in tmp_path.glob("cut-*")} == {
+        part_name(cut) for cut in (999_980, 1_000_000, 1_000_020, 1_000_040)
+    }
+
+
+def test_a_part_that_fails_leaves_the_earlier_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path)
+    for cut in (20, 40, 60, 80):
+        saved(saver, cut)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fails(path: Path, snapshot: Snapshot) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saving, "write", fails)
+    assert saved(saver, 100).reason
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_to_finish_is_to_wait_for_the_write_but_not_for_ever(tmp_path: Path, slow: Slow) -> None:
+    saver = Saver(tmp_path)
+    saver.finish(0.0)
+    saver.save(120, 7, snapshot())
+    saver.finish(0.0)
+    assert saver.busy
+    slow.may_end.set()
+    saver.finish(WAIT_S)
+    assert not saver.busy

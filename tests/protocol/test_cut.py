@@ -1,0 +1,355 @@
+"""Cuts: when they are taken, whom they wait for, and what is in them."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgspec
+import pytest
+from tests.protocol.world import Island, World
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.protocol.history import History, State
+from atoll.protocol.ledger import Ledger
+from atoll.protocol.messages import Announce, CutSaved, Lease, Register
+
+
+class CutWorld(World):
+    """Remembers what was on disk when a cut was taken, and who saved when."""
+
+    def __init__(self, learners: int = 3, **settings: Any) -> None:
+        self.taken: list[tuple[float, fx.TakeCut, bytes, list[records.AnyRecord]]] = []
+        self.saves: list[tuple[float, str, int]] = []
+        super().__init__(learners, **{"fragments": 2, "sync_every": 4, "cut_every": 4, "latency_s": 0.1, **settings})
+
+    def _carry_out(self, effect: fx.SyncerEffect) -> None:
+        if isinstance(effect, fx.TakeCut):
+            as_it_was = msgspec.msgpack.encode(effect.history)
+            self.taken.append((self.now, effect, as_it_was, list(self.journal)))
+        super()._carry_out(effect)
+
+    def _do(self, island: Island, effect: fx.LearnerEffect) -> None:
+        if isinstance(effect, fx.Save):
+            self.saves.append((self.now, island.machine.name, effect.cut))
+        super()._do(island, effect)
+
+    def run_until(self, *, round: int | None = None, seconds: float | None = None) -> Self:
+        super().run_until(round=round, seconds=seconds)
+        return self
+
+    def took(self) -> list[int]:
+        return [effect.cut for _, effect, _, _ in self.taken if not effect.first]
+
+    def at_cut(self, cut: int) -> float:
+        return next(at for at, effect, _, _ in self.taken if effect.cut == cut)
+
+    def completed(self, cut: int) -> tuple[float, fx.CompleteCut]:
+        found = [(at, e) for at, e in self.log if isinstance(e, fx.CompleteCut) and e.cut == cut]
+        assert len(found) == 1, f"cut {cut} was completed {len(found)} times:\n{self.story()}"
+        return found[0]
+
+    def learners_of(self, cut: int) -> set[str]:
+        return {name for name, _ in self.completed(cut)[1].saved}
+
+    def left_out(self, cut: int) -> dict[str, str]:
+        return dict(self.completed(cut)[1].left_out)
+
+    def done(self) -> list[int]:
+        return [record.cut for record in self.journal if isinstance(record, records.CutDone)]
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_is_taken_every_so_many_rounds() -> None:
+    assert CutWorld(cut_every=4).run_until(round=15).took() == [4, 8, 12]
+    assert CutWorld(cut_every=3).run_until(round=11).took() == [3, 6, 9]
+
+
+def test_without_a_rhythm_only_the_first_cut_is_taken() -> None:
+    world = CutWorld(cut_every=0).run_until(round=20)
+    assert [(effect.cut, effect.first) for _, effect, _, _ in world.taken] == [(0, True)]
+
+
+def test_a_cut_stands_right_behind_a_commit_and_before_its_announcement() -> None:
+    world = CutWorld().run_until(round=9)
+    effects = [effect for _, effect in world.log]
+    for cut in (4, 8):
+        place = next(i for i, e in enumerate(effects) if isinstance(e, fx.TakeCut) and e.cut == cut)
+        written, committed = effects[place - 2], effects[place - 1]
+        assert isinstance(written, fx.Persist) and written.round == cut - 1
+        assert isinstance(committed, fx.Commit) and committed.round == cut - 1
+        told = [i for i, e in enumerate(effects) if isinstance(e, fx.Send) and _announces(e, cut - 1)]
+        assert len(told) == 3 and min(told) > place
+
+
+def test_version_0_is_in_the_first_cut_before_anybody_hears_of_it() -> None:
+    world = CutWorld().run_until(round=1)
+    effects = [effect for _, effect in world.log]
+    place, cut = next((i, e) for i, e in enumerate(effects) if isinstance(e, fx.TakeCut))
+    assert (cut.cut, cut.first) == (0, True)
+    started = effects[place + 1]
+    assert isinstance(started, fx.Persist) and isinstance(started.records[0], records.Started)
+
+
+def test_one_cut_is_open_at_a_time() -> None:
+    world = CutWorld(cut_every=2, cut_wait_s=25.0)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=50)
+    moments = [(at, e.cut, type(e)) for at, e in world.log if isinstance(e, fx.TakeCut | fx.CompleteCut)][1:]
+    assert [kind for _, _, kind in moments[:6]] == [fx.TakeCut, fx.CompleteCut] * 3
+    assert [cut for _, cut, _ in moments[0:6:2]] == [cut for _, cut, _ in moments[1:6:2]]
+    assert world.took()[1] > 4, "those that were due meanwhile are left out"
+
+
+# ---- the marker ------------------------------------------------------------------------------------------------------
+
+
+def test_every_message_behind_a_cut_names_it_and_none_before() -> None:
+    world = CutWorld().run_until(round=10)
+    newest, named = 0, set()
+    for _, effect in world.log:
+        if isinstance(effect, fx.TakeCut):
+            newest = effect.cut
+        elif isinstance(effect, fx.Send):
+            assert effect.message.cut == newest
+            named.add(effect.message.cut)
+    assert named == {0, 4, 8}
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.1, 1.7])
+def test_the_first_message_that_names_a_cut_is_a_learners_marker(latency_s: float) -> None:
+    world = CutWorld(latency_s=latency_s).run_until(round=11)
+    for cut in (4, 8):
+        saves = {name: at for at, name, of in world.saves if of == cut}
+        assert saves == dict.fromkeys(world.islands, world.at_cut(cut) + latency_s), "at once, and once each"
+
+
+def test_what_was_sent_before_a_cut_is_no_marker_though_it_comes_later() -> None:
+    opened = CutWorld(latency_s=0.4).run_until(round=4).now
+    world = CutWorld(latency_s=0.4)
+    register = Register(datasets=(("text", 1000, 1.0),), epochs=0, batch=4)
+    world.at(opened - 0.1, lambda: world.inject(fx.Received("learner-0", register)))
+    world.run_until(round=4).run_until(seconds=0.35)
+    (sent_at, lease), *_ = world.sent(Lease, "learner-0")
+    assert sent_at < opened < sent_at + 0.4 < world.now and lease.cut == 0, "it came when the cut was open"
+    assert not world.saves
+    world.run_until(seconds=0.1)
+    assert [(name, cut) for _, name, cut in world.saves] == [(name, 4) for name in world.islands]
+
+
+def test_a_newcomer_saves_nothing_for_a_cut_that_was_opened_before_it_came() -> None:
+    world = CutWorld(3, present=2, cut_every=10).run_until(round=11)
+    world.join("learner-2")
+    world.run_until(round=18)
+    assert {name for _, name, _ in world.saves} == {"learner-0", "learner-1"}
+    world.run_until(round=22)
+    assert world.learners_of(20) == set(world.islands)
+
+
+# ---- whom it waits for -----------------------------------------------------------------------------------------------
+
+
+def test_a_cut_is_complete_with_all_learners_and_journaled() -> None:
+    world = CutWorld().run_until(round=6)
+    at, complete = world.completed(4)
+    assert world.learners_of(4) == set(world.islands) and complete.left_out == ()
+    assert at == pytest.approx(world.at_cut(4) + 0.3), "there, saved, and back"
+    assert [r for r in world.journal if isinstance(r, records.CutDone)] == [
+        records.CutDone(4, 4, ("learner-0", "learner-1", "learner-2"), "digest")
+    ]
+    assert world.said("cut")[0].text == "cut 4 is complete: 3 learners"
+    assert world.syncer.history.cuts == [4]
+
+
+def test_what_a_learner_said_of_its_part_is_in_the_cut() -> None:
+    world = CutWorld().run_until(round=6)
+    parts = dict(world.completed(4)[1].saved)
+    for name, said in parts.items():
+        assert (said.of, said.incarnation, said.file, said.digest) == (4, 1, "file", "digest")
+        assert 0 < said.t <= world.islands[name].t
+
+
+def test_one_that_is_dead_is_not_waited_for() -> None:
+    world = CutWorld(lost_after_s=1000.0).run_until(round=3)
+    world.kill("learner-2")
+    world.run_until(round=6)
+    assert world.learners_of(4) == {"learner-0", "learner-1"}
+    assert world.completed(4)[0] < world.at_cut(4) + 1.0
+
+
+def test_one_that_dies_while_a_cut_is_open_is_left_out_at_once() -> None:
+    world = CutWorld(cut_wait_s=50.0).run_until(round=4)
+    world.islands["learner-2"].saves = False
+    world.run_until(seconds=2.0)
+    assert world.syncer.cuts.open is not None
+    died = world.now
+    world.kill("learner-2")
+    world.run_until(seconds=0.5)
+    assert world.left_out(4) == {"learner-2": "it was gone"}
+    assert world.completed(4)[0] == died
+    assert world.said("cut")[0].text == "cut 4 is complete: 2 learners, without learner-2"
+
+
+def test_a_new_process_under_the_same_name_does_not_stand_in_for_the_one_that_was_asked() -> None:
+    world = CutWorld(cut_wait_s=50.0).run_until(round=4)
+    world.islands["learner-2"].saves = False
+    world.run_until(seconds=1.0)
+    world.join("learner-2")
+    world.run_until(seconds=1.0)
+    assert world.left_out(4) == {"learner-2": "it was gone"}
+
+
+def test_one_that_never_saves_is_left_out_at_the_deadline_with_the_reason() -> None:
+    world = CutWorld(cut_wait_s=5.0)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=4).run_until(seconds=6.0)
+    assert world.left_out(4) == {"learner-1": "it did not save in time"}
+    assert world.learners_of(4) == {"learner-0", "learner-2"}
+    assert world.completed(4)[0] == pytest.approx(world.at_cut(4) + 5.0)
+    assert world.syncer.committed > 6, "rounds went on meanwhile"
+
+
+def test_one_that_could_not_save_is_left_out_with_its_own_reason() -> None:
+    world = CutWorld(cut_wait_s=50.0)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=4).run_until(seconds=1.0)
+    assert world.syncer.cuts.open is not None
+    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, reason="its disk is full")))
+    assert world.left_out(4) == {"learner-1": "its disk is full"}
+
+
+def test_a_part_of_another_cut_does_not_count() -> None:
+    world = CutWorld(cut_wait_s=50.0)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=4).run_until(seconds=1.0)
+    world.inject(fx.Received("learner-1", CutSaved(of=3, incarnation=1, t=3, file="file", digest="digest")))
+    assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
+    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
+    assert world.learners_of(4) == set(world.islands)
+
+
+def test_when_everybody_is_gone_a_cut_is_the_syncers_part_alone() -> None:
+    world = CutWorld(2, cut_wait_s=50.0)
+    for island in world.islands.values():
+        island.saves = False
+    world.run_until(round=4)
+    for name in world.islands:
+        world.kill(name)
+    world.run_until(seconds=1.0)
+    assert world.learners_of(4) == set() and set(world.left_out(4)) == set(world.islands)
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cuts_history_is_a_fold_over_the_journal_up_to_there_and_stays_it() -> None:
+    world = CutWorld(3, quorum=2).run_until(round=6)
+    world.kill("learner-1")
+    world.run_until(seconds=5.0)
+    world.join("learner-1")
+    world.islands["learner-2"].broken = True
+    world.run_until(round=40)
+    assert world.said("quarantined") and len(world.took()) >= 9
+    for _, effect, as_it_was, journal in world.taken:
+        folded = fold(world.begun, journal).state()
+        assert without_reports(effect.history) == without_reports(folded)
+        assert effect.history.committed == effect.cut
+        assert msgspec.msgpack.encode(effect.history) == as_it_was, "what came later is not in it"
+
+
+def test_going_on_from_a_cut_and_the_journal_behind_it_is_the_run_as_it_is() -> None:
+    world = CutWorld(3, quorum=2).run_until(round=22)
+    _, effect, as_it_was, journal = world.taken[-1]
+    history = History.restore(msgspec.msgpack.decode(as_it_was, type=State))
+    for record in world.journal[len(journal) :]:
+        history.apply(record)
+    assert effect.cut == 20
+    assert without_reports(history.state()) == without_reports(world.syncer.history.state())
+
+
+# ---- when it goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_a_syncers_part_that_cannot_be_written_ends_the_cut_with_a_warning() -> None:
+    world = CutWorld(latency_s=0.4).run_until(round=4)
+    effects = world.inject(fx.CutKept(4, "no room on the disk"))
+    warnings = [e.text for e in effects if isinstance(e, fx.Note) and e.kind == "warning"]
+    assert warnings == ["cut 4 came to nothing: no room on the disk"]
+    world.run_until(round=7)
+    assert 4 not in [complete.cut for complete in world.complete] and world.done() == []
+    world.run_until(round=10)
+    assert world.learners_of(8) == set(world.islands), "the next one is taken all the same"
+
+
+def test_a_manifest_that_cannot_be_written_ends_the_cut_too() -> None:
+    class Unwritable(CutWorld):
+        def _carry_out(self, effect: fx.SyncerEffect) -> None:
+            if isinstance(effect, fx.CompleteCut) and effect.cut == 4:
+                self._later(0.0, lambda: self._tell(fx.CutKept(4, "input/output error")))
+            else:
+                super()._carry_out(effect)
+
+    world = Unwritable().run_until(round=10)
+    assert world.said("warning")[0].text == "cut 4 came to nothing: input/output error"
+    assert world.done() == [8]
+
+
+def test_a_cut_is_not_complete_before_the_syncers_part_is_durable() -> None:
+    class Slow(CutWorld):
+        def _carry_out(self, effect: fx.SyncerEffect) -> None:
+            if not isinstance(effect, fx.TakeCut) or effect.first:
+                super()._carry_out(effect)
+
+    world = Slow().run_until(round=4).run_until(seconds=3.0)
+    open_ = world.syncer.cuts.open
+    assert open_ is not None and not open_.awaited and not world.complete, "all learners have saved"
+    world.inject(fx.CutKept(4))
+    assert {name for name, _ in world.complete[0].saved} == set(world.islands)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [fx.TakeCut, fx.CompleteCut])
+def test_after_a_crash_of_the_syncer_the_next_cuts_come(when: str, kind: type[fx.TakeCut | fx.CompleteCut]) -> None:
+    world = CutWorld()
+    crashes: list[fx.SyncerEffect] = []
+
+    def dies(effect: fx.SyncerEffect, moment: str) -> bool:
+        first = not crashes and isinstance(effect, kind) and effect.cut == 4 and moment == when
+        crashes.extend([effect] if first else [])
+        return first
+
+    world.crash = dies
+    world.run_until(round=14)
+    assert len(crashes) == 1 and world.syncer.history.term == 2
+    assert world.done() == [8, 12]
+    assert world.learners_of(8) == world.learners_of(12) == set(world.islands)
+
+
+def test_a_learner_does_not_save_twice_for_a_cut_that_both_terms_name() -> None:
+    world = CutWorld().run_until(round=5)
+    world.run_until(seconds=0.5)
+    world.crash_syncer()
+    world.run_until(round=7)
+    assert [name for _, name, cut in world.saves if cut == 4].count("learner-0") == 1
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def fold(begun: records.Begun, journal: list[records.AnyRecord]) -> History:
+    history = History(begun)
+    for record in journal:
+        history.apply(record)
+    return history
+
+
+def without_reports(state: State) -> tuple[object, ...]:
+    """Reports are in no record: of the ledger, what is merged is what both know."""
+    fields = {name: getattr(state, name) for name in State.__struct_fields__ if name != "ledger"}
+    return (*fields.values(), Ledger.restore(state.ledger).totals().merged)
+
+
+def _announces(send: fx.Send, number: int) -> bool:
+    return isinstance(send.message, Announce) and send.message.round == number

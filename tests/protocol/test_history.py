@@ -1,0 +1,267 @@
+"""A run's state as a fold over its records, and the same state through a cut."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.protocol.world import World
+
+from atoll.protocol.history import History, State
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    CutDone,
+    Ended,
+    Gone,
+    Joined,
+    Merged,
+    Passed,
+    Reigned,
+    Reset,
+    Share,
+    Sources,
+    Started,
+    decode,
+    encode,
+)
+from atoll.protocol.settings import Settings
+
+RULES = Settings(learners=2, fragments=2, sync_every=4)
+BEGUN = Begun("run", RULES, {"lr": 0.6}, (), "plan")
+OTHER = msgspec.structs.replace(RULES, quorum=2)
+
+
+class Written:
+    """Records of a small run, each as its writer's own history allows it."""
+
+    def __init__(self) -> None:
+        self.history = History(BEGUN)
+        self.records: list[AnyRecord] = []
+
+    def add(self, *records: AnyRecord) -> Written:
+        for record in records:
+            self.history.apply(record)
+            self.records.append(record)
+        return self
+
+    def lease(self, learner: str, incarnation: int = 1) -> Written:
+        assert self.history.leases is not None
+        granted = self.history.leases.next(learner, incarnation, 64)
+        assert granted is not None
+        return self.add(granted)
+
+    def round(self, *members: Share) -> Written:
+        number = self.history.committed
+        fragment = number % 2
+        version = self.history.versions[fragment] + 1
+        return self.add(Merged(number, fragment, version, 1, "every live learner reported", members, f"{number:032x}"))
+
+
+def share(learner: str, t: int, base: int, incarnation: int = 1, tokens: int = 16, position: int = -1) -> Share:
+    return Share(learner, incarnation, t, 2, tokens, 128.0, base, 8 * t, position)
+
+
+def eventful() -> Written:
+    """Every kind of record there is, but the first."""
+    run = Written().add(Joined("a", 1, "session a", 0), Joined("b", 1, "session b", 0), Started("a"))
+    run.add(Sources((("text", 1000, 1.0), ("code", 300, 2.0)), 2))
+    run.lease("a").lease("b").lease("a")
+    run.round(share("a", 2, 0, position=8), share("b", 2, 0, position=8))
+    run.round(share("a", 4, 0, position=16, tokens=32))
+    run.add(CutDone(2, 2, ("a", "b"), "digest"), Passed(2, 0, "0 of 1 contributions came"))
+    run.add(Gone("b", 1, 4, 32, (0, 0), (16, 32), position=12, again_from=8, reason="killed"))
+    run.add(Joined("b", 2, "another session", 0)).lease("b", 2)
+    run.add(Reset(1, "the outer step gave values that are not finite"), Changed(OTHER, {"lr": 0.3}, "quorum=2"))
+    run.round(share("a", 8, 1, position=32), share("b", 2, 1, incarnation=2, position=8))
+    run.add(Reigned(2, 999, "hash", 4), Ended("40 steps are done"), Ended("40 steps are done", final=True))
+    run.add(Changed(OTHER, {"lr": 0.3}, "the run goes on", reopen=True))
+    return run.round(share("a", 10, 1, position=40))
+
+
+def fold(records: list[AnyRecord]) -> History:
+    history = History(BEGUN)
+    for record in records:
+        history.apply(record)
+    return history
+
+
+def through_bytes(state: State) -> State:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+
+
+# ---- the fold --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_records_give_the_same_state() -> None:
+    run = eventful()
+    assert fold(run.records).state() == fold(run.records).state() == run.history.state()
+
+
+def test_records_out_of_a_journal_give_the_same_state() -> None:
+    run = eventful()
+    assert fold([decode(encode(record)) for record in run.records]).state() == run.history.state()
+
+
+def test_a_cut_anywhere_and_the_records_behind_it_are_the_whole() -> None:
+    run = eventful()
+    for split in range(len(run.records) + 1):
+        history = History.restore(through_bytes(fold(run.records[:split]).state()))
+        for record in run.records[split:]:
+            history.apply(record)
+        assert history.state() == run.history.state(), f"split at {split}"
+
+
+@given(data=st.data())
+def test_any_number_of_cuts_on_the_way_change_nothing(data: st.DataObject) -> None:
+    run = eventful()
+    history = History(BEGUN)
+    for record in run.records:
+        if data.draw(st.booleans()):
+            history = History.restore(through_bytes(history.state()))
+        history.apply(record)
+    assert history.state() == run.history.state()
+
+
+def test_the_journal_of_a_run_with_accidents_folds_the_same_way_from_every_cut() -> None:
+    world = World(3, fragments=3, sync_every=6, latency_s=0.1, quorum=2).run_until(round=10)
+    world.kill("learner-1")
+    world.run_until(round=14)
+    world.join("learner-1")
+    world.islands["learner-2"].broken = True
+    world.run_until(round=20)
+    world.crash_syncer()
+    world.run_until(round=26)
+    whole = History(world.begun)
+    for record in world.journal:
+        whole.apply(record)
+    for split in range(0, len(world.journal), 7):
+        first = History(world.begun)
+        for record in world.journal[:split]:
+            first.apply(record)
+        rest = History.restore(through_bytes(first.state()))
+        for record in world.journal[split:]:
+            rest.apply(record)
+        assert rest.state() == whole.state(), f"split at {split}"
+
+
+def test_a_state_that_was_taken_does_not_follow_what_comes_later() -> None:
+    run = eventful()
+    history = fold(run.records[:9])
+    state = history.state()
+    then = msgspec.msgpack.encode(state)
+    for record in run.records[9:]:
+        history.apply(record)
+    assert msgspec.msgpack.encode(state) == then
+
+
+def test_a_state_does_not_grow_with_the_rounds() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a"))
+    sizes = []
+    for number in range(400):
+        run.round(share("a", 2 * number + 2, number // 2, tokens=16))
+        if number % 50 == 0:
+            run.add(CutDone(number, number, ("a",), "digest"))
+        sizes.append(len(msgspec.msgpack.encode(run.history.state())))
+    assert max(sizes[200:]) <= min(sizes[100:200]) + 40, "but for the digits of its numbers and a few cuts"
+
+
+# ---- what each record does -------------------------------------------------------------------------------------------
+
+
+def test_a_run_begins_once() -> None:
+    with pytest.raises(AssertionError, match="a run begins once"):
+        History(BEGUN).apply(BEGUN)
+
+
+def test_before_the_first_parameters_there_is_no_version() -> None:
+    history = History(BEGUN)
+    assert (history.started, history.versions, history.committed) == (False, [-1, -1], 0)
+    history.apply(Started("a"))
+    assert (history.started, history.versions, history.committed) == (True, [0, 0], 0)
+
+
+def test_a_round_makes_a_version_and_one_that_is_passed_over_does_not() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a")).round(share("a", 2, 0))
+    run.add(Passed(1, 1, "no quorum"))
+    assert (run.history.versions, run.history.committed) == ([1, 0], 2)
+
+
+def test_what_went_into_a_version_is_remembered_of_its_learner() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a")).round(share("a", 2, 0))
+    life = run.history.lives["a"]
+    assert (life.merged, life.t, life.total, life.open) == ([(1, 2, 16), (-1, 0, 0)], 2, 16, True)
+
+
+def test_a_contribution_of_an_earlier_life_is_not_the_present_ones() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a"))
+    run.add(Gone("a", 1, 4, 32, (0, 0), (32, 32)), Joined("a", 2, "another", 0))
+    run.round(share("a", 2, 0))
+    life = run.history.lives["a"]
+    assert (life.incarnation, life.merged[0], life.total) == (2, (-1, 0, 0), 0)
+    assert run.history.ledger.totals().merged == (16, 0), "it is merged all the same"
+
+
+def test_tokens_of_earlier_processes_add_up_and_those_of_the_same_go_on() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
+    run.add(Joined("a", 2, "session", 4, origin=32))
+    assert (run.history.lives["a"].before, run.history.lives["a"].total) == (0, 32), "the same process, another life"
+    run.add(Gone("a", 2, 9, 72, (0, 0), (40, 40)), Joined("a", 3, "another", 0))
+    assert (run.history.lives["a"].before, run.history.lives["a"].total) == (72, 0)
+
+
+def test_one_that_is_gone_is_remembered_as_such() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Started("a"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
+    life = run.history.lives["a"]
+    assert (life.open, life.t, life.total) == (False, 4, 32)
+    assert run.history.ledger.totals().lost == (32, 32)
+
+
+def test_a_new_term_changes_the_term_alone() -> None:
+    run = eventful()
+    before = msgspec.structs.replace(run.history.state(), term=7)
+    run.add(Reigned(7, 0, "", run.history.committed))
+    assert run.history.state() == before
+
+
+def test_a_reset_concerns_the_numbers_alone() -> None:
+    run = eventful()
+    before = run.history.state()
+    assert run.add(Reset(0, "not finite")).history.state() == before
+
+
+def test_only_a_few_cuts_are_remembered_the_newest_last() -> None:
+    run = Written().add(*[CutDone(cut, cut, (), "digest") for cut in range(0, 200, 10)])
+    assert run.history.cuts == list(range(120, 200, 10))
+
+
+def test_changed_settings_hold_from_there_on_and_the_beginning_stays() -> None:
+    history = fold([Changed(OTHER, {"lr": 0.3}, "quorum=2 outer_lr=0.3")])
+    assert (history.settings, history.outer) == (OTHER, {"lr": 0.3})
+    assert history.begun == BEGUN
+    assert History.restore(through_bytes(history.state())).settings == OTHER
+
+
+def test_an_end_is_announced_and_then_final() -> None:
+    run = Written().add(Ended("40 steps are done"))
+    assert (run.history.ended, run.history.finished) == ("40 steps are done", False)
+    run.add(Ended("40 steps are done", final=True))
+    assert (run.history.ended, run.history.finished) == ("40 steps are done", True)
+    assert History.restore(through_bytes(run.history.state())).finished
+
+
+def test_a_run_that_had_ended_is_opened_again_only_when_that_was_asked_for() -> None:
+    run = Written().add(Ended("40 steps are done", final=True), Changed(OTHER, {}, "quorum=2"))
+    assert (run.history.ended, run.history.finished) == ("40 steps are done", True)
+    run.add(Changed(OTHER, {}, "the run goes on", reopen=True))
+    assert (run.history.ended, run.history.finished) == ("", False)
+
+
+def test_leases_come_out_of_the_records_too() -> None:
+    run = eventful()
+    again = History.restore(through_bytes(run.history.state()))
+    assert run.history.leases is not None and again.leases is not None
+    assert again.leases.state() == run.history.leases.state()
+    assert again.leases.next("c", 1, 64) == run.history.leases.next("c", 1, 64)
