@@ -167,7 +167,7 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=120, help="of blocks of (a)")
     parser.add_argument("--steps", type=int, default=10, help="in a block of (a)")
     parser.add_argument("--rounds", type=int, default=12, help="of (b), with the journal and without")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/journal.json"))

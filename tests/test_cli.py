@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.observe.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
 from atoll.launch.local import Kill, LocalRun
+from atoll.store.cuts import complete_cuts
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -63,6 +66,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("learn script.py --syncer nowhere", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
         ("learn script.py --syncer http://127.0.0.1:1 --name ../x", "cannot be a file name"),
         ("status nowhere", "holds no run with a syncer: name the folder that --out made"),
+        ("train --from-cut 3", "--from-cut says where to go on, and needs --resume DIR to say with which run"),
+        ("train script.py --resume old", "goes on with the run's own script and settings: leave SCRIPT and --config"),
+        ("train --config odd.toml --resume old", "with the run's own script and settings: leave SCRIPT and --config"),
+        ("train --resume old --out new", "goes on in the run's own folder: --out belongs to --from-cut, for a new run"),
+        ("train --resume old --fragments 4", "fragments = 4 cannot change when a run goes on: start a new run for it"),
+        ("train --resume old --sync", "synchronous = True cannot change when a run goes on: start a new run for it"),
+        ("train --resume old --depth 3", "depth = 3 cannot change when a run goes on: start a new run for it"),
+        ("train --resume old", "old holds no run to go on with: it has no run.toml and journal/"),
+        ("train --resume nowhere --from-cut 3", "nowhere holds no run to go on with: it has no run.toml and journal/"),
+        ("syncer --resume nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
+        ("syncer --standby nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
+        ("verify nowhere", "nowhere holds no run that can be verified: there is no journal/ in it"),
+        ("export nowhere model.safetensors", "nowhere holds no run with parameters: there is no cuts/ in it"),
+        ("set nowhere quorum=2", "holds no run with a syncer: name the folder that --out made"),
+        ("set nowhere:7077 quorum=2", "holds no run with a syncer: name the folder that --out made"),
+        ("set http:// quorum=2", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_fix(
@@ -84,7 +103,7 @@ def test_a_run_that_is_over_has_no_status(
     assert "no syncer answers at http://127.0.0.1:9: is the run over?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "syncer", "learn", "status"])
+@pytest.mark.parametrize("command", ["train", "syncer", "learn", "status", "verify", "export", "set"])
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert atoll(monkeypatch, command, "--help") == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
@@ -148,6 +167,147 @@ def test_the_demo_kills_one_and_may_be_repeated(
     run = begin(monkeypatch, taken, "--demo", "--out", "old", "--kill", "learner-1@.25")
     assert run.kills == (Kill("learner-1", 0.25),)
     assert not (folder / "old" / "events.jsonl").exists()
+
+
+# ---- runs that lie there already -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
+    """In the folder `run`: cuts 0, 2 and 4, and a round behind."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return cut_run(folder / "run")
+
+
+def test_a_run_goes_on_in_its_own_folder_with_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(monkeypatch, taken, "--resume", "run", "--steps", "900", "--outer-lr", "0.5", "--port", "7078")
+    assert run.out == stopped.dir and run.resume is not None
+    assert (run.resume.run, run.resume.cut, run.resume.reopen) == ("small", 4, False)
+    assert run.resume.changes == ("steps=900", "outer_lr=0.5"), "a port is no rule of the run"
+    assert run.config.seed == 7 and run.config.protocol.steps == 900
+    assert (run.config.outer.lr, run.config.service.port) == (0.5, 7078)
+    assert run.script == ["-m", "atoll.workloads.builtin"]
+    assert "run small goes on at round 5 with cut 4: Θ from the journal's head" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_the_script_it_was_begun_with(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun
+) -> None:
+    stopped.dir.settings.write_text('script = ["script.py", "--mine", "3"]\n')
+    assert begin(monkeypatch, taken, "--resume", "run").script == ["script.py", "--mine", "3"]
+
+
+def test_what_a_run_was_begun_with_is_what_it_can_go_on_with(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
+) -> None:
+    run = begin(monkeypatch, taken, "script.py", "--", "--mine", "3")
+    assert run.config.script == (str(folder / "script.py"), "--mine", "3"), "from wherever that is asked"
+
+
+def test_a_new_run_is_made_of_a_cut_in_a_folder_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun, folder: Path
+) -> None:
+    run = begin(monkeypatch, taken, "--resume", "run", "--from-cut", "2", "--out", "new", "--steps", "900")
+    assert run.out.path == folder / "new" and run.resume is not None
+    assert run.resume.cut == 2 and run.resume.exact and run.resume.run != "small"
+    assert run.resume.changes == ("steps=900",)
+    assert complete_cuts(run.out.cuts) == [2] and complete_cuts(stopped.dir.cuts) == [4, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train --resume run --from-cut 3 --out new", "run has no complete cut 3: there are 0, 2, 4"),
+        ("train --resume run --steps 10", "is done (its budget is spent): give it more with --steps or --tokens"),
+        ("train --resume run --quorum 7", "quorum = 7 can never be reached by"),
+        ("train --resume run --from-cut 2 --out old", "old already holds a run: choose another folder with --out"),
+        ("export run out.safetensors --cut 3", "run has no cut 3; there are: 0, 2, 4"),
+        ("export run script.py", "script.py is there already: choose another name, or replace it with --force"),
+        ("export run run/model.safetensors", "lies in the run's own directory: choose a place outside of run"),
+    ],
+)
+def test_what_cannot_be_done_with_a_run_is_one_line_and_leaves_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stopped: WrittenRun,
+    command: str,
+    said: str,
+) -> None:
+    before = everything(stopped.dir.path)
+    assert atoll(monkeypatch, *command.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("atoll: ") and err.count("\n") == 1
+    assert said in err
+    assert everything(stopped.dir.path) == before
+
+
+def test_a_run_that_is_well_is_verified(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: WrittenRun
+) -> None:
+    assert atoll(monkeypatch, "verify", "run") == 0
+    out, err = capsys.readouterr()
+    assert "all is well" in out and "5, 0 of them passed over" in out and err == ""
+    assert atoll(monkeypatch, "verify", "run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True and found["rounds"] == 5
+
+
+def test_a_run_that_is_not_well_fails_with_the_first_thing_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: WrittenRun
+) -> None:
+    flip(stopped.dir.cuts / "000002" / "theta-001.bin", 5)
+    assert atoll(monkeypatch, "verify", "run") == 1
+    out, err = capsys.readouterr()
+    assert "all is well" not in out
+    assert err.startswith("atoll: ") and err.count("\n") == 1 and "theta-001.bin is damaged" in err
+    assert atoll(monkeypatch, "verify", "run", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"] is False and "theta-001.bin is damaged" in err
+
+
+def test_weights_are_exported_with_the_moment_they_are_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: WrittenRun, folder: Path
+) -> None:
+    assert atoll(monkeypatch, "export", "run", "model.safetensors") == 0
+    assert (
+        capsys.readouterr().out == "run small after 5 rounds (cut 4 and 1 rounds behind it) is in model.safetensors\n"
+    )
+    assert (folder / "model.safetensors").stat().st_size > 0
+    assert atoll(monkeypatch, "export", "run", "model.safetensors", "--cut", 2, "--force") == 0
+    assert capsys.readouterr().out == "run small after 2 rounds (cut 2) is in model.safetensors\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("quorum=2", "changed: quorum=2"), ("", "everything was like that already")]
+)
+def test_settings_go_to_the_syncer_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, answer: str, said: str
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    async def post(url: str, words: list[str]) -> str:
+        asked.append((url, words))
+        return answer
+
+    monkeypatch.setattr(cli.look, "post_settings", post)
+    (folder / "old" / "syncer.url").write_text("http://127.0.0.1:7077")
+    assert atoll(monkeypatch, "set", "old", "quorum=2", "outer_lr=0.5") == 0
+    assert asked == [("http://127.0.0.1:7077", ["quorum=2", "outer_lr=0.5"])]
+    assert capsys.readouterr().out == said + "\n"
+
+
+def test_settings_that_no_syncer_hears_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
+    assert atoll(monkeypatch, "set", "old", "quorum=2") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("atoll: ") and err.count("\n") == 1 and "http://127.0.0.1:9" in err
+
+
+# ---- parts by hand ---------------------------------------------------------------------------------------------------
 
 
 def test_a_learner_by_hand_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,12 +342,12 @@ class TestNewcomer:
 
         def wait(seconds: float) -> None:
             waited.append(joined.learner._peers.waits)
-            if len(waited) == 3:
+            if len(waited) == 4:
                 joined.courier.waiting.append(BeginOrder("goes on with the inner optimizer of learner-1"))
 
         monkeypatch.setattr(joined.courier, "wait", wait)
         with joined.learner as learner:
-            assert waited[1:3] == [True, True] and not learner._peers.waits
+            assert waited[2:4] == [True, True] and not learner._peers.waits
             assert "goes on with the inner optimizer of learner-1" in capsys.readouterr().err
 
     def test_past_its_patience_it_trains_without(self, capsys: pytest.CaptureFixture[str]) -> None:

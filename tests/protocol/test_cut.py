@@ -148,6 +148,17 @@ def test_a_newcomer_saves_nothing_for_a_cut_that_was_opened_before_it_came() -> 
     assert world.learners_of(20) == set(world.islands)
 
 
+def test_one_that_was_away_when_a_cut_was_opened_saves_nothing_for_it_when_it_comes_back() -> None:
+    world = CutWorld().run_until(round=3)
+    world.unlink("learner-1")
+    world.run_until(round=5)
+    world.link("learner-1")
+    world.run_until(round=7)
+    assert {name for _, name, cut in world.saves if cut == 4} == {"learner-0", "learner-2"}, "others have saved theirs"
+    world.run_until(round=10)
+    assert world.learners_of(8) == set(world.islands)
+
+
 # ---- whom it waits for -----------------------------------------------------------------------------------------------
 
 
@@ -228,6 +239,18 @@ def test_a_part_of_another_cut_does_not_count() -> None:
     assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
     world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
     assert world.learners_of(4) == set(world.islands)
+
+
+def test_one_that_was_not_asked_is_not_in_the_cut_whatever_it_says() -> None:
+    world = CutWorld(3, present=2, cut_wait_s=50.0)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=4).run_until(seconds=0.5)
+    world.join("learner-2")
+    world.inject(fx.Received("learner-2", CutSaved(of=4, incarnation=1, t=0, file="file", digest="digest")))
+    world.inject(fx.Received("learner-0", CutSaved(of=4, incarnation=1, t=9, file="again", digest="digest")))
+    world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
+    parts = dict(world.completed(4)[1].saved)
+    assert parts.keys() == {"learner-0", "learner-1"} and parts["learner-0"].file == "file", "said once"
 
 
 def test_when_everybody_is_gone_a_cut_is_the_syncers_part_alone() -> None:

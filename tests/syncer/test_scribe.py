@@ -171,15 +171,15 @@ async def test_what_carrying_out_leads_to_comes_behind_what_waits() -> None:
 
     def carry_out(effect: fx.SyncerEffect) -> None:
         assert isinstance(effect, fx.Note)
-        told.append(effect.text)
         if effect.text == "one":
             scribe.put([note("its consequence")])
+        told.append(effect.text)
 
     scribe = Scribe(
         disk._append, carry_out=carry_out, payload=lambda number: None, first_cut=disk._first_cut, alarm=disk._alarm
     )
     scribe.put([note("one"), note("two")])
-    assert told == ["one", "two", "its consequence"]
+    assert told == ["one", "two", "its consequence"], "each to its end"
 
 
 async def test_it_is_emptied_once_everything_is_carried_out() -> None:

@@ -31,7 +31,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import LocalDisk
+from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir
 from atoll.store.terms import acquire
@@ -62,10 +62,11 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
     for cut in complete_cuts(out.cuts):
         try:
             manifest = check_cut(out.cuts, out.learners, cut)
-        except BadCut as error:
+            nothing_behind = _is_head(out, cut)
+        except (BadCut, Corrupt) as error:
             remarks.append(f"cut {cut} is passed over: {error}")
             continue
-        exact = bool(manifest.learners) and not manifest.left_out and _is_head(out, cut)
+        exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
         how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
         remarks.append(f"run {head.run} goes on at round {head.committed} with cut {cut}: {how}")
         return Resume(cut, head.run, _parts(out, manifest), exact, reopen, changes, tuple(remarks))
@@ -79,14 +80,15 @@ def _head(out: RunDir) -> History:
     for cut in known_cuts(out.cuts):
         try:
             _, state, _ = read_syncer_part(out.cuts, cut)
-        except BadCut as error:
-            remarks.append(str(error))
-            continue
-        then = msgspec.msgpack.decode(state, type=CutState)
-        history = History.restore(then.history)
-        for _, record in read(out.journal, start=then.position, disk=LocalDisk()):
-            history.apply(record)
-        return history
+            then = msgspec.msgpack.decode(state, type=CutState)
+            history = History.restore(then.history)
+            for _, record in read(out.journal, start=then.position, disk=LocalDisk()):
+                history.apply(record)
+        except (BadCut, Corrupt, msgspec.MsgspecError) as error:
+            # Corrupt: a syncer that was replaced may have left a cut that the journal does not lead on from.
+            remarks.append(f"cut {cut}: {error}")
+        else:
+            return history
     raise ConfigError(f"{out.path} cannot be gone on with: {'; '.join(remarks) or 'its run has no parameters yet'}")
 
 

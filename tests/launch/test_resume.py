@@ -1,0 +1,361 @@
+"""Which cut a stopped run goes on with, how exactly, and a new run out of an old one's cut."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tests.observe.written import WrittenRun, begun, cut_run, flip, with_rounds
+
+from atoll.launch.resume import Resume, from_cut, plan_resume
+from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.records import Begun, Changed, Ended, Reigned
+from atoll.store import disk as disk_module
+from atoll.store.cuts import (
+    BadCut,
+    LearnerPart,
+    Manifest,
+    check_cut,
+    folder_of,
+    read_manifest,
+    read_syncer_part,
+    write_manifest,
+)
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import Journal, read
+from atoll.store.rundir import RunDir
+from atoll.store.terms import acquire
+from atoll.syncer.books import Books
+from atoll.syncer.recovery import recover
+
+EXACT = "exactly as it was"
+FROM_HEAD = "Θ from the journal's head, inner optimizers from the cut"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
+
+
+def damage(run: WrittenRun, cut: int, name: str = "theta-001.bin") -> None:
+    flip(folder_of(run.dir.cuts, cut) / name, 5)
+
+
+def every_byte(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def states(run: WrittenRun, cut: int) -> dict[str, Path]:
+    return {name: run.dir.learners / name / f"cut-{cut:06d}.safetensors" for name in ("learner-0", "learner-1")}
+
+
+# ---- the newest good cut ---------------------------------------------------------------------------------------------
+
+
+def test_the_newest_cut_is_gone_on_with(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    found = plan_resume(run.dir)
+    assert (found.cut, found.run, found.exact, found.reopen) == (4, "small", False, False)
+    assert found.states == states(run, 4)
+    assert found.remarks == (f"run small goes on at round 5 with cut 4: {FROM_HEAD}",)
+
+
+@pytest.mark.parametrize("name", ["theta-001.bin", "state.bin", "syncer.json", "manifest.json"])
+def test_a_damaged_cut_is_passed_over_and_that_is_said(tmp_path: Path, name: str) -> None:
+    run = cut_run(tmp_path / "run")
+    if name == "manifest.json":
+        (folder_of(run.dir.cuts, 4) / name).write_bytes(b'{"run":')
+    else:
+        damage(run, 4, name)
+    found = plan_resume(run.dir)
+    assert found.cut == 2 and found.states == states(run, 2)
+    said, goes_on = found.remarks
+    assert said.startswith("cut 4 is passed over: ") and name in said
+    assert goes_on == f"run small goes on at round 5 with cut 2: {FROM_HEAD}", "Θ is the same whichever cut it is"
+
+
+def test_a_learners_part_that_is_missing_makes_the_whole_cut_unfit(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    states(run, 4)["learner-1"].unlink()
+    found = plan_resume(run.dir)
+    assert found.cut == 2 and "cut-000004.safetensors is missing" in found.remarks[0]
+
+
+def test_a_cut_without_a_manifest_is_not_gone_on_with(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.syncer_part(5)
+    found = plan_resume(run.dir)
+    assert found.cut == 4 and len(found.remarks) == 1
+
+
+def test_a_learner_that_was_left_out_has_no_state(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    manifest = read_manifest(run.dir.cuts, 4)
+    learners = {"learner-0": manifest.learners["learner-0"]}
+    write_manifest(run.dir.cuts, replace(manifest, learners=learners, left_out={"learner-1": "it was gone"}))
+    assert plan_resume(run.dir).states == {"learner-0": states(run, 4)["learner-0"]}
+
+
+def test_before_the_second_cut_nobody_has_a_state(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 3)
+    found = plan_resume(run.dir)
+    assert (found.cut, found.states, found.exact) == (0, {}, False)
+
+
+def test_where_no_cut_is_whole_learners_start_with_fresh_inner_optimizers(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 3)
+    (folder_of(run.dir.cuts, 0) / "manifest.json").unlink()
+    found = plan_resume(run.dir)
+    assert (found.cut, found.states, found.exact) == (None, {}, False)
+    assert found.remarks == ("run small goes on at round 3: no complete cut, so fresh inner optimizers",)
+
+
+def test_where_every_cut_is_damaged_each_is_named(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    for cut in (0, 2, 4):
+        damage(run, cut)
+    with pytest.raises(ConfigError, match="cannot be gone on with: ") as error:
+        plan_resume(run.dir)
+    assert all(f"/{cut:06d}/theta-001.bin is damaged" in str(error.value) for cut in (0, 2, 4))
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_without_parameters_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be gone on with: its run has no parameters yet"):
+        plan_resume(WrittenRun(tmp_path / "run").dir)
+
+
+def test_a_damaged_journal_is_an_error_that_names_it(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    flip(run.dir.journal / "segment-000001.log", run.journal.position.offset - 40)
+    with pytest.raises(AtollError, match=r"segment-000001\.log is damaged") as error:
+        plan_resume(run.dir)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cut_of_a_syncer_that_was_replaced_is_passed_over(tmp_path: Path) -> None:
+    old = with_rounds(tmp_path / "run", 2)
+    old.cut()
+    heir, end = copy.deepcopy(old), old.journal.position
+    for _ in range(3):
+        old.round()
+    old.cut()
+    heir.journal = Journal.begin(old.dir.journal, 2, after=end, disk=LocalDisk())
+    heir.write(Reigned(2, end.offset, end.hash, heir.history.committed))
+    heir.round()
+    found = plan_resume(heir.dir)
+    assert found.cut == 2 and found.remarks[0].startswith("cut 5 is passed over: ")
+    assert found.remarks[1].startswith("run small goes on at round 3 with cut 2")
+
+
+def test_a_plan_changes_nothing(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    before = every_byte(run.dir.path)
+    plan_resume(run.dir, ("steps=1000",))
+    assert every_byte(run.dir.path) == before
+
+
+# ---- exactly ---------------------------------------------------------------------------------------------------------
+
+
+def test_when_nothing_was_decided_behind_the_cut_everything_is_put_back_exactly(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    run.cut()
+    found = plan_resume(run.dir)
+    assert found.exact and found.remarks == (f"run small goes on at round 4 with cut 4: {EXACT}",)
+    run.reign()
+    assert plan_resume(run.dir).exact, "another term decided nothing"
+
+
+def test_a_lease_behind_the_cut_is_a_decision_as_good_as_a_round(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    run.cut()
+    run.lease("learner-0")
+    assert not plan_resume(run.dir).exact
+
+
+def test_a_round_behind_the_cut_is_not_given_up_for_exactness(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    run.cut()
+    run.round()
+    found = plan_resume(run.dir)
+    assert not found.exact and "goes on at round 5" in found.remarks[0]
+
+
+def test_without_all_its_learners_a_cut_is_not_exact(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    run.cut()
+    manifest = read_manifest(run.dir.cuts, 4)
+    write_manifest(run.dir.cuts, replace(manifest, left_out={"learner-2": "it was gone"}))
+    assert not plan_resume(run.dir).exact
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_steps_are_done_says_what_to_do(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"run is done \(its budget is spent\): give it more with --steps") as error:
+        plan_resume(run.dir, ("steps=10",))
+    assert "\n" not in str(error.value) and str(run.dir.path) in str(error.value)
+    assert plan_resume(run.dir, ("steps=12",)).changes == ("steps=12",)
+
+
+def test_a_run_whose_tokens_are_spent_says_so_too(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    trained = sum(life.total for life in run.history.lives.values())
+    with pytest.raises(ConfigError, match="give it more with --steps or --tokens"):
+        plan_resume(run.dir, (f"tokens={trained}",))
+    assert plan_resume(run.dir, (f"tokens={trained + 1}",)).cut == 4
+
+
+def test_why_a_run_ended_is_said_when_there_is_nothing_left_to_do(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.write(Changed(replace(run.history.settings, steps=8), dict(run.history.outer), "steps=8"))
+    run.end()
+    with pytest.raises(ConfigError, match=r"is done \(24 steps are done\)"):
+        plan_resume(run.dir)
+
+
+def test_a_run_that_had_ended_is_opened_again(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    assert not plan_resume(run.dir).reopen
+    run.end()
+    found = plan_resume(run.dir, ("steps=1000",))
+    assert found.reopen and not found.exact and found.cut == 4
+
+
+def test_an_end_that_was_only_begun_is_opened_again_too(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.write(Ended("the operator asked for it"))
+    assert plan_resume(run.dir).reopen
+
+
+def test_a_change_that_cannot_be_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="'fragments' cannot change while a run goes on"):
+        plan_resume(run.dir, ("fragments=4",))
+    with pytest.raises(ConfigError, match="quorum = 9 can never be reached by 2 learners"):
+        plan_resume(run.dir, ("quorum=9",))
+
+
+# ---- a new run out of a cut ------------------------------------------------------------------------------------------
+
+
+def new_run(old: WrittenRun, cut: int, path: Path, changes: tuple[str, ...] = ()) -> tuple[RunDir, Resume]:
+    out = RunDir.create(path)
+    return out, from_cut(old.dir, cut, out, changes)
+
+
+def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    new, found = new_run(old, 2, tmp_path / "new", ("steps=99",))
+    records = [record for _, record in read(new.journal, disk=LocalDisk())]
+    (beginning,) = records
+    assert isinstance(beginning, Begun)
+    assert beginning == replace(old.history.begun, run=found.run, parent="small cut 2")
+    assert found.run != "small" and found.changes == ("steps=99",) and not found.reopen
+    assert found.remarks == (f"a new run {found.run} from cut 2 of run small, {EXACT}",)
+
+
+def test_two_new_runs_of_one_cut_are_two_runs(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    assert new_run(old, 2, tmp_path / "a")[1].run != new_run(old, 2, tmp_path / "b")[1].run
+
+
+@pytest.mark.parametrize("cut", [0, 2, 4])
+def test_a_new_run_begins_as_the_old_one_was_at_the_cut(tmp_path: Path, cut: int) -> None:
+    old = cut_run(tmp_path / "old")
+    new, found = new_run(old, cut, tmp_path / "new")
+    begins = recover(new, disk=LocalDisk())
+    assert begins is not None and begins.parameters is not None and begins.rounds == 0 and begins.remarks == []
+    _, _, was = read_syncer_part(old.dir.cuts, cut)
+    now = begins.parameters.snapshot()
+    assert was.keys() == now.keys()
+    assert all(np.array_equal(was[name], now[name].view(np.uint8)) for name in was), "Θ and momentum"
+    assert begins.history.committed == cut and begins.history.run == found.run
+    assert (begins.history.ended, begins.history.finished, begins.history.cuts) == ("", False, [])
+
+
+def test_a_new_run_can_be_served_and_cut_and_comes_back(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    new, found = new_run(old, 4, tmp_path / "new")
+    for term in (2, 3):
+        books = Books(new, acquire(new.journal))
+        assert books.term == term and books.recovered is not None
+        assert books.recovered.history.run == found.run and books.recovered.history.committed == 4
+        books.close()
+
+
+def test_the_learners_states_come_along(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    new, found = new_run(old, 2, tmp_path / "new")
+    assert found.exact and found.states.keys() == {"learner-0", "learner-1"}
+    for name, path in found.states.items():
+        assert path.is_relative_to(new.path)
+        assert path.read_bytes() == states(old, 2)[name].read_bytes()
+    manifest = check_cut(new.cuts, new.learners, 2)
+    assert (manifest.run, manifest.cut) == (found.run, 2)
+
+
+def test_a_cut_without_learners_makes_a_new_run_too(tmp_path: Path) -> None:
+    _, found = new_run(begun(tmp_path / "old"), 0, tmp_path / "new")
+    assert (found.cut, found.states, found.exact) == (0, {}, False)
+
+
+def test_the_old_run_is_left_as_it_was_to_the_byte(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    before = every_byte(old.dir.path)
+    new, _ = new_run(old, 2, tmp_path / "new")
+    books = Books(new, acquire(new.journal))
+    books.close()
+    assert every_byte(old.dir.path) == before and len(before) > 20
+
+
+def test_a_run_that_had_ended_goes_on_in_the_new_one(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    old.end()
+    table = old.syncer_part(5)
+    write_manifest(old.dir.cuts, Manifest("small", 5, 5, table, {}))
+    assert b"24 steps are done" in read_syncer_part(old.dir.cuts, 5)[1], "this cut knows of the end"
+    new, found = new_run(old, 5, tmp_path / "new")
+    begins = recover(new, disk=LocalDisk())
+    assert not found.reopen
+    assert begins is not None and (begins.history.ended, begins.history.finished) == ("", False)
+
+
+def test_a_cut_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    old.syncer_part(5)
+    with pytest.raises(ConfigError, match="has no complete cut 3: there are 0, 2, 4"):
+        new_run(old, 3, tmp_path / "new")
+    with pytest.raises(ConfigError, match="has no complete cut 5: there are 0, 2, 4"):
+        new_run(old, 5, tmp_path / "another")
+
+
+def test_where_there_is_no_cut_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no complete cut 3: there are none"):
+        new_run(WrittenRun(tmp_path / "old"), 3, tmp_path / "new")
+
+
+def test_a_damaged_cut_makes_no_new_run(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    damage(old, 2)
+    with pytest.raises(BadCut, match=r"theta-001\.bin is damaged"):
+        new_run(old, 2, tmp_path / "new")
+    assert not (tmp_path / "new" / "journal").exists() and not (tmp_path / "new" / "cuts").exists()
+
+
+def test_a_learners_file_that_leads_elsewhere_is_not_copied(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    manifest = read_manifest(old.dir.cuts, 2)
+    (old.dir.learners / "secret").write_bytes(b"secret")
+    part = LearnerPart(1, 4, "../secret", "digest")
+    write_manifest(old.dir.cuts, replace(manifest, learners={"learner-0": part}))
+    with pytest.raises(BadCut, match="is no name of a file"):
+        new_run(old, 2, tmp_path / "new")
