@@ -161,6 +161,19 @@ def test_after_a_crash_of_the_syncer_those_that_trained_are_given_time_to_come_b
     assert not world.said("fresh")
 
 
+def test_a_peer_that_does_not_answer_just_now_is_given_time() -> None:
+    """On a busy machine the only other one may miss a pull or two while the newcomer starts."""
+    world = running(2, 1)
+    world.islands["learner-0"].answers = False
+    until(world, "muted")
+    newcomer = world.join("learner-1")
+    world.run_until(seconds=1)
+    world.islands["learner-0"].answers = True
+    until(world, "probed")
+    assert until(world, "helped").data["peer"] == newcomer.source == "learner-0"
+    assert not world.said("fresh")
+
+
 def test_a_crash_of_the_syncer_in_the_middle_makes_the_newcomer_ask_anew() -> None:
     world = running()
     world.islands["learner-0"].stream_s = 8.0

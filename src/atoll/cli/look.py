@@ -131,5 +131,10 @@ def set_(
       atoll set atoll-runs/first quorum=2 outer_lr=0.5
     """
     url = checked_url(run) if run.startswith("http") else address_of(RunDir(Path(run).absolute()))
-    changed = asyncio.run(post_settings(url, words))
+    try:
+        changed = asyncio.run(post_settings(url, words))
+    except Unreachable as error:
+        raise Unreachable(
+            f"no syncer answers at {url}: settings change while a run goes on, or with --resume"
+        ) from error
     Console().print(f"changed: {changed}" if changed else "everything was like that already", highlight=False)

@@ -182,11 +182,9 @@ class Peers:
         return min(able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), one.name), default=None)
 
     def _may_come(self, recovery: Recovery) -> bool:
-        """Whether somebody who trained before, or is about to, may yet turn up."""
-        return any(
-            not one.closed and one.state != "training" and one.name not in self.open
-            for one in self.members.learners.values()
-        )
+        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now."""
+        others = [one for one in self.members.learners.values() if one.name not in self.open]
+        return any(not one.closed and not one.stopped and one.name not in recovery.declined for one in others)
 
     def _ask(self, now: float, recovery: Recovery, peer: Learner) -> None:
         newcomer = recovery.newcomer

@@ -88,12 +88,15 @@ class Books:
             self._needless = self._kept[0]
 
     def complete(self, run: str, done: CompleteCut) -> str:
-        """Write the manifest; its digest."""
+        """Write the manifest; its digest. NoRoom: it may be tried again."""
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
-        manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
-        mark = write_manifest(self._out.cuts, manifest)
-        prune(self._out.cuts, self._keep)
+        try:
+            manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
+            mark = write_manifest(self._out.cuts, manifest)
+            prune(self._out.cuts, self._keep)
+        except OSError as error:
+            raise not_written(error, table.parent) from error
         return mark
 
     def close(self) -> None:

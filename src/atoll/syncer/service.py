@@ -455,7 +455,7 @@ class SyncerService:
         reason = ""
         try:
             await asyncio.to_thread(self._books.write_cut, cut, state, arrays)
-        except (OSError, AtollError) as error:
+        except AtollError as error:
             reason = one_line(error)
         finally:
             for buffer in held:
@@ -465,7 +465,7 @@ class SyncerService:
     async def _complete_cut(self, done: fx.CompleteCut) -> None:
         try:
             mark = await asyncio.to_thread(self._books.complete, self._run, done)
-        except OSError as error:
+        except AtollError as error:
             self._handle(fx.CutKept(done.cut, one_line(error)))
         else:
             self._handle(fx.CutWritten(done.cut, mark))
