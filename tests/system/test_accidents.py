@@ -40,6 +40,7 @@ def test_an_interrupt_ends_the_run_in_good_order(run: Run) -> None:
     assert (run.out / "model.safetensors").exists()
 
 
+@pytest.mark.faults
 def test_a_second_interrupt_kills_everything(run: Run) -> None:
     run.train(*LINE, "--learners", "2", "--", "--deaf")
     run.until(lambda events: len(members(events)) == 2)

@@ -109,6 +109,7 @@ def test_a_second_syncer_refuses_and_a_standby_takes_over_from_one_that_stands_s
     assert report.facts["terms"] >= 2
 
 
+@pytest.mark.faults
 def test_settings_change_while_it_runs_and_are_journaled(run: Run) -> None:
     run.train(*LINE, "--learners", "2")
     run.until(lambda events: len(members(events)) == 2)

@@ -26,6 +26,8 @@ NOTABLE = {
     "restarted": "cyan",
     "joined": "cyan",
     "recovered": "green",
+    "helped": "green",
+    "fresh": "yellow",
     "reigned": "bold cyan",
     "changed": "cyan",
     "cut": "dim",

@@ -28,6 +28,9 @@ Entry = tuple[AnyRecord, memoryview | None]
 Append = Callable[[Sequence[Entry]], object]
 
 
+DEPOSED = "another syncer has taken over this run: this one ends without a word to anybody"
+
+
 class Deposed(RunFailed):
     """Another syncer has taken over."""
 
@@ -122,7 +125,7 @@ class Scribe:
 
         await self._insist(append, entries)
         if self._fenced():
-            raise Deposed("another syncer has taken over this run: this one ends without a word to anybody")
+            raise Deposed(DEPOSED)
         self._written = len(batch)
 
     async def _insist(self, work: Callable[[T], Awaitable[None]], what: T) -> None:

@@ -36,7 +36,7 @@ from atoll.syncer.changes import change
 from atoll.syncer.inbox import Inbox, Key
 from atoll.syncer.parameters import Buffer, Overflow, Parameters
 from atoll.syncer.recovery import CutState, Recovered, outer_of
-from atoll.syncer.scribe import Scribe
+from atoll.syncer.scribe import DEPOSED, Deposed, Scribe
 from atoll.syncer.status import Meter
 from atoll.telemetry.events import EventLog
 
@@ -246,9 +246,12 @@ class SyncerService:
             self._events.say("warning", text, {"learner": hello.learner})
 
     async def _beat(self) -> None:
-        """Say to a standby that this syncer moves."""
+        """Say to a standby that this syncer moves; one that was replaced while it stood still ends, also with nothing
+        to write down."""
         while True:
             await asyncio.to_thread(self._books.beat)
+            if self._books.fenced():
+                raise Deposed(DEPOSED)
             await asyncio.sleep(BEAT_S)
 
     def _alarm(self, text: str) -> None:

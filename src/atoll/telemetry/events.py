@@ -12,6 +12,7 @@ folds over these lines. Several processes append to the same file; a line is wri
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
+| helping, helped, fresh | syncer | learner: who takes whose inner optimizer's state, or why nobody's |
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
