@@ -117,7 +117,7 @@ def until_alarmed(run: Run) -> str:
 
 def test_a_full_disk_raises_an_alarm_and_costs_nothing_but_time(run: Run, disk: SmallDisk) -> None:
     run.train(*DIARY)
-    run.until(lambda events: len(members(events)) == 2)
+    run.until(lambda events: both_train(events, since=0.0))
     disk.fill()
     filled = time.time()
     assert "nothing can be committed" in until_alarmed(run)
@@ -128,7 +128,7 @@ def test_a_full_disk_raises_an_alarm_and_costs_nothing_but_time(run: Run, disk: 
     assert status(run)["round"] - committed <= 1, "one round may wait for its record, none goes past it"
     disk.free()
     freed = time.time()
-    run.until(lambda events: len({name for name, _ in members([e for e in events if e["at"] > freed])}) == 2)
+    run.until(lambda events: both_train(events, since=freed))
     run.interrupt()
     run.ended()
     over = [e["over"] for e in run.events("alarm")]
@@ -143,6 +143,12 @@ def test_a_full_disk_raises_an_alarm_and_costs_nothing_but_time(run: Run, disk: 
     assert not [line for line in told if alarmed < line["at"] < freed], "nobody is told what is not durable"
     assert facts.check_adopted(run) == len(told) > 10
     assert facts.check_files(run).facts["fragment_tokens"]["lost"] == 0
+
+
+def both_train(events: list[Event], since: float) -> bool:
+    """Twenty rounds since then, and both learners in some of them."""
+    rounds = [event for event in events if event["kind"] == "round" and event["at"] > since]
+    return len(rounds) >= 20 and len({name for name, _ in members(rounds)}) == 2
 
 
 def _newest(run: Run, learner: str) -> int:

@@ -54,6 +54,7 @@ def test_twenty_rounds_a_kill_and_twenty_more_are_forty_bit_for_bit(run: Run, tm
     assert report.ok, report.problem
 
 
+@pytest.mark.faults
 def test_a_run_that_was_killed_as_a_whole_goes_on_with_another_number_of_learners(run: Run) -> None:
     run.train(*LINE, "--learners", "2")
     run.until(cut_at(20))
