@@ -1,5 +1,6 @@
 """The end of a run: budgets, and one unpaced cycle that brings the last steps in."""
 
+import random
 from typing import Any
 
 import pytest
@@ -54,6 +55,30 @@ def test_the_operator_may_end_a_run_at_any_time() -> None:
     world.end("Ctrl-C")
     world.run_to_end()
     all_merged(world)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_whenever_a_calm_run_is_ended_no_step_is_lost(block: int) -> None:
+    """Also those of a learner whose steps are so slow that it is muted, and those made after its courier knew."""
+    for seed in range(20 * block, 20 * block + 20):
+        dice = random.Random(seed)
+        fragments, learners = dice.randint(1, 4), dice.randint(1, 3)
+        world = World(
+            learners,
+            fragments=fragments,
+            sync_every=fragments * dice.choice([1, 2]),
+            overlap=min(fragments - 1, dice.choice([0, 1])),
+            adopt=dice.choice(["overwrite", "carry"]),
+            latency_s=dice.choice([0.0, 0.03, 0.2, 0.4]),
+            jitter=dice.choice([0.0, 1.0]),
+            courier_s=dice.choice([0.0, 1.0]),
+            step_s=[dice.uniform(0.5, 1.5) for _ in range(learners)],
+            seed=seed,
+        )
+        world.at(dice.uniform(20, 30), lambda world=world: world.end())
+        world.run_to_end()
+        all_merged(world)
+        assert not any(world.syncer.history.ledger.totals().lost), f"seed {seed}"
 
 
 def test_a_run_without_parameters_ends_at_once() -> None:

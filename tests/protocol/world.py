@@ -152,6 +152,7 @@ class World:
         gradient: Callable[[int], float] = lambda t: 1.0,
         present: int | None = None,
         direct: bool = True,
+        courier_s: float = 0.0,
         **settings: Any,
     ) -> None:
         settings.setdefault("fragments", 2)
@@ -169,6 +170,8 @@ class World:
         self.invariants = Invariants(self)
         self.direct = direct
         """Whether newcomers reach their peers without the syncer."""
+        self.courier_s = courier_s
+        """How long the word that the run ends takes from a courier to its training process, which trains on."""
         self.now, self.latency_s, self.jitter, self.outer_lr = 0.0, latency_s, jitter, outer_lr
         self.random = random.Random(seed)
         self.gradient = gradient
@@ -520,11 +523,14 @@ class World:
             case fx.Inform(progress, _):
                 island.informed.append(progress)
             case fx.Stop(final=final, failed=failed):
-                island.done, island.over, island.failed = True, island.over or final, failed
-                island.holds.clear()
-                self._soon(island)
+                self._later(0.0 if final else self.courier_s, lambda: self._stop(island, final, failed))
             case fx.Note():
                 self.notes.append((self.now, effect))
+
+    def _stop(self, island: Island, final: bool, failed: bool) -> None:
+        island.done, island.over, island.failed = True, island.over or final, failed
+        island.holds.clear()
+        self._soon(island)
 
     def _fetch(self, island: Island, fragment: int) -> None:
         channel, machine = island.channel, island.machine

@@ -27,6 +27,10 @@ class Copies:
     def __contains__(self, fragment: int) -> bool:
         return fragment in self._at_hand
 
+    def read_at(self, fragment: int) -> int:
+        """The step of the copy at hand; -1 when there is none."""
+        return self._at_hand[fragment].t if fragment in self._at_hand else -1
+
     def keep(self, copy: Copied) -> Pull | None:
         """It takes the place of an older one; the pull that waited for it, if one did."""
         old = self._at_hand.get(copy.fragment)

@@ -1,7 +1,8 @@
 """The last cycle: when the learners have stopped, one unpaced cycle of P rounds brings their last steps in.
 
 Rounds under way are finished first. A fragment of which nobody has steps left is skipped. Whoever does not stop, or
-does not take the version that holds its last contribution, is waited for with a patience, anew after every commit.
+does not take the version that holds its last contribution, is waited for with a patience, anew after every commit. One
+that was muted or stalled is asked too: a training loop that has ended answers at once, however slow its steps were.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Drain:
             fragment = schedule.fragment_of(self.rounds.next, self.settings)
             if self._waits_for_adoption(now, fragment, wakes):
                 return False
-            if any(one.stopped and one.has_more(fragment) for one in self.members.live()):
+            if any(one.stopped and one.has_more(fragment) for one in self.members.reachable()):
                 self.rounds.open_one(now)
                 return False
             self.rounds.skip()
@@ -48,10 +49,10 @@ class Drain:
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
         wakes.append(self._stop_by)
-        return now < self._stop_by and any(not one.stopped for one in self.members.live())
+        return now < self._stop_by and any(not one.stopped for one in self.members.reachable())
 
     def _waits_for_adoption(self, now: float, fragment: int, wakes: list[float]) -> bool:
         """With adopt = "carry", steps may be left after it."""
         until = self._moved_at + self._patience_s()
         wakes.append(until)
-        return now < until and any(not one.may_give(fragment) for one in self.members.live())
+        return now < until and any(not one.may_give(fragment) for one in self.members.reachable())

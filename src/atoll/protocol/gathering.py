@@ -43,7 +43,8 @@ class Gathering:
             self._short_since = now
 
     def ready(self, round_: Round) -> list[Learner]:
-        return [one for one in self.members.live() if self._is_ready(one, round_)]
+        some = self.members.reachable() if self.draining else self.members.live()
+        return [one for one in some if self._is_ready(one, round_)]
 
     def _is_ready(self, one: Learner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):

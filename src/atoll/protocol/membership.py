@@ -180,6 +180,10 @@ class Membership:
     def live(self) -> list[Learner]:
         return [learner for learner in self._sorted() if learner.live]
 
+    def reachable(self) -> list[Learner]:
+        """Live, or muted, or stalled: all that could have last steps to give."""
+        return [learner for learner in self._sorted() if learner.state == "training"]
+
     def stepping(self) -> list[Learner]:
         """Live, and more steps will come."""
         return [learner for learner in self.live() if not learner.stopped]

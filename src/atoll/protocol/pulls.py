@@ -2,7 +2,8 @@
 and which copies it therefore orders ahead.
 
 Rules kept here, each with its test: nothing is contributed before it has recovered; a pull is declined while the
-version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no use.
+version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no use;
+after the last step nothing older than it is given.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Pulls:
             self._decline(now, pull, "it has not recovered yet")
         elif (owed := self._versions.owed(fragment)) is not None:
             self._decline(now, pull, f"version {owed}, which holds its last steps, is not adopted yet")
-        elif fragment in self._copies:
+        elif self._is_at_hand(fragment):
             self._answer(now, pull)
         elif not pull.probe and self._nothing_comes(fragment):
             self._decline(now, pull, "no steps since its last adoption")
@@ -113,6 +114,11 @@ class Pulls:
         if not self._standing().stepping or copy.fragment in self._copies.waiting:
             return True
         return ordered if self._synchronous else copy.steps > 0
+
+    def _is_at_hand(self, fragment: int) -> bool:
+        """A copy that will do. After the last step it is the last chance: only a copy of all steps will."""
+        standing = self._standing()
+        return fragment in self._copies and (standing.stepping or self._copies.read_at(fragment) >= standing.t)
 
     def _nothing_comes(self, fragment: int) -> bool:
         """Whether the next boundary would bring no copy with steps in it."""
