@@ -83,6 +83,27 @@ def test_learners_train_on_while_there_is_no_syncer() -> None:
     world.run_until(round=world.syncer.committed + 4)
 
 
+def test_a_new_term_waits_for_those_it_knows_so_that_nobody_drops_what_it_trained_meanwhile() -> None:
+    world = World(3, fragments=2, sync_every=4, overlap=0, latency_s=0.01).run_until(round=8)
+    world.run_until(seconds=1.0)  # its version is adopted everywhere
+    world.crash_syncer(down_s=20.0, apart_s=1.2)
+    first = world.syncer.committed
+    world.run_until(round=first + 2)
+    for number in (first, first + 1):
+        merged = next(line for line in world.journal if isinstance(line, records.Merged) and line.round == number)
+        assert {share.learner for share in merged.members} == set(world.islands)
+        assert all(share.steps > 15 for share in merged.members), "the steps of the outage are in it"
+
+
+def test_a_new_term_does_not_wait_long_for_the_dead() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.01).run_until(round=8)
+    world.islands["learner-1"].alive = False
+    world.crash_syncer(down_s=1.0)
+    begun = world.now
+    world.run_until(round=world.syncer.committed + 1)
+    assert world.settings.patience_s < world.now - begun < world.settings.patience_s + 6
+
+
 def test_an_ending_that_was_begun_is_gone_on_with() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05).run_until(round=4)
     world.crash = lambda effect, when: when == "after" and isinstance(effect, fx.Note) and effect.kind == "ending"

@@ -251,8 +251,8 @@ class World:
             if island.alive:
                 self.link(name)
 
-    def crash_syncer(self, down_s: float = 0.5) -> None:
-        """Its process dies; a new one reads what is durable, in a new term."""
+    def crash_syncer(self, down_s: float = 0.5, apart_s: float = 0.0) -> None:
+        """Its process dies; a new one reads what is durable, in a new term. Learners come back `apart_s` one by one."""
         self.outages.append(self.now)
         history = History(self.begun)
         for record in self.journal:
@@ -267,8 +267,8 @@ class World:
         self.syncer = Syncer(history)
         self.theta, self.staged, self.bodies = list(self.durable), {}, {}
         self.invariants.restarted()
-        for name in self.islands:
-            self._later(down_s, lambda name=name: self._redial(name))
+        for number, name in enumerate(self.islands):
+            self._later(down_s + number * apart_s, lambda name=name: self._redial(name))
 
     def _redial(self, name: str) -> None:
         if self.islands[name].alive and not self.islands[name].linked:

@@ -450,7 +450,10 @@ class Syncer:
                 wakes.append(until)
 
     def _open_next(self, now: float, wakes: list[float]) -> None:
-        """A synchronous run begins, and goes on in a new term, when all its learners are there, or a while later."""
+        """A new term lets the learners come back first: who misses its rounds would drop what it trained on meanwhile.
+        A synchronous run begins, and goes on in a new term, when all its learners are there, or a while later."""
+        if self._assembling:
+            return
         if self.settings.synchronous and not self._opened:
             self._started_at = self._started_at or now
             live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
