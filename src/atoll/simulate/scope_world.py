@@ -1,0 +1,187 @@
+"""The world of the small-scope search: a state is a value, and every choice leads to another one.
+
+In a state are: syncers, each with its machine, the effects that wait for the disk and the merges under way; learners,
+each with its machine and training process; the messages in each channel; what is durable. The choices are everything
+that could happen next; the search tries them all. scope_turn.py carries a choice out.
+
+    up, down     the oldest message of a channel arrives
+    body, whole  an answer, or the first parameters, arrive
+    fetch        a version arrives, the newest there is
+    state, save  a peer's state arrives; a learner's part of a cut is durable
+    step         a learner makes a step
+    fsync        what was to be written is durable, and what waited for it is carried out
+    merge, cut   the syncer's merge, or its part of a cut, is done
+    timer        time passes up to the moment a machine wants to be woken at
+    dial         a learner without a connection says hello
+    lost         the syncer notices that a connection is gone
+    start        another process begins under the name of a dead one
+
+and, while faults are left:
+
+    kill         a learner's process dies
+    break        a connection is lost, with all that is on it; the learner notices at once, the syncer later
+    crash        the syncer dies; its successor knows what is durable: all that was being written, or nothing of it
+    usurp        another syncer begins while this one lives on; the store refuses what the old one writes
+
+A message that is not carried out yet and one that is in a channel die alike when the syncer does, so every point
+between two effects is covered by the points between two writes. Heartbeats say nothing but the time: there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.protocol.history import History
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
+from atoll.simulate.scope_form import clone, form
+from atoll.simulate.scope_learner import DATA, Island
+
+Choice = tuple[str, str]
+"""What happens, and to whom."""
+FAULTS = ("kill", "break", "crash", "usurp")
+QUIET_S = 1000.0
+"""Between two heartbeats: longer than anything else takes."""
+
+
+@dataclass(slots=True)
+class Ruler:
+    """A syncer. What is in a state is never changed: a turn works on copies."""
+
+    machine: Syncer
+    mark: bytes = b""
+    """The form of its machine."""
+    waiting: list[fx.SyncerEffect] = field(default_factory=list)
+    """Effects behind one that is to be durable first."""
+    tasks: list[fx.SyncerEvent] = field(default_factory=list)
+    """Merges and cuts under way, by the events that they end in."""
+    published: list[int] = field(default_factory=list)
+    """What a fetch gets, per fragment."""
+    bodies: set[tuple[str, int, int]] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    """Connections that are gone, which it has not noticed."""
+
+
+@dataclass(slots=True)
+class Party:
+    """A learner: its machine and process, and its channel to a syncer."""
+
+    island: Island
+    mark: bytes = b""
+    link: int = 0
+    """The term of the syncer it is connected to; 0: none."""
+    up: list[FromLearner] = field(default_factory=list)
+    down: list[FromSyncer] = field(default_factory=list)
+    alive: bool = True
+    session: int = 1
+
+
+@dataclass(slots=True)
+class State:
+    now: float
+    rulers: dict[int, Ruler]
+    """By term. The newest is the one that the store takes records of."""
+    parties: dict[str, Party]
+    durable: History
+    """A fold over the journal."""
+    durable_mark: bytes
+    journal: tuple[records.AnyRecord, ...]
+    faults: int
+    """Still to come."""
+    told: list[int]
+    """Per fragment, the newest version that any learner was told of."""
+
+    def form(self) -> bytes:
+        """Of all but the clock. The journal counts by what it tells a syncer."""
+        rulers = [(t, r.mark.hex(), r.waiting, r.tasks, r.published, r.bodies, r.lost) for t, r in self.rulers.items()]
+        parties = [(p.mark.hex(), p.link, p.up, p.down, p.alive) for p in self.parties.values()]
+        return form(rulers, parties, self.durable_mark.hex(), self.faults)
+
+    @property
+    def term(self) -> int:
+        return max(self.rulers)
+
+    @property
+    def ruler(self) -> Ruler:
+        return self.rulers[self.term]
+
+
+def begin(settings: Settings, faults: int) -> State:
+    """Nobody has joined yet."""
+    history = History(records.Begun("run", settings, {}, (), "plan"))
+    syncer = Syncer(clone(history))
+    ruler = Ruler(syncer, form(syncer), published=list(syncer.versions))
+    parties = {name: newcomer(name, 1, settings) for name in (f"learner-{n}" for n in range(settings.learners))}
+    return State(0.0, {1: ruler}, parties, history, form(history), (), faults, [-1] * settings.fragments)
+
+
+def newcomer(name: str, session: int, settings: Settings) -> Party:
+    tensors = (TensorSpec("w", (1,), "float32"),)
+    island = Island(Learner(name, f"{name}/{session}", tensors), settings.fragments)
+    island.hear(0.0, DATA)
+    return Party(island, form(island), session=session)
+
+
+# ---- what may happen ----------------------------------------------------------------------------------------------
+
+
+def choices(state: State) -> Iterator[Choice]:
+    for term, ruler in state.rulers.items():
+        yield from _of_ruler(state, term, ruler)
+    for name, party in state.parties.items():
+        if party.alive:
+            yield from _of_party(state, name, party)
+        else:
+            yield "start", name
+    if state.faults:
+        yield from _of_faults(state)
+
+
+def _of_ruler(state: State, term: int, ruler: Ruler) -> Iterator[Choice]:
+    if ruler.waiting or term < state.term:
+        yield "fsync", str(term)
+    if any(isinstance(task, fx.Merged) for task in ruler.tasks):
+        yield "merge", str(term)
+    if any(not isinstance(task, fx.Merged) for task in ruler.tasks):
+        yield "cut", str(term)
+    for name in sorted(ruler.lost):
+        yield "lost", name
+    if ruler.machine.wake_at is not None and ruler.machine.phase != "finished":
+        yield "timer", str(term)
+
+
+def _of_party(state: State, name: str, party: Party) -> Iterator[Choice]:
+    island = party.island
+    if party.link:
+        some = {"down": party.down, "up": party.up, "body": island.uploads, "fetch": island.fetches}
+        yield from ((kind, name) for kind, things in some.items() if things)
+        if island.whole:
+            yield "whole", name
+    elif not island.over:
+        yield "dial", name
+    if island.streams and not island.arrived:
+        yield "state", name
+    if island.saves:
+        yield "save", name
+    if island.can_step:
+        yield "step", name
+    if island.machine.wake_at is not None and island.machine.wake_at < state.now + QUIET_S / 2:
+        yield "timer", name
+
+
+def _of_faults(state: State) -> Iterator[Choice]:
+    for name, party in state.parties.items():
+        if party.alive and not party.island.over:
+            yield "kill", name
+            if party.link:
+                yield "break", name
+    yield "crash", "with nothing of what it wrote kept"
+    if any(isinstance(effect, fx.Persist) for effect in state.ruler.waiting):
+        yield "crash", "with all of what it wrote kept"
+    if len(state.rulers) == 1:
+        yield "usurp", str(state.term)

@@ -1,0 +1,128 @@
+"""All interleavings of a few learners, fragments and faults: no rule is broken, and a bug that is planted is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from atoll.protocol import effects as fx
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import Hello
+from atoll.protocol.rounds import Rounds
+from atoll.simulate.scope import SCOPES, Scope, search
+from atoll.simulate.scope_calm import calmly
+from atoll.simulate.scope_form import clone, form
+from atoll.simulate.scope_turn import take
+from atoll.simulate.scope_world import State, choices
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
+def test_no_order_of_things_breaks_a_rule(scope: Scope) -> None:
+    found = search(scope, states=500)
+    assert found.violation is None, "\n".join(found.violation.story)
+    assert found.states >= 500
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_states(capsys: pytest.CaptureFixture[str]) -> None:
+    known: set[bytes] = set()
+    for scope in SCOPES:
+        found = search(scope, states=14_000, known=known)
+        with capsys.disabled():
+            print(f"\n{found}", end="", flush=True)
+        assert found.violation is None, "\n".join(found.violation.story)
+    with capsys.disabled():
+        print(f"\n{len(known):,} distinct states in all")
+    assert len(known) >= 100_000
+
+
+def test_the_same_search_finds_the_same_states() -> None:
+    first, second = (search(SCOPES[1], states=300) for _ in range(2))
+    assert first == second
+
+
+# ---- what counts as the same state --------------------------------------------------------------------------------
+
+
+def a_state() -> State:
+    scope = Scope("three rounds", rounds=3)
+    return scope.start()
+
+
+def test_states_that_differ_only_in_clock_values_count_once() -> None:
+    scope = Scope("as before, but slower", rounds=3)
+    slow = a_state()
+    slow.now += 0.125
+    fast, slow = take(a_state(), ("step", "learner-0")), take(slow, ("step", "learner-0"))
+    assert fast.now != slow.now and fast.form() == slow.form()
+    assert scope.start().form() == a_state().form()
+
+
+def test_a_timer_that_is_set_is_another_state_than_one_that_is_not() -> None:
+    state = a_state()
+    other = clone(state.ruler.machine)
+    other.wake_at = None
+    assert form(other) != form(state.ruler.machine)
+
+
+def test_every_choice_leaves_the_state_it_starts_from_as_it_was() -> None:
+    state = a_state()
+    before = state.form()
+    for choice in list(choices(state)):
+        take(state, choice)
+        marks = [form(ruler.machine) == ruler.mark for ruler in state.rulers.values()]
+        marks += [form(party.island) == party.mark for party in state.parties.values()]
+        assert all(marks) and state.form() == before, choice
+
+
+def test_a_copy_behaves_like_what_it_was_copied_from() -> None:
+    """The copy of a machine is bound to itself, not to the original."""
+    state = a_state()
+    machine = state.parties["learner-0"].island.machine
+    before, copy = form(machine), clone(machine)
+    copy.handle(state.now, fx.Cut("connection reset"))
+    assert form(machine) == before != form(copy)
+
+
+# ---- planted bugs -------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Membership.greet
+
+    def greet(self: Membership, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
+        """Another process under a known name is taken for a new life of the same number."""
+        known = self.learners.get(hello.learner)
+        learner, new = plain(self, now, hello, run)
+        if known is not None and new:
+            learner.incarnation = known.incarnation
+        return learner, new
+
+    monkeypatch.setattr(Membership, "greet", greet)
+    found = search(Scope("rounds under way", rounds=3), states=5000)
+    assert found.violation is not None and "incarnation" in found.violation.text
+    assert [kind for kind, _ in found.violation.path] == ["kill", "start", "dial", "fsync"]
+    assert found.violation.story[-1].startswith("!!!")
+
+
+def test_a_bug_that_a_calm_run_shows_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = Rounds.commit
+
+    def early(self: Rounds, now: float, event: fx.Merged) -> None:
+        commit(self, now, event)
+        self.out._effects.sort(key=lambda effect: isinstance(effect, fx.Persist))
+
+    monkeypatch.setattr(Rounds, "commit", early)
+    found = search(Scope("rounds under way", rounds=3), states=5000)
+    assert found.violation is not None and found.violation.rule == "durable, then committed"
+
+
+@pytest.mark.parametrize(
+    "until",
+    [lambda one: one.ruler.machine.phase == "finished", lambda one: all(p.island.over for p in one.parties.values())],
+)
+def test_a_calm_run_comes_to_its_end(until: Callable[[State], bool]) -> None:
+    state = calmly(Scope("short", steps=4).start(), until)
+    assert not any(state.ruler.machine.history.ledger.totals().balance())
