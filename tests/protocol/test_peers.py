@@ -128,7 +128,7 @@ def test_when_every_peer_dies_the_newcomer_goes_on_alone_and_says_so() -> None:
     world.run_until(seconds=3)
     for name in ("learner-0", "learner-1", "learner-2"):
         world.inject(fx.Received(name, leaves()))
-        world.islands[name].alive = world.islands[name].linked = False
+        world.islands[name].alive, world.islands[name].connection = False, None
     fresh = until(world, "fresh")
     assert "two tries came to nothing (learner-0: its training process died; learner-1: " in fresh.text
     assert "warms up" in fresh.text

@@ -43,6 +43,7 @@ from atoll.mailbox.channel import (
     StopOrder,
     Supplies,
     ToCourier,
+    Told,
     Took,
     Welcomed,
     decode_to_courier,
@@ -136,6 +137,8 @@ class Courier:
             case Step(stepped, epoch):
                 if epoch == self._epoch:
                     self._handle(stepped)
+            case Told(first, entries):
+                self._handle(fx.Told(first, entries))
             case Sources(registered):
                 self._handle(registered)
             case Copy():
@@ -348,6 +351,7 @@ class Courier:
             minus_steps=steps,
             minus_tokens=tokens,
             held_tokens=adopt.held_tokens,
+            copy_t=adopt.copy_t if rule == "carry" and minus != BASE and adopt.copy_t is not None else -1,
         )
 
     # ---- leaving ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from atoll.protocol.messages import AdoptRule
+from atoll.protocol.tape import AdoptRule
 
 
 @torch.no_grad()

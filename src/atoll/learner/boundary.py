@@ -12,6 +12,7 @@ import torch
 from atoll.learner.adopt import adopt
 from atoll.learner.offload import Transfer, make_offload, shaped
 from atoll.learner.partner import Partner
+from atoll.learner.recorder import Recorder
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     BASE,
@@ -28,14 +29,21 @@ from atoll.mailbox.channel import (
 )
 from atoll.protocol.effects import Adopted
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import RULES, Owned
+from atoll.protocol.tape import Adopted as AdoptedEntry
 
 
 class Boundary:
     def __init__(
-        self, box: Mailbox, settings: Settings, parameters: Mapping[str, torch.Tensor], partner: Partner
+        self,
+        box: Mailbox,
+        settings: Settings,
+        parameters: Mapping[str, torch.Tensor],
+        partner: Partner,
+        tape: Recorder | None = None,
     ) -> None:
         self.settings = settings
-        self._box, self._partner = box, partner
+        self._box, self._partner, self._tape = box, partner, tape or Recorder(partner)
         self._steps, self._tokens = box.steps, box.tokens
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
         self._offload = make_offload(box, self._own)
@@ -71,6 +79,7 @@ class Boundary:
             case LetGoOrder(round):
                 self._holds.pop(round, None)
             case OwnOrder():
+                self._tape.add(Owned(self._t))
                 self._box.adopted[:] = 0
             case ForgetOrder(epoch, reset):
                 self._forget(epoch)
@@ -140,6 +149,7 @@ class Boundary:
         self._box.adopted[f] = order.version
         for round in [r for r, hold in self._holds.items() if hold.fragment == f and r <= order.round]:
             del self._holds[round]
+        self._tape.add(AdoptedEntry(self._t, f, order.version, RULES[order.rule], order.copy_t))
         adopted = Adopted(f, order.version, self._t, steps, tokens, int(self._box.dropped[f]))
         self._partner.send(Took(order.slot, adopted, self.epoch))
 

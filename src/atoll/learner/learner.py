@@ -32,6 +32,7 @@ from atoll.learner.partner import Partner
 from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.learner.place import Place, describe_place, fill_box, settings_of
 from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S, Preemption
+from atoll.learner.recorder import Recorder, describe_machine
 from atoll.learner.saving import Saver
 from atoll.learner.snapshot import Snapshot, read, write
 from atoll.learner.state import Stateful, capture, restore
@@ -40,6 +41,7 @@ from atoll.mailbox.channel import (
     Box,
     Bye,
     ForgetOrder,
+    GoOrder,
     Kept,
     SaveOrder,
     Start,
@@ -53,6 +55,7 @@ from atoll.mailbox.channel import Sources as SourcesFrame
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import AtollError, ConfigError, PlanError, RunFailed
+from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
 
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
@@ -93,14 +96,18 @@ class Learner:
         self._data = data
         self._join_wait_s = join_wait_s
         self._session = secrets.token_hex(8)
-        self._partner = Partner()
+        self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
+        self._tape = Recorder(self._partner)
+        self._until: int | None = 0 if self._partner.replays else None
+        """Replay: the step at which it waits."""
+        self._progress, self._global_step = 0.0, 0
         self._boundary: Boundary | None = None
         self._box: Mailbox | None = None
         self._losses = Losses()
         self._t = self._tokens = 0
         self._feed = Feed(seed=self._seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
-        self._peers = PeerStates(model, optimizer, self._extras, self._partner)
+        self._peers = PeerStates(model, optimizer, self._extras, self._partner, self._tape)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -134,7 +141,7 @@ class Learner:
     @property
     def global_step(self) -> int:
         """How far the run is, in learner steps. Alone: the own steps."""
-        return self._t if self._box is None else self._box.count("global_step")
+        return self._t if self._box is None else self._global_step
 
     @property
     def progress(self) -> float:
@@ -142,7 +149,7 @@ class Learner:
 
         Alone: of the pass that `batches` makes. A run without a budget stays at 0.
         """
-        return self._feed.passed if self._box is None else min(1.0, self._box.measure("progress"))
+        return self._feed.passed if self._box is None else self._progress
 
     def register(self, name: str, thing: Stateful) -> None:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
@@ -168,11 +175,13 @@ class Learner:
                 if saved is not None and exact:
                     self._stand_where(saved)
                 self._partner.start()
+                self._tape.add(self._began(exact))
                 self._introduce(sure=exact)
                 self._join()
                 if saved is not None:
                     self._put_back(saved)
                     self._kept = False
+                self._look_up()
             except BaseException as error:
                 self._leave(error)
                 raise
@@ -243,11 +252,14 @@ class Learner:
             self._partner.send(box, self._box.fd)
         if self._feed.registered is not None:
             self._partner.send(SourcesFrame(self._feed.registered))
+        self._tape.tell_again()
 
     def _join(self) -> None:
         """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
         deadline = time.monotonic() + self._join_wait_s
-        while not self._final and not self._is_current():
+        while self._until is not None and self._until <= self._t and not self._final:
+            self._wait(0.5)
+        while self._until is None and not self._final and not self._is_current():
             left = deadline - time.monotonic()
             if left <= 0:
                 what = "state of a peer's" if self._has_parameters() else f"parameters from the syncer at {self._url}"
@@ -279,7 +291,7 @@ class Learner:
             self._drop_box()
         self._box = Mailbox.create(plan, frame.settings)
         self._box.set_count("incarnation", frame.incarnation)
-        self._boundary = Boundary(self._box, frame.settings, trained(self.model), self._partner)
+        self._boundary = Boundary(self._box, frame.settings, trained(self.model), self._partner, self._tape)
         self._partner.send(Box(frame.settings, self._stepped()), self._box.fd)
 
     # ---- between two steps --------------------------------------------------------------------------------------
@@ -290,18 +302,33 @@ class Learner:
         self._listen()
         if self._boundary is not None:
             self._boundary.adopt_ready(self._t)
+            self._tape.tell()
             self._boundary.make_copies(self._t)
             self._report()
             self._hold()
+            self._look_up()
 
     def _hold(self) -> None:
-        """Only a synchronous run ever holds."""
+        """Only a synchronous run ever holds, and a replay."""
         assert self._boundary is not None
         while self._boundary.held(self._t) and not self.done:
             self._partner.wait(0.5)
             self._listen()
             self._boundary.adopt_ready(self._t)
             self._boundary.settle()
+        while self._until is not None and self._until <= self._t and not self.done:
+            self._partner.wait(0.5)
+            self._listen()
+            self._boundary.idle()
+
+    def _look_up(self) -> None:
+        """How far the run is, as the next step is to know it. It does not change while that step is under way."""
+        if self._box is None:
+            return
+        seen = (min(1.0, self._box.measure("progress")), self._box.count("global_step"))
+        if seen != (self._progress, self._global_step):
+            self._progress, self._global_step = seen
+            self._tape.add(Informed(self._t, *seen))
 
     def _listen(self) -> None:
         if not self._final and self._partner.restart_if_dead():
@@ -326,7 +353,11 @@ class Learner:
         match frame:
             case Welcomed():
                 self._welcomed(frame)
+            case GoOrder(until):
+                self._until = until
             case StopOrder(reason, final, failed, mistake):
+                if not self._done:
+                    self._tape.add(Stopped(self._t))
                 self._done = True
                 self._final = self._final or final
                 if failed:
@@ -334,11 +365,13 @@ class Learner:
             case SaveOrder(cut):
                 self._save(cut)
             case Supplies(ranges, over, own):
+                self._tape.add(Supplied(self._t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.supplied(ranges, over, own)
             case _:
                 assert self._boundary is not None
                 self._boundary.obey(frame)
                 if isinstance(frame, ForgetOrder):
+                    self._tape.add(Forgot(self._t, frame.reset))
                     self._forget(frame.reset)
 
     def _forget(self, reset: bool) -> None:
@@ -349,7 +382,7 @@ class Learner:
 
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
-        if self._stopped or not self._partner.clogged:
+        if self._stopped or self._until is not None or not self._partner.clogged:
             self._partner.send(Step(self._stepped(), self._boundary.epoch if self._boundary else 0))
 
     def _stepped(self) -> Stepped:
@@ -374,6 +407,7 @@ class Learner:
 
     def _save(self, cut: int) -> None:
         """Between two steps: only copies are made here."""
+        self._tape.add(Marked(self._t, cut))
         if reason := self._saver.reason_not_to():
             self._saver.refuse(cut, self._t, reason)
             return
@@ -399,6 +433,10 @@ class Learner:
         )
         return capture(self.model, self.optimizer, {**self._extras, PLACE: place})
 
+    def _began(self, exact: bool) -> Began:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return describe_machine(self._t, device, Path(os.environ["ATOLL_STATE"]).name if self._kept else "", exact)
+
     def _stand_where(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
         place = Place({})
@@ -410,7 +448,7 @@ class Learner:
         self._busy_s = state["busy_s"]
         settings = settings_of(state)
         self._box = Mailbox.create(make_plan(self._tensors, settings.fragments, settings.plan), settings)
-        self._boundary = Boundary(self._box, settings, trained(self.model), self._partner)
+        self._boundary = Boundary(self._box, settings, trained(self.model), self._partner, self._tape)
         fill_box(self._box, state, os.environ.get("ATOLL_RUN", ""))
         self._feed.load(state["feed"])
 
@@ -426,12 +464,16 @@ class Learner:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
         self._stopped = True
         early = not self._done
+        if self._preemption.asked:
+            self._tape.add(Stopped(self._t))
+        self._tape.tell()
         self._report()
         deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
         while not self._final and time.monotonic() < deadline and self._boundary is not None:
             self._partner.wait(0.2)
             self._listen()
             self._boundary.idle(over=True)
+            self._tape.tell()
             if early and self._done:
                 early, deadline = False, time.monotonic() + END_WAIT_S
             if early and not self._box_has_more():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
 
 from atoll.mailbox.channel import Channel, Frame, ToTraining, decode_to_training
+from atoll.protocol.errors import RunFailed
 
 RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Waits before a courier is started again; the last one holds for all later ones."""
@@ -19,7 +21,9 @@ HEALTHY_S = 30.0
 class Partner:
     """One courier at a time. Nothing in here waits, except `wait` when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, replay: str = "") -> None:
+        """`replay`: the socket of one that plays a tape; it stands in for the courier."""
+        self._replay = replay
         self.restarts = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -28,10 +32,20 @@ class Partner:
         self._retry_at = 0.0
 
     @property
+    def replays(self) -> bool:
+        return bool(self._replay)
+
+    @property
     def alive(self) -> bool:
         return self._channel is not None and not self._channel.closed
 
     def start(self) -> None:
+        self._started_at = time.monotonic()
+        if self._replay:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.connect(self._replay)
+            self._channel = Channel(sock)
+            return
         self._channel, theirs = Channel.pair()
         with theirs:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
@@ -42,12 +56,13 @@ class Partner:
                 stdin=subprocess.DEVNULL,
                 env=env,
             )
-        self._started_at = time.monotonic()
 
     def restart_if_dead(self) -> bool:
         """True when a new courier has just been started; it knows nothing yet."""
         if self.alive:
             return False
+        if self._replay:
+            raise RunFailed("the replay that this training process belongs to is gone")
         now = time.monotonic()
         if self._process is not None:
             self._bury(now)

@@ -19,11 +19,13 @@ from torch import nn
 
 from atoll.learner.ending import say
 from atoll.learner.partner import Partner
+from atoll.learner.recorder import Recorder
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
 from atoll.learner.state import Stateful, capture, restore
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.mailbox.memory import mapped, reserve
 from atoll.protocol.errors import AtollError
+from atoll.protocol.tape import Gave, Took
 
 PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder
 
@@ -35,8 +37,10 @@ class PeerStates:
         optimizer: torch.optim.Optimizer | None,
         extras: Mapping[str, Stateful],
         partner: Partner,
+        tape: Recorder | None = None,
     ) -> None:
         self._model, self._optimizer, self._extras, self._partner = model, optimizer, extras, partner
+        self._tape = tape or Recorder(partner)
         self.waits = False
         """A peer's state is on its way, or sought."""
         self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
@@ -53,6 +57,8 @@ class PeerStates:
                 self.waits = True
             case TakeOrder(ticket, length):
                 reason = self._take(self._partner.take_descriptor(), length)
+                if not reason:
+                    self._tape.add(Took(t, ticket))
                 self._partner.send(StateTaken(ticket, t, reason))
             case BeginOrder(text):
                 self.waits = False
@@ -83,6 +89,7 @@ class PeerStates:
         except AtollError as error:
             self._partner.send(StateCopy(number, t, reason=str(error)))
             return
+        self._tape.add(Gave(t))
         # Not a daemon: torch's memory must not go while it is read.
         order = (self._couriers, number, t, copied)
         self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")

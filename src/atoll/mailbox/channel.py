@@ -20,8 +20,9 @@ import msgspec
 
 from atoll.protocol.effects import Adopted, Registered, Saved, Stepped
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import AdoptRule, Range, TensorSpec
+from atoll.protocol.messages import Range, TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import AdoptRule, AnyEntry
 
 FRAME_LIMIT = 16 * 2**20
 """A frame may carry the names and shapes of every tensor; more than this is nonsense."""
@@ -121,6 +122,13 @@ class StateTaken(Frame, frozen=True):
     reason: str = ""
 
 
+class Told(Frame, frozen=True):
+    """What the training process was told, for the tape."""
+
+    first: int
+    entries: tuple[AnyEntry, ...]
+
+
 class Bye(Frame, frozen=True):
     reason: str
 
@@ -166,6 +174,8 @@ class AdoptOrder(Frame, frozen=True):
     minus_tokens: int = 0
     held_tokens: int = 0
     """Own tokens that the version contains: what is overwritten beyond them is dropped."""
+    copy_t: int = -1
+    """carry: the step of the copy in that slot."""
 
 
 class OwnOrder(Frame, frozen=True):
@@ -215,6 +225,12 @@ class BeginOrder(Frame, frozen=True):
     text: str
 
 
+class GoOrder(Frame, frozen=True):
+    """Replay: train on until this step is done, and wait there."""
+
+    until: int
+
+
 class StopOrder(Frame, frozen=True):
     reason: str
     final: bool
@@ -223,7 +239,7 @@ class StopOrder(Frame, frozen=True):
     """It failed, and the operator can mend it: the model or the settings do not fit."""
 
 
-ToCourier = Start | Box | Step | Sources | Copy | Took | Freed | Kept | StateCopy | StateTaken | Bye
+ToCourier = Start | Box | Step | Told | Sources | Copy | Took | Freed | Kept | StateCopy | StateTaken | Bye
 ToTraining = (
     Welcomed
     | ReadOrder
@@ -238,6 +254,7 @@ ToTraining = (
     | AwaitOrder
     | TakeOrder
     | BeginOrder
+    | GoOrder
     | StopOrder
 )
 

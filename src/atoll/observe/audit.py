@@ -31,8 +31,10 @@ from atoll.protocol.records import (
     Gone,
     Granted,
     Joined,
+    Lent,
     Merged,
     Passed,
+    Played,
     Reigned,
     Reset,
     Sources,
@@ -53,6 +55,8 @@ class Audit:
         self.tallies = Tallies(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
+        self.untaped = 0
+        """Entries that are missing in learners' tapes."""
         self.rounds = [-1] * self.fragments
         """Per fragment, the round that made its version."""
 
@@ -103,8 +107,18 @@ class Audit:
                 self._changed(record)
             case CutDone():
                 self._cut_done(record)
-            case Ended():
+            case Played(learner, incarnation, first):
+                self._played(learner, incarnation, first)
+            case Ended() | Lent():
                 pass
+
+    def _played(self, learner: str, incarnation: int, first: int) -> None:
+        life = self.history.lives.get(learner)
+        if life is None or life.incarnation < incarnation:
+            raise Wrong(f"the tape of {learner} (incarnation {incarnation}) goes on before it has joined")
+        if first < life.taped:
+            raise Wrong(f"the tape of {learner} goes on at entry {first}, after entry {life.taped - 1}")
+        self.untaped += first - life.taped
 
     def _reigned(self, record: Reigned) -> None:
         if record.term <= self.term:

@@ -11,7 +11,6 @@ import msgspec
 
 from atoll.protocol.history import State
 from atoll.protocol.messages import (
-    AdoptRule,
     Contribution,
     CutSaved,
     FromLearner,
@@ -21,6 +20,7 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.records import AnyRecord
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import AdoptRule, AnyEntry
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -267,6 +267,13 @@ class Stepped(Fact, frozen=True):
     stopped: bool = False
     dropped: tuple[int, ...] = ()
     position: int = -1
+
+
+class Told(Fact, frozen=True):
+    """Event: what the training process was told, for the tape; `first` is the number of the first entry."""
+
+    first: int
+    entries: tuple[AnyEntry, ...]
 
 
 class Registered(Fact, frozen=True):
@@ -551,6 +558,7 @@ LearnerEvent = (
     Arrived
     | Cut
     | Stepped
+    | Told
     | Registered
     | Copied
     | Adopted

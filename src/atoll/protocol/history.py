@@ -20,8 +20,10 @@ from atoll.protocol.records import (
     Gone,
     Granted,
     Joined,
+    Lent,
     Merged,
     Passed,
+    Played,
     Reigned,
     Reset,
     Sources,
@@ -43,6 +45,8 @@ class Life(msgspec.Struct, array_like=True):
     before: int = 0
     """Tokens of its earlier processes."""
     open: bool = True
+    taped: int = 0
+    """Entries of its present process's tape that are written down."""
 
 
 class State(msgspec.Struct, array_like=True):
@@ -102,8 +106,11 @@ class History:
                 self._merged(record)
             case Passed():
                 self.committed = record.round + 1
-            case Reset():
-                pass  # concerns the numbers alone
+            case Reset() | Lent():
+                pass  # concerns the numbers alone, or a reader of the tape
+            case Played(learner, _, first, entries):
+                if (life := self.lives.get(learner)) is not None:
+                    life.taped = max(life.taped, first + len(entries))
             case Sources(datasets, epochs):
                 self.leases = Leases([DatasetSpec(*dataset) for dataset in datasets], epochs)
             case Granted():
@@ -130,6 +137,7 @@ class History:
             [(-1, 0, 0)] * len(self.versions),
             total=known.total if known and same else 0,
             before=known.before if known and same else known.before + known.total if known else 0,
+            taped=known.taped if known and same else 0,
         )
         self.ledger.joined(record.learner, record.incarnation, record.origin)
 

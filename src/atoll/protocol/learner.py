@@ -27,6 +27,7 @@ from atoll.protocol.pulls import Pulls, Standing
 from atoll.protocol.reports import counted, cut_saved, forgotten, progress_of
 from atoll.protocol.seeking import Seeking
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
 
 Phase = Literal["out", "joining", "training", "ending", "finished"]
@@ -51,6 +52,7 @@ class Learner:
         self._stepped = fx.Stepped(0, (), ())
         self._half_told = False
         """It adopted at a boundary whose step is not told yet: its counters do not fit together."""
+        self._tape = Spoken()
         self._data_of: fx.Registered | None = None
         self._marker = 0
         """The newest cut it has heard of."""
@@ -129,6 +131,8 @@ class Learner:
             case fx.Stepped():
                 self._stepped, self.t, self._half_told = event, event.t, False
                 self._report(now)
+            case fx.Told(first, entries):
+                self._tape.add(first, entries)  # the next report carries them
             case fx.Registered():
                 self._data_of = event
                 self._register(now)
@@ -222,6 +226,7 @@ class Learner:
     def _welcome(self, now: float, welcome: msg.Welcome) -> None:
         before, self.incarnation = self.incarnation, welcome.incarnation
         self._connected = True
+        self._tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
@@ -418,11 +423,15 @@ class Learner:
         if not self._connected or not self.versions or self._half_told:
             return
         offer, aims = self._copies.offer, self._orders.aims
-        self._say(now, progress_of(self._stepped, self._versions, offer, aims, self.incarnation, self._seeking.open))
+        seeking, tape = self._seeking.open, self._tape
+        self._say(now, progress_of(self._stepped, self._versions, offer, aims, self.incarnation, seeking, tape))
 
     def _say(self, now: float, message: msg.FromLearner) -> None:
         if self._connected:
             self._said_at = now
+            if isinstance(message, msg.Contribution) and self._tape.waiting:  # a round names what it depends on
+                taped, tape = self._tape.next()
+                message = msgspec.structs.replace(message, taped=taped, tape=tape)
             self._do(fx.Say(msgspec.structs.replace(message, clock=self._now_clock(), term=self.term)))
 
     def _now_clock(self) -> Clock:

@@ -28,7 +28,7 @@ report of every learner makes up for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -239,6 +239,11 @@ class Ledger:
         merged = self._open.pop((record.learner, record.incarnation)).merged
         computed = tuple(map(sum, zip(merged, record.dropped, record.lost, strict=True)))
         self._closed = _sum(self._closed, Totals(computed, merged, record.dropped, record.lost, self._none))
+
+    @property
+    def open(self) -> Mapping[tuple[str, int], Account]:
+        """The open accounts, by learner and incarnation."""
+        return self._open
 
     def totals(self) -> Totals:
         return _sum(self._closed, *(account.fates() for account in self._open.values()))

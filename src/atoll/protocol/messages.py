@@ -15,12 +15,11 @@ and, for a newcomer that takes a peer's inner optimizer,
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import AnyEntry
 
 PROTOCOL = 1
 """The version of these messages; checked at hello."""
@@ -89,6 +88,10 @@ class Progress(Message, frozen=True):
     """Leased samples it has taken; −1: it brings its own data."""
     seeking: bool = False
     """It waits for a peer's state, and gives nothing before that is settled."""
+    taped: int = 0
+    """The number of the first of `tape`."""
+    tape: tuple[AnyEntry, ...] = ()
+    """What its training process was told since the last report (tape.py)."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -122,6 +125,9 @@ class Contribution(Message, frozen=True):
     """Its tokens of all time when the copy was made."""
     position: int = -1
     """Leased samples it had taken then."""
+    taped: int = 0
+    tape: tuple[AnyEntry, ...] = ()
+    """What no report has said yet of its tape."""
 
 
 class Decline(Message, frozen=True):
@@ -225,6 +231,8 @@ class Welcome(Message, frozen=True):
     """Per fragment, the version that holds this incarnation's last contribution, its step and its tokens."""
     leases: tuple[Range, ...] = ()
     """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
+    taped: int = 0
+    """Entries of its tape that are written down."""
 
 
 class Refused(Message, frozen=True):
@@ -363,5 +371,3 @@ FromSyncer = (
     | Helped
     | Fresh
 )
-
-AdoptRule = Literal["overwrite", "blend", "carry"]

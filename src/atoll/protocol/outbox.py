@@ -16,11 +16,13 @@ from atoll.protocol.history import History
 from atoll.protocol.membership import Learner
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.records import AnyRecord
+from atoll.protocol.taping import Taping
 
 
 class Outbox:
     def __init__(self, history: History) -> None:
         self.history = history
+        self.taping = Taping(history)
         self.clock: Clock = {SYNCER: history.committed}
         self.cut = max(history.cuts, default=0)
         self._effects: list[SyncerEffect] = []
@@ -37,10 +39,11 @@ class Outbox:
         self.add(Send(learner, stamped))
 
     def persist(self, *records: AnyRecord, round: int = -1) -> None:
-        """To be durable before anything that follows is carried out."""
-        for record in records:
-            self.history.apply(record)
-        self.add(Persist(records, round))
+        """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
+        lines: tuple[AnyRecord, ...] = (*self.taping.take(), *records)
+        for line in lines:
+            self.history.apply(line)
+        self.add(Persist(lines, round))
 
     def discard(self, learner: str, number: int, attempt: int) -> None:
         self.add(Discard(learner, number, attempt))

@@ -101,6 +101,7 @@ class Peers:
             self.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
             return
         recovery.ready = said
+        self.out.taping.lent(said.ticket, peer.name, peer.incarnation, said.t)
         direct = said.direct if len(said.direct) <= ADDRESS_CHARS else ""
         helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
         self.out.send(recovery.newcomer.name, helped)

@@ -15,6 +15,8 @@ place. Structs are written as arrays without names: a round of four members take
     Gone      an incarnation is over: what it had reported, what was dropped, what is lost
     Changed   settings that the operator changed while it ran
     Cut       a complete cut
+    Played    a part of a learner's tape: what its training process was told, and after which step (tape.py)
+    Lent      a copy of a learner's state that a newcomer may take
     Ended     the run ends; and once more, final: its last round is behind it
 """
 
@@ -24,6 +26,7 @@ import msgspec
 
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import AnyEntry
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -166,13 +169,44 @@ class CutDone(Record, frozen=True, tag="cut"):
     """Digest of its manifest."""
 
 
+class Played(Record, frozen=True, tag="t"):
+    learner: str
+    incarnation: int
+    """One of those of the process that the entries are of."""
+    first: int
+    """The number of the first entry."""
+    entries: tuple[AnyEntry, ...]
+
+
+class Lent(Record, frozen=True, tag="l"):
+    ticket: str
+    learner: str
+    incarnation: int
+    t: int
+    """The step after which the copy was made."""
+
+
 class Ended(Record, frozen=True, tag="ended"):
     reason: str
     final: bool = False
 
 
 AnyRecord = (
-    Begun | Reigned | Joined | Started | Merged | Passed | Reset | Sources | Granted | Gone | Changed | CutDone | Ended
+    Begun
+    | Reigned
+    | Joined
+    | Started
+    | Merged
+    | Passed
+    | Reset
+    | Sources
+    | Granted
+    | Gone
+    | Changed
+    | CutDone
+    | Played
+    | Lent
+    | Ended
 )
 
 _encoder = msgspec.msgpack.Encoder()

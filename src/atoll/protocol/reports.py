@@ -6,11 +6,15 @@ import msgspec
 
 from atoll.protocol.effects import Adopted, Saved, Stepped
 from atoll.protocol.messages import CutSaved, Progress
+from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
 
 
-def progress_of(last: Stepped, versions: Versions, offer: int, aims: int, incarnation: int, seeking: bool) -> Progress:
+def progress_of(
+    last: Stepped, versions: Versions, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
+) -> Progress:
     zeros = (0,) * len(versions.held)
+    taped, entries = tape.next()
     return Progress(
         t=last.t,
         steps=last.steps or zeros,
@@ -27,6 +31,8 @@ def progress_of(last: Stepped, versions: Versions, offer: int, aims: int, incarn
         counted=tuple(versions.counted),
         position=last.position,
         seeking=seeking,
+        taped=taped,
+        tape=entries,
     )
 
 

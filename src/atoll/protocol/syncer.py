@@ -276,6 +276,7 @@ class Syncer:
             committed=self.committed,
             merged=learner.last_merged(),
             leases=self.accounts.held(learner),
+            taped=self.history.lives[learner.name].taped,
         )
         self.out.send(learner.name, welcome)
 
@@ -353,6 +354,7 @@ class Syncer:
                 self._lose(learner, "left", reason)
 
     def _report(self, now: float, learner: Learner, progress: Progress) -> None:
+        self._tape(learner, progress)
         if progress.incarnation != learner.incarnation:
             return
         if (wrong := wrong_report(learner, progress, self.versions)) is not None:
@@ -369,11 +371,17 @@ class Syncer:
         self.rounds.gathering.watch(now)
         self.rounds.gathering.pace.stepped(learner.name, progress.t)
 
+    def _tape(self, learner: Learner, said: Progress | Contribution) -> None:
+        missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
+        if missing is not None:
+            self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
+
     def _has_recovered(self, report: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""
         return min(report.versions) >= 0 and not report.seeking
 
     def _contribute(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
+        self._tape(learner, given)
         if given.probe:
             self.out.discard(learner.name, given.round, given.attempt)
             self.watch.answered(learner)

@@ -1,0 +1,155 @@
+"""The tape: what a training process was told, and after which of its steps.
+
+A learner's training is its script, its data and the orders it carried out between two steps. Those orders are the
+entries here; with the decisions of the syncer (records.py), who was in each round and by which weight, they repeat a
+run bit for bit. `t` is the step after which an order was carried out; 0: before the first.
+
+    Began      a training process: what it runs on, and the state it went on from
+    Owned      its own parameters are the run's version 0
+    Adopted    a version is in its model
+    Informed   what `learner.progress` and `learner.global_step` say from now on
+    Supplied   leases that it may take samples from
+    Gave       its state was copied for newcomers
+    Took       a peer's state is in place
+    Forgot     it holds no version any more; `reset`: its inner optimizer starts afresh
+    Marked     its part of a cut was saved here
+    Stopped    the training loop was told to end
+
+Entries are numbered from 0 in each training process, so that what is said twice is written down once, and what is
+missing is known to be missing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+AdoptRule = Literal["overwrite", "blend", "carry"]
+
+KEPT = 8192
+"""Entries that a training process keeps for a courier or a syncer that has to hear them again."""
+AT_ONCE = 512
+"""The most that one report carries."""
+
+RULES: dict[AdoptRule, Literal["o", "b", "c"]] = {"overwrite": "o", "blend": "b", "carry": "c"}
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    t: int
+
+
+class Began(Entry, frozen=True, tag="b"):
+    threads: int
+    torch: str
+    cpu: str
+    """The instruction set that torch takes."""
+    device: str
+    deterministic: bool
+    """Whether torch was told to use deterministic kernels only; on the CPU they are."""
+    state: str = ""
+    """The file it went on from, in the learner's folder."""
+    exact: bool = False
+    """All of that state was put back, and not the inner optimizer alone."""
+
+
+class Owned(Entry, frozen=True, tag="o"):
+    pass
+
+
+class Adopted(Entry, frozen=True, tag="a"):
+    fragment: int
+    version: int
+    rule: Literal["o", "b", "c"] = "o"
+    copy_t: int = -1
+    """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
+
+
+class Informed(Entry, frozen=True, tag="i"):
+    progress: float
+    global_step: int
+
+
+class Supplied(Entry, frozen=True, tag="s"):
+    leases: tuple[int, ...]
+    over: bool = False
+    own: bool = False
+    """Nothing is leased to it: it trains on its data in an order of its own."""
+
+
+class Gave(Entry, frozen=True, tag="g"):
+    pass
+
+
+class Took(Entry, frozen=True, tag="k"):
+    ticket: str
+
+
+class Forgot(Entry, frozen=True, tag="f"):
+    reset: bool
+
+
+class Marked(Entry, frozen=True, tag="m"):
+    cut: int
+
+
+class Stopped(Entry, frozen=True, tag="x"):
+    pass
+
+
+AnyEntry = Began | Owned | Adopted | Informed | Supplied | Gave | Took | Forgot | Marked | Stopped
+
+
+class Numbered:
+    """The newest entries of one training process, by their numbers."""
+
+    def __init__(self) -> None:
+        self._kept: deque[AnyEntry] = deque(maxlen=KEPT)
+        self.end = 0
+        """The number that the next entry gets."""
+
+    @property
+    def begin(self) -> int:
+        return self.end - len(self._kept)
+
+    def add(self, entries: Sequence[AnyEntry], first: int | None = None) -> None:
+        """With `first`, the number of the first of them: what is here already is passed over; a gap stays one."""
+        at = self.end if first is None else first
+        if at > self.end:
+            self._kept.clear()
+            self.end = at
+        new = entries[self.end - at :]
+        self._kept.extend(new)
+        self.end += len(new)
+
+    def since(self, number: int, most: int = KEPT) -> tuple[int, tuple[AnyEntry, ...]]:
+        """Entries from this number on, or from the oldest that is kept; and the number of the first."""
+        start = min(max(number, self.begin), self.end)
+        skip = start - self.begin
+        return start, tuple(list(self._kept)[skip : skip + most] if skip < len(self._kept) else ())
+
+
+class Spoken:
+    """A learner's entries on their way to its syncer, each said once on a connection."""
+
+    def __init__(self) -> None:
+        self._entries = Numbered()
+        self._said = 0
+
+    def add(self, first: int, entries: Sequence[AnyEntry]) -> None:
+        self._entries.add(entries, first)
+
+    def welcomed(self, known: int) -> None:
+        """The syncer has written this many down; what it heard beyond them may be lost."""
+        self._said = known
+
+    def next(self) -> tuple[int, tuple[AnyEntry, ...]]:
+        first, entries = self._entries.since(self._said, AT_ONCE)
+        self._said = first + len(entries)
+        return first, entries
+
+    @property
+    def waiting(self) -> bool:
+        return self._said < self._entries.end
