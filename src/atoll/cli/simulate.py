@@ -1,0 +1,133 @@
+"""Commands of the simulators: faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from atoll.cli.app import app
+from atoll.protocol.errors import ConfigError
+from atoll.simulate import campaign, many
+from atoll.simulate.story import Told
+from atoll.simulate.worker import Report, report
+
+simulate = typer.Typer(
+    name="simulate",
+    help="The protocol in virtual time: what would happen, in seconds.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(simulate)
+
+Seeds = Annotated[int, typer.Option("--seeds", help="So many worlds: seeds 0, 1, 2, …")]
+Learners = Annotated[int | None, typer.Option("--learners", help="Learners in every world. Drawn if not given.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="This world alone, with its story.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@simulate.callback()
+def _group() -> None:
+    """Simulators of the protocol."""
+
+
+@simulate.command()
+def faults(seeds: Seeds = 200, learners: Learners = None, seed: Seed = None, json_: Json = False) -> None:
+    """Let faults happen to the shipped protocol in worlds of virtual time, and check its promises at every event.
+
+    Everything in a world is drawn from its seed: settings, speeds, network, disk, and what goes wrong.
+
+    Exit code 0: every promise holds. 1: one does not; then its seed is named, with a command that repeats it, the
+    faults that it takes, and a story.
+
+    Examples:
+
+      atoll simulate faults --seeds 2000
+
+      atoll simulate faults --seed 17 --learners 4
+    """
+    _check(seeds, learners, seed)
+    began, console = time.perf_counter(), Console(stderr=True)
+    wanted = [seed] if seed is not None else list(range(seeds))
+    events, violations = 0, []
+    last: Report | None = None
+    for last in _progress(console, _reports(wanted, learners), len(wanted)):
+        events += last.outcome.events
+        if last.told is not None:
+            violations.append(last.told)
+            _print_violation(console, last.told)
+    violations.sort(key=lambda told: told.seed)
+    seconds = time.perf_counter() - began
+    if json_:
+        print(
+            msgspec.json.encode(
+                _document(len(wanted), events, seconds, violations, last if seed is not None else None)
+            ).decode()
+        )
+    else:
+        if seed is not None and last is not None:
+            _print_world(last, seed, learners)
+        verdict = "every promise holds" if not violations else f"{len(violations)} worlds break a promise"
+        print(f"{len(wanted):,} worlds, {events:,} events in {seconds:.1f} s: {verdict}")
+    if violations:
+        raise typer.Exit(1)
+
+
+def _check(seeds: int, learners: int | None, seed: int | None) -> None:
+    if seeds < 1:
+        raise ConfigError(f"--seeds {seeds} is too small: the least is 1")
+    if learners is not None and not 1 <= learners <= 64:
+        raise ConfigError(f"--learners {learners} cannot be simulated: take 1 to 64")
+    if seed is not None and seed < 0:
+        raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
+
+
+def _reports(wanted: list[int], learners: int | None) -> Iterable[Report]:
+    if len(wanted) == 1:
+        return iter([report(wanted[0], learners)])
+    return many.run(wanted, learners, many.cores())
+
+
+def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterator[Report]:
+    columns = (TextColumn("worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=total == 1, transient=True) as progress:
+        task = progress.add_task("worlds", total=total)
+        for one in reports:
+            yield one
+            progress.advance(task)
+
+
+def _document(seeds: int, events: int, seconds: float, violations: list[Told], one: Report | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "seeds": seeds,
+        "events": events,
+        "seconds": round(seconds, 3),
+        "violations": violations,
+    }
+    if one is not None:
+        document["trace"] = one.outcome.trace
+    return document
+
+
+def _print_violation(console: Console, told: Told) -> None:
+    lines = [f"seed {told.seed}: {told.invariant}", f"  {told.message}", f"  again: {told.command}"]
+    lines += [f"  it takes {len(told.faults)} faults:", *(f"    {fault.line()}" for fault in told.faults)]
+    lines += ["  story:", *(f"    {line}" for line in told.story)]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_world(one: Report, seed: int, learners: int | None) -> None:
+    plan, outcome = campaign.plan(seed, learners), one.outcome
+    settings = plan.options.settings
+    print(
+        f"seed {seed}: {outcome.learners} learners, {settings.fragments} fragments, H = {settings.sync_every}, "
+        f"K = {settings.quorum}, {'synchronous' if settings.synchronous else 'asynchronous'}, adopt = {settings.adopt}"
+    )
+    for fault in plan.faults:
+        print(f"  {fault.line()}")
+    print(f"  {outcome.rounds} rounds, {outcome.events:,} events, trace {outcome.trace}")

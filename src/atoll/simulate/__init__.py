@@ -1,0 +1,1 @@
+"""Worlds of virtual time for the shipped state machines: the fault simulator."""

@@ -1,0 +1,93 @@
+"""Bodies: fragments on connections of their own. One that breaks or gets stuck is told to the machine that sent it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol.learner import Learner
+from atoll.simulate.network import STUCK_S, Network
+
+if TYPE_CHECKING:
+    from atoll.simulate.island import Island
+    from atoll.simulate.network import Connection
+    from atoll.simulate.reign import Reign
+
+INITIAL_AGAIN_S = 1.0
+
+
+class Bodies(Network):
+    """The network with its bodies."""
+
+    def _breaks(self, island: Island, reign: Reign) -> str:
+        """Why a body does not come through, if it does not."""
+        if not reign.alive or reign.paused:
+            return "unreachable"
+        if not island.reachable:
+            return "it got stuck"
+        return "connection reset" if self.body_loss and self.random.random() < self.body_loss else ""
+
+    # ---- up -----------------------------------------------------------------------------------------------------
+
+    def upload(self, island: Island, number: int, attempt: int, delta: float, copy: fx.Copied) -> None:
+        connection = island.connection
+        if connection is not None:
+            now = self.agenda.now
+            at = connection.at(f"body {number}", now + self.delay())
+            args = (island, island.machine, connection.reign, number, attempt, delta, copy)
+            self.agenda.later(at - now, self._uploaded, *args)
+
+    def _uploaded(
+        self, island: Island, machine: Learner, reign: Reign, number: int, attempt: int, delta: float, copy: fx.Copied
+    ) -> object:
+        if island.machine is not machine or not island.alive:
+            return False
+        why = self._breaks(island, reign)
+        if not why and not reign.receive((island.name, number, attempt), delta, island, copy):
+            why = f"no contribution to round {number} (attempt {attempt}) is waited for"
+        if why:
+            stuck = STUCK_S if why == "it got stuck" else 0.0
+            self.agenda.later(stuck, self.if_same, island, machine, fx.UploadFailed(number, attempt, why))
+            return False
+        return island.hear(fx.Uploaded(number, attempt, "digest"))
+
+    def upload_all(self, island: Island) -> None:
+        """Version 0; sent again and again until it is there, or the connection is gone."""
+        if (connection := island.connection) is not None:
+            now = self.agenda.now
+            self.agenda.later(connection.at("body", now + self.delay()) - now, self._initial, connection)
+
+    def _initial(self, connection: Connection) -> object:
+        island, reign = connection.island, connection.reign
+        if island.connection is not connection or not island.alive or reign.machine.phase != "empty":
+            return False
+        if not island.answers or self._breaks(island, reign):
+            self.agenda.later(INITIAL_AGAIN_S, self._initial, connection)
+            return None
+        reign.initial = list(island.base)
+        return self.world.tell(reign, fx.Initialised(island.name))
+
+    # ---- down ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, island: Island, fragment: int) -> None:
+        connection = island.connection
+        delay = self.delay(2.0)
+        if connection is not None:
+            self.agenda.later(delay, self._fetched, island, island.machine, connection.reign, fragment)
+        else:
+            self.agenda.later(delay, self.if_same, island, island.machine, fx.FetchFailed(fragment, "unreachable"))
+
+    def _fetched(self, island: Island, machine: Learner, reign: Reign, fragment: int) -> object:
+        if island.machine is not machine or not island.alive:
+            return False
+        why = self._breaks(island, reign)
+        if why or reign.served[fragment] < 0:
+            stuck = STUCK_S if why == "it got stuck" else 0.0
+            failed = fx.FetchFailed(fragment, why or "the run has no parameters yet")
+            self.agenda.later(stuck, self.if_same, island, machine, failed)
+            return False
+        island.fetched[fragment] = reign.theta[fragment]
+        return island.hear(fx.Fetched(fragment, reign.served[fragment]))
+
+    def if_same(self, island: Island, machine: Learner, event: fx.LearnerEvent) -> object:
+        return island.hear(event) if island.machine is machine else False

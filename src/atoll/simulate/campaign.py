@@ -1,0 +1,196 @@
+"""One seed: a world is drawn, faults happen to it, they stop, and the run comes to its end.
+
+Invariants hold all the while. Afterwards: every live learner is current within H rounds, the run can end, and an end in
+peace loses nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from typing import Any
+
+import msgspec
+
+from atoll.protocol import effects as fx
+from atoll.simulate import faults as drawn_faults
+from atoll.simulate import inject, options
+from atoll.simulate.faults import Fault
+from atoll.simulate.options import Options
+from atoll.simulate.promises import Violation
+from atoll.simulate.trace import Trace
+from atoll.simulate.world import World
+
+CALM_S = 40.0
+"""After the last fault: time to notice the dead, to dial again, to recover (two tries of 10 s and H rounds)."""
+END_S = 2000.0
+"""The most virtual seconds a run may take to end."""
+MOST_EVENTS = 400_000
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All that a seed decides."""
+
+    seed: int
+    options: Options
+    faults: tuple[Fault, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    seed: int
+    learners: int
+    events: int
+    rounds: int
+    trace: str
+    invariant: str = ""
+    """The one that does not hold; empty: all do."""
+    message: str = ""
+    learner: str = ""
+    fragment: int = -1
+
+
+def plan(seed: int, learners: int | None = None) -> Plan:
+    dice = random.Random(seed)
+    drawn = options.draw(dice, learners)
+    return Plan(seed, drawn, tuple(drawn_faults.draw(dice, drawn.settings.learners, drawn.faults_s)))
+
+
+def make(plan: Plan, world: type[World] = World) -> World:
+    """The world of a plan, before anything has happened in it."""
+    drawn = plan.options
+    made = world(
+        drawn.settings,
+        seed=drawn.run_seed,
+        latency_s=drawn.latency_s,
+        jitter=drawn.jitter,
+        sync_s=drawn.sync_s,
+        every_round=drawn.every_round,
+        outer_lr=drawn.outer_lr,
+        direct=drawn.direct,
+        courier_s=drawn.courier_s,
+        down_s=drawn.down_s,
+        merge_s=drawn.merge_s,
+        data=drawn.registered,
+        trace=Trace(),
+    )
+    made.network.redials = True
+    made.reign.beat()
+    for number, late_s in enumerate(drawn.late_s):
+        made.agenda.later(late_s, _first_join, made, number, drawn)
+    inject.schedule(made, list(plan.faults))
+    return made
+
+
+def _first_join(world: World, number: int, drawn: Options) -> None:
+    island = world.join(f"learner-{number}", drawn.step_s[number])
+    island.clock.rate = drawn.rates[number]
+    world.network.dial_later(island)
+
+
+def run(plan: Plan, world: World | None = None) -> Outcome:
+    world = world or make(plan)
+    try:
+        _run(world, plan.options)
+    except Violation as broken:
+        about = (broken.invariant, broken.message, broken.learner, broken.fragment)
+        return _outcome(plan, world, *about)
+    except (AssertionError, LookupError, ValueError, TypeError, AttributeError) as error:
+        return _outcome(plan, world, "the rules hold together", _where(error))
+    return _outcome(plan, world)
+
+
+def _outcome(plan: Plan, world: World, *broken: Any) -> Outcome:
+    trace = world.trace.hexdigest() if world.trace is not None else ""
+    counted = (plan.options.settings.learners, world.events, world.syncer.committed, trace)
+    return Outcome(plan.seed, *counted, *broken)
+
+
+def _where(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {last.name} ({last.filename.rpartition('/')[2]}:{last.lineno}): {error}"
+
+
+def _run(world: World, drawn: Options) -> None:
+    _until(world, drawn.faults_s)
+    heal(world)
+    if _is_running(world):
+        _becomes_current(world)
+    lost = world.syncer.history.ledger.totals().lost if _is_running(world) else None
+    if _is_running(world):
+        world.tell(world.reign, fx.EndAsked("the campaign is over"))
+    _until(world, world.now + END_S)
+    if not world.finished:
+        raise Violation("the run can end", f"it is {world.syncer.phase} in round {world.syncer.committed}")
+    _has_ended(world, lost)
+
+
+def _is_running(world: World) -> bool:
+    return not world.finished and world.syncer.phase in ("empty", "running")
+
+
+def _until(world: World, moment: float) -> None:
+    while not world.finished and world.agenda.next_at <= moment:
+        world.step()
+        if world.events > MOST_EVENTS:
+            raise Violation("the run can end", f"{world.events} events are not enough")
+    world.agenda.now = max(world.agenda.now, moment) if not world.finished else world.agenda.now
+
+
+def heal(world: World) -> None:
+    """Faults stop: whatever is down comes up, whoever stands still goes on."""
+    world.crash = None
+    world.unmergeable.clear()
+    network, disk = world.network, world.disk
+    network.slow, network.body_loss, network.doubles = 1.0, 0.0, 0.0
+    disk.full = disk.broken = disk.cuts_fail = False
+    disk.slow = 1.0
+    for island in list(world.processes):
+        island.answers, island.saves, island.fits, island.stream_s = True, True, True, 0.0
+        if world.islands[island.name] is not island:
+            world.kill(island)
+    for island in list(world.islands.values()):
+        network.unblock(island, up=bool(island.blocked_up), down=bool(island.blocked_down))
+        inject.thaw(island)
+        inject.resume(island)
+        inject.new_courier(world, island)
+        inject.come_back(world, island)
+
+
+def _becomes_current(world: World) -> None:
+    """Within H rounds everybody holds what was committed when the faults stopped; in time rounds go on."""
+    settings = world.settings
+    _until(world, world.now + CALM_S)
+    if not _is_running(world):
+        return
+    versions, first = list(world.syncer.versions), world.syncer.committed
+    slowest = max(island.step_s for island in world.islands.values())
+    steps = settings.sync_every * settings.sync_every / settings.fragments
+    _until(world, world.now + 2 * slowest * (steps + settings.sync_every) + CALM_S)
+    if not _is_running(world):
+        return
+    if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):
+        said = f"{world.syncer.committed - first} rounds since the faults stopped, not {settings.sync_every}"
+        raise Violation("current within H rounds", said)
+    for name, island in world.islands.items():
+        for fragment, version in enumerate(versions):
+            if island.alive and island.adopted[fragment] < version:
+                said = f"{name} holds version {island.adopted[fragment]} of fragment {fragment}, not {version}"
+                raise Violation("current within H rounds", said, name, fragment)
+
+
+def _all_stopped(world: World) -> bool:
+    return all(island.stopped for island in world.islands.values())
+
+
+def _has_ended(world: World, lost: tuple[int, ...] | None) -> None:
+    """Everybody has the finished model, every account is closed, and (known: `lost`) nothing was lost in peace."""
+    totals = world.syncer.history.ledger.totals()
+    if (lost is not None and totals.lost != lost) or any(totals.in_flight) or any(totals.balance()):
+        raise Violation("a calm end loses nothing", f"lost {lost} before the end, then {totals}")
+    if list(totals.merged) != world.invariants.oracle.merged_tokens:
+        said = f"{totals.merged} by the ledger, {world.invariants.oracle.merged_tokens} by the contributions"
+        raise Violation("ledger balances", said)
+    for name, island in world.islands.items():
+        if island.alive and (not island.over or island.base != world.reign.theta):
+            said = f"{name} ends with {island.base} (over: {island.over}), the run with {world.reign.theta}"
+            raise Violation("a calm end loses nothing", said, name)

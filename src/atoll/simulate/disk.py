@@ -1,0 +1,130 @@
+"""The run directory: the journal, cuts, and the claims of terms, with everything a disk may do to them.
+
+An append takes `sync_s` and counts when it is done, not before. A process that dies in the middle leaves a prefix of
+what it was writing, which nobody was told of. With durability = "cut" an append is done at once and lies in the page
+cache: it survives the process, not the machine, until the next cut makes it durable. A full disk is waited for; any
+other failure ends the syncer. A write by a term that somebody has claimed past counts for nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from atoll.protocol.history import History, State
+from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Started
+
+Entry = tuple[AnyRecord, float | None]
+"""A record, and the merged outer gradient that belongs to it."""
+AGAIN_S = 0.5
+"""Between two tries on a full disk."""
+
+
+@dataclass(slots=True)
+class KeptCut:
+    """The syncer's part of a cut."""
+
+    history: State
+    theta: list[float]
+    place: int
+    """How many of the journal's records its history holds."""
+
+
+class Disk:
+    def __init__(self, begun: Begun, dice: random.Random, *, sync_s: float = 0.0, every_round: bool = True) -> None:
+        self.begun, self.random = begun, dice
+        self.sync_s, self.every_round = sync_s, every_round
+        self.journal: list[AnyRecord] = []
+        """What a reader would find."""
+        self.gradients: dict[int, float] = {}
+        """Per record's place, the outer gradient of its round."""
+        self.start: list[float] = []
+        """Version 0."""
+        self.synced = 0
+        """So many records survive the machine."""
+        self.claim = 0
+        """The newest term."""
+        self.cuts: dict[int, KeptCut] = {}
+        self.full = self.broken = self.cuts_fail = False
+        self.slow = 1.0
+        self._writing: dict[int, list[Entry]] = {}
+        """Per term that writes, what."""
+
+    # ---- appends ------------------------------------------------------------------------------------------------
+
+    def begin(self, term: int, entries: list[Entry]) -> float:
+        """Start to write; how long it takes."""
+        self._writing[term] = entries
+        return self.sync_s * self.slow if self.every_round else 0.0
+
+    def end(self, term: int) -> bool:
+        """It is written. False: another term was claimed meanwhile, so it counts for nothing."""
+        entries = self._writing.pop(term)
+        if self.claim != term:
+            return False
+        self.append(entries)
+        return True
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        for record, gradient in entries:
+            if gradient is not None:
+                self.gradients[len(self.journal)] = gradient
+            self.journal.append(record)
+        if self.every_round:
+            self.synced = len(self.journal)
+
+    def abandon(self, term: int) -> None:
+        """The writer died: a prefix of what it was writing is there, or nothing, or all of it."""
+        entries = self._writing.pop(term, None)
+        if entries is not None and self.claim == term:
+            self.append(entries[: self.random.randint(0, len(entries))])
+
+    def power_cut(self) -> int:
+        """The machine went down: what was never synced is gone. How many records that were."""
+        lost = len(self.journal) - self.synced
+        for place in range(self.synced, len(self.journal)):
+            self.gradients.pop(place, None)
+        del self.journal[self.synced :]
+        return lost
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def keep(self, cut: int, history: State, theta: list[float], place: int) -> None:
+        """Durable, and the journal up to it."""
+        self.synced = max(self.synced, place)
+        self.cuts[cut] = KeptCut(history, theta, place)
+        for old in sorted(self.cuts)[:-2]:
+            del self.cuts[old]
+
+    # ---- coming back --------------------------------------------------------------------------------------------
+
+    def recover(self, step: float) -> tuple[History, list[float]]:
+        """The newest cut and the journal behind it: what a syncer knows again. `step`: the outer learning rate."""
+        cuts = [kept for kept in self.cuts.values() if kept.place <= len(self.journal)]
+        newest = max(cuts, key=lambda kept: kept.place, default=None)
+        history = History(self.begun) if newest is None else History.restore(_copied(newest.history))
+        theta = [] if newest is None else list(newest.theta)
+        for place in range(newest.place if newest else 0, len(self.journal)):
+            record = self.journal[place]
+            history.apply(record)
+            if isinstance(record, Started):
+                theta = list(self.start)
+            elif isinstance(record, Merged):
+                theta[record.fragment] -= step * self.gradients[place]
+        return history, theta
+
+    def reign(self, history: History) -> int:
+        """Claim the next term and begin its segment."""
+        self.claim += 1
+        reigned = Reigned(self.claim, 0, "", history.committed)
+        history.apply(reigned)
+        self.append([(reigned, None)])
+        return self.claim
+
+
+def _copied(state: State) -> State:
+    """As it comes off a disk: its lists and dicts belong to nobody else."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)

@@ -1,0 +1,136 @@
+"""Faults as data: when, what, to whom and for how long. A schedule of them can be drawn, printed and made shorter.
+
+Every fault has a beginning and an end. Learners are named by their number, so that a schedule fits any world of as many
+learners; the syncer and its disk are there once.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import msgspec
+
+Kind = Literal[
+    # learners: their processes
+    "kill",
+    "leave",
+    "pause",
+    "suspend",
+    "slow",
+    "courier",
+    "usurp",
+    "broken",
+    "mute",
+    "no-save",
+    "slow-stream",
+    "no-fit",
+    "jump",
+    # learners: their links
+    "reset",
+    "partition",
+    "partition-up",
+    "partition-down",
+    # everybody's links
+    "clog",
+    "lossy",
+    "doubled",
+    # the syncer
+    "crash",
+    "crash-before",
+    "crash-after",
+    "power",
+    "failover",
+    "stop-syncer",
+    "jump-syncer",
+    "unmergeable",
+    # its disk
+    "disk-full",
+    "disk-fails",
+    "disk-slow",
+    "cuts-fail",
+    # the operator
+    "set",
+    "end",
+]
+
+OF_LEARNERS: tuple[Kind, ...] = (
+    "kill",
+    "kill",
+    "leave",
+    "pause",
+    "suspend",
+    "suspend",
+    "slow",
+    "courier",
+    "usurp",
+    "broken",
+    "mute",
+    "no-save",
+    "slow-stream",
+    "no-fit",
+    "jump",
+    "reset",
+    "reset",
+    "partition",
+    "partition",
+    "partition-up",
+    "partition-down",
+)
+OF_THE_REST: tuple[Kind, ...] = (
+    "clog",
+    "lossy",
+    "doubled",
+    "crash",
+    "crash",
+    "crash-before",
+    "crash-before",
+    "crash-after",
+    "crash-after",
+    "power",
+    "failover",
+    "failover",
+    "stop-syncer",
+    "jump-syncer",
+    "unmergeable",
+    "disk-full",
+    "disk-fails",
+    "disk-slow",
+    "cuts-fail",
+    "set",
+)
+
+
+class Fault(msgspec.Struct, frozen=True):
+    at: float
+    kind: Kind
+    target: int = -1
+    """The learner's number; −1: the syncer, the disk, or everybody."""
+    length: float = 0.0
+    """Seconds until it is mended."""
+    number: int = 0
+    """Which effect after `at` the syncer dies at; what a drawn change changes."""
+
+    def line(self) -> str:
+        whom = f" learner-{self.target}" if self.target >= 0 else ""
+        which = f" at effect {self.number}" if self.kind in ("crash-before", "crash-after") else ""
+        return f"{self.at:.3f} {self.kind}{whom}{which} for {self.length:.3f} s"
+
+
+def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
+    """None, a few or many; all are mended before `until`."""
+    count = dice.choice([0, 2, 5, 9, 14])
+    rest = dice.choice([0.2, 0.4, 0.7])
+    faults = [_one(dice, learners, until, rest) for _ in range(count)]
+    if dice.random() < 0.04:
+        faults.append(Fault(round(dice.uniform(0.3, 1.0) * until, 3), "end"))
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def _one(dice: random.Random, learners: int, until: float, rest: float) -> Fault:
+    of_all = dice.random() < rest
+    kind = dice.choice(OF_THE_REST if of_all else OF_LEARNERS)
+    target = -1 if of_all else dice.randrange(learners)
+    at = dice.uniform(0, 0.8 * until)
+    length = dice.choice([dice.uniform(0, 1), dice.uniform(0, 5), dice.uniform(5, 25)])
+    return Fault(round(at, 3), kind, target, round(min(length, until - at), 3), dice.randint(1, 400))

@@ -1,0 +1,272 @@
+"""What must hold after every event of the syncer and at every effect, whatever the world does. Each has a name:
+
+    acknowledged = durable          nobody is told of a version before it is written down
+    nothing acknowledged is lost    a new term knows every version that anybody was told of, with its values
+    versions +1                     rounds in order, each fragment's version up by one, no incarnation twice
+    merged at most once             no step of a learner is in a fragment twice; members are what they gave
+    Θ is the replay of the journal  the committed values are those of the members' Δ, worked out anew
+    Δ is the learner's own steps    a contribution holds the steps it says, on the base it says
+    ledger balances                 every token has one fate, and what was merged is what was merged
+    a sample is in one holder's hands at a time; a data range is issued again only if no fragment has merged it
+    only the recovered contribute   nobody is a member who has not taken the run's parameters, or waits for a state
+    no broken numbers are committed
+    quorum                          a round asks and merges K, or as many as there are
+    one fenced writer               terms go up; learners heed no term below the newest they heard of
+    a cut never waits for the dead
+    no step blocks                  in an asynchronous run no training process ever waits
+    bounded memory                  what the machines keep does not grow with the run
+    clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up
+
+oracle.py and samples.py hold those that follow from the journal alone; campaign.py those of the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from atoll.protocol import effects as fx
+from atoll.protocol.clock import Clock, knows
+from atoll.protocol.ledger import Account
+from atoll.protocol.messages import Announce, Finish, FromSyncer, Pull, Welcome
+from atoll.protocol.settings import Settings
+from atoll.simulate.bounds import too_much
+from atoll.simulate.oracle import Body, Oracle
+from atoll.simulate.promises import Violation
+
+if TYPE_CHECKING:
+    from atoll.simulate.island import Island
+    from atoll.simulate.reign import Reign
+    from atoll.simulate.training import Training
+    from atoll.simulate.world import World
+
+
+class Invariants:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.oracle = Oracle(world)
+        self.told = [-1] * world.settings.fragments
+        """The newest version of every fragment that any learner was told of."""
+        self._recovered: set[tuple[str, int]] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """What one term of the syncer says of itself."""
+        self._clock: Clock = {}
+        self._progress = 0.0
+        self._settings: Settings | None = None
+        self._accounts: dict[tuple[str, int], Account] = {}
+        self._helping: dict[str, set[str]] = {}
+        """Newcomers that a peer helps now, and all that were asked."""
+
+    def restarted(self, reign: Reign) -> None:
+        """Another process, which knows what is durable: nothing that was told may be missing."""
+        oracle, machine = self.oracle, reign.machine
+        if oracle.place > len(self.world.disk.journal):
+            oracle.again()
+            self.told = [min(told, kept) for told, kept in zip(self.told, oracle.versions, strict=True)]
+        oracle.catch_up()
+        for fragment, told in enumerate(self.told):
+            if machine.versions[fragment] < told:
+                said = f"version {told} of fragment {fragment} was told, {machine.versions[fragment]} is what is left"
+                raise Violation("nothing acknowledged is lost", said, fragment=fragment)
+        if machine.versions != oracle.versions or (oracle.theta and reign.theta != oracle.theta):
+            said = f"{machine.versions} of {reign.theta} come back, {oracle.versions} of {oracle.theta} were committed"
+            raise Violation("nothing acknowledged is lost", said)
+        self._begin()
+
+    # ---- after an event -----------------------------------------------------------------------------------------
+
+    def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
+        """What the syncer is."""
+        machine = reign.machine
+        if machine.wake_at is not None and machine.wake_at <= now:
+            raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
+        if reign is not self.world.reign:
+            return
+        if machine.settings is not self._settings:
+            self._settings, self._progress = machine.settings, 0.0
+        elif machine.progress < self._progress:
+            raise Violation("clocks", f"progress goes back from {self._progress} to {machine.progress}")
+        self._progress = machine.progress
+        self._check_accounts(reign)
+        if machine.peers.open:
+            self._check_recoveries(reign)
+        if machine.cuts.open is not None:
+            self._check_cut(reign, now)
+
+    def _check_accounts(self, reign: Reign) -> None:
+        """Those that have changed: total − begin = (m − u) + d + c, for every fragment."""
+        seen = self._accounts
+        for key, account in reign.machine.history.ledger.open.items():
+            if seen.get(key) is not account:
+                seen[key] = account
+                if any(account.fates().balance()):
+                    raise Violation("ledger balances", f"{account.fates()} of {key[0]}", key[0])
+
+    def _check_recoveries(self, reign: Reign) -> None:
+        for name, recovery in reign.machine.peers.open.items():
+            if recovery.newcomer.live:
+                said = f"{name} is live before it has a peer's state, or knows that there is none"
+                raise Violation("only the recovered contribute", said, name)
+            if recovery.peer is not None and (recovery.peer is recovery.newcomer or not recovery.peer.connected):
+                raise Violation("only the recovered contribute", f"{recovery.peer.name} cannot help {name}", name)
+
+    def _check_cut(self, reign: Reign, now: float) -> None:
+        open_, learners = reign.machine.cuts.open, reign.machine.members.learners
+        assert open_ is not None
+        for name, incarnation in open_.awaited.items():
+            one = learners.get(name)
+            if one is None or not one.connected or one.incarnation != incarnation or now >= open_.deadline:
+                said = f"cut {open_.cut} waits for {name} (incarnation {incarnation})"
+                raise Violation("a cut never waits for the dead", said, name)
+
+    # ---- at an effect -------------------------------------------------------------------------------------------
+
+    def see(self, reign: Reign, effect: fx.SyncerEffect) -> None:
+        """What it does, in the order in which it is carried out."""
+        match effect:
+            case fx.Send(learner, message):
+                self._sent(reign, learner, message)
+            case fx.Note():
+                self._note(reign, effect)
+            case fx.Persist():
+                self.oracle.catch_up()
+            case fx.Commit(number, fragment, version):
+                self._commit(reign, number, fragment, version)
+            case _:
+                pass
+
+    def _sent(self, reign: Reign, learner: str, message: FromSyncer) -> None:
+        if reign is self.world.reign:
+            if message.clock is not self._clock:
+                if not knows(message.clock, self._clock):
+                    raise Violation("clocks", f"{message.clock} is sent after {self._clock}", learner)
+                self._clock = message.clock
+            if message.term != reign.term:
+                raise Violation("one fenced writer", f"a message of term {message.term} leaves term {reign.term}")
+        match message:
+            case Announce(round=number, fragment=fragment, version=version):
+                if number >= self.oracle.committed:
+                    raise Violation("acknowledged = durable", f"round {number} is told, not written", learner, fragment)
+                self._telling(fragment, version, learner)
+            case Welcome(versions=versions) | Finish(versions=versions):
+                for fragment, version in enumerate(versions):
+                    self._telling(fragment, version, learner)
+            case Pull(probe=False, round=number):
+                self._check_quorum(reign, number)
+            case _:
+                pass
+
+    def _telling(self, fragment: int, version: int, learner: str) -> None:
+        if version > self.oracle.versions[fragment]:
+            said = f"{learner} is told of version {version} of fragment {fragment}, which is not written down"
+            raise Violation("acknowledged = durable", said, learner, fragment)
+        self.told[fragment] = max(self.told[fragment], version)
+
+    def _check_quorum(self, reign: Reign, number: int) -> None:
+        machine = reign.machine
+        round_ = machine.rounds.open.get(number)
+        if round_ is None or machine.rounds.gathering.draining or machine.settings.synchronous:
+            return
+        least = min(machine.settings.quorum, sum(one.t > one.included_t for one in machine.members.stepping()))
+        if len(round_.seats) < least and round_.stage == "pulling" and round_.frozen_at == reign.now:
+            raise Violation("quorum", f"round {number} asks {len(round_.seats)}, it could have asked {least}")
+
+    def _commit(self, reign: Reign, number: int, fragment: int, version: int) -> None:
+        oracle, staged = self.oracle, reign.staged[fragment][1]
+        if oracle.committed <= number or oracle.values.get((fragment, version)) is None:
+            raise Violation("acknowledged = durable", f"round {number} is committed, not written", fragment=fragment)
+        if staged != oracle.values[fragment, version]:
+            said = f"version {version} of fragment {fragment} is {staged}, its members make {oracle.theta[fragment]}"
+            raise Violation("Θ is the replay of the journal", said, fragment=fragment)
+        if reign is not self.world.reign:
+            return
+        totals = reign.machine.history.ledger.totals()
+        if any(totals.balance()):
+            raise Violation("ledger balances", f"{totals}", fragment=fragment)
+        if (much := too_much(self.world, reign)) is not None:
+            raise Violation("bounded memory", much)
+
+    # ---- notes --------------------------------------------------------------------------------------------------
+
+    def _note(self, reign: Reign, note: fx.Note) -> None:
+        data: Any = note.data
+        match note.kind:
+            case "round":
+                for member in data["members"]:
+                    self._member(data["fragment"], data["version"], member)
+                self._enough(reign, len(data["members"]), data)
+            case "passed" | "again":
+                if not data["reason"].strip():
+                    raise Violation("quorum", f"{note.text} gives no reason")
+            case "unbalanced":
+                raise Violation("ledger balances", note.text, data.get("learner", ""))
+            case "recovered":
+                if data["learner"] in self._helping:
+                    said = f"{data['learner']} recovered while its help is under way"
+                    raise Violation("only the recovered contribute", said, data["learner"])
+                self._recovered.add((data["learner"], data["incarnation"]))
+            case "helping":
+                self._recovered.discard((data["learner"], data["incarnation"]))  # it is to say so anew
+                self._helping.setdefault(data["learner"], set()).add(data["peer"])
+            case "helped":
+                if data["peer"] not in self._helping.pop(data["learner"], ()):
+                    said = f"{data['learner']} was helped by {data['peer']}, which was not asked"
+                    raise Violation("only the recovered contribute", said, data["learner"])
+            case "fresh" | "lost" | "left" | "quarantined":
+                self._helping.pop(data["learner"], None)
+            case _:
+                pass
+
+    def _enough(self, reign: Reign, members: int, data: Any) -> None:
+        machine = reign.machine
+        if machine.rounds.gathering.draining or machine.settings.synchronous or data["attempt"] > 1:
+            return
+        if not members:
+            raise Violation("quorum", f"round {data['round']} is committed without a member")
+
+    def _member(self, fragment: int, version: int, member: Any) -> None:
+        who = (member["learner"], member["incarnation"])
+        if who not in self._recovered:
+            said = f"{who[0]} (incarnation {who[1]}) contributes without having taken the run's parameters"
+            raise Violation("only the recovered contribute", said, who[0], fragment)
+        if not (member["steps"] > 0 and member["tokens"] > 0 and member["weight"] > 0):
+            raise Violation("merged at most once", f"{who[0]} is a member with nothing: {member}", who[0], fragment)
+        if not 0 <= member["base"] < version:
+            raise Violation("versions +1", f"{who[0]}'s base is {member['base']}", who[0], fragment)
+
+    # ---- what learners do ---------------------------------------------------------------------------------------
+
+    def body(self, reign: Reign, key: tuple[str, int, int], island: Island, copy: fx.Copied, delta: float) -> None:
+        if island.waits:
+            said = f"{island.name} sends a contribution while it waits for a peer's state"
+            raise Violation("only the recovered contribute", said, island.name, copy.fragment)
+        body = Body(island.session, island.machine.incarnation, copy, delta, island.plain)
+        self.oracle.bodies[reign.term, *key] = body
+
+    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+        f = adopt.fragment
+        committed = self.oracle.values.get((f, adopt.version))
+        if committed != value:
+            said = f"{island.name} adopts {value} as version {adopt.version} of fragment {f}, committed is {committed}"
+            raise Violation("Θ is the replay of the journal", said, island.name, f)
+        if adopt.version <= island.adopted[f]:
+            said = f"{island.name} adopts version {adopt.version} of fragment {f} over {island.adopted[f]}"
+            raise Violation("versions +1", said, island.name, f)
+        if dropped < 0:
+            said = f"{island.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
+            raise Violation("ledger balances", said, island.name, f)
+
+    def blocks(self, island: Training) -> None:
+        if not self.world.settings.synchronous:
+            raise Violation("no step blocks", f"{island.name} waits after step {island.t}", island.name)
+
+    def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+        """A learner heeds no term below the newest it has heard of."""
+        if isinstance(event, fx.Arrived):
+            term = event.message.term
+            if term < island.term and any(not isinstance(one, fx.HangUp | fx.Note | fx.Say) for one in effects):
+                said = f"{island.name} heeds term {term} after term {island.term}: {effects}"
+                raise Violation("one fenced writer", said, island.name)
+            island.term = max(island.term, term)

@@ -1,0 +1,245 @@
+"""An island: a training process with its courier, which runs the learner's state machine and does all its talking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
+from atoll.simulate import states
+from atoll.simulate.clocks import HostClock
+from atoll.simulate.data import Leased
+from atoll.simulate.training import Training
+
+if TYPE_CHECKING:
+    from atoll.simulate.network import Connection
+    from atoll.simulate.reign import Reign
+    from atoll.simulate.world import World
+
+TENSORS = (TensorSpec("w", (1,), "float32"),)
+MUTE_S = 30.0
+"""After this time a body that never moves is given up."""
+NOT_FINITE = "3 of 4 values are not finite"
+
+
+class Island(Training):
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        session: str,
+        step_s: float,
+        gradient: Callable[[int], float],
+        *,
+        kept: bool = False,
+        data: fx.Registered | None = None,
+    ) -> None:
+        super().__init__(world, name, step_s, gradient)
+        self.session, self.data = session, data
+        self.machine = Learner(name, session, TENSORS, kept=kept)
+        self.clock = HostClock()
+        self.connection: Connection | None = None
+        self.courier = True
+        """False: the courier is dead, nobody has started another yet."""
+        self.answers = True
+        """False: it reports but its bodies never arrive."""
+        self.saves = True
+        """False: it never comes to save its part of a cut."""
+        self.silent = False
+        """True: what it says never arrives."""
+        self.blocked_up = self.blocked_down = 0
+        """Partitions: so many of them hold up what it says, or what it is told."""
+        self.backlog: list[fx.LearnerEvent] = []
+        """What came while the host stood still."""
+        self.term = 0
+        """The newest that it has heard of."""
+        self.fetched: dict[int, float] = {}
+        self.informed: list[float] = []
+        if data is not None:
+            self.leased = Leased(data.batch)
+            self.hear(data)
+
+    @property
+    def linked(self) -> bool:
+        return self.connection is not None
+
+    @property
+    def reign(self) -> Reign | None:
+        """The syncer it believes itself connected to."""
+        return self.connection.reign if self.connection is not None else None
+
+    @property
+    def reachable(self) -> bool:
+        return not self.blocked_up and not self.blocked_down
+
+    def serve(self) -> None:
+        if self.capture or self.arrived is not None:
+            states.serve(self)
+
+    # ---- the machine --------------------------------------------------------------------------------------------
+
+    def hear(self, event: fx.LearnerEvent, least: float = 0.0) -> object:
+        if not self.alive or not self.courier:
+            return False
+        if self.frozen:
+            self.backlog.append(event)
+            return None
+        world, machine = self.world, self.machine
+        now = self.clock.read(world.agenda.now, least)
+        effects = machine.handle(now, event)
+        world.learner_handled(self, event, effects)
+        for effect in effects:
+            world.obey(self, effect)
+        if (wake := machine.wake_at) is not None and machine is self.machine:
+            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, machine, wake)
+        return None
+
+    def _wake(self, machine: Learner, wake: float) -> object:
+        if self.machine is not machine or machine.wake_at != wake or not self.courier:
+            return False
+        return self.hear(fx.Tick(), wake)
+
+    def thaw(self) -> None:
+        """The host runs again: what came meanwhile is dealt with first."""
+        self.frozen = False
+        events, self.backlog = self.backlog, []
+        for event in events:
+            self.hear(event)
+        self.hear(fx.Tick())
+        if not self.paused:
+            self.go_on_after_a_pause()
+
+    def lose_courier(self) -> None:
+        """It dies; the training process drops its orders and goes on."""
+        self.courier = False
+        self.backlog = []
+        self.drop_orders()
+        self.capture, self.given, self.fetching, self.arrived = 0, {}, "", None
+        self.soon()
+
+    def new_courier(self) -> None:
+        """It takes over what the shared memory and the training process say."""
+        old = self.machine
+        self.courier = True
+        self.machine = Learner(self.name, self.session, TENSORS)
+        stepped = self.stepped_event()
+        self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits)
+        if self.data is not None and self.leased is not None:
+            self.hear(self.data)
+
+    # ---- what the machine wants ---------------------------------------------------------------------------------
+
+    def obey(self, effect: fx.LearnerEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                self._say(message)
+            case fx.Inform(progress, _):
+                self.world.informed(self, progress)
+            case fx.Read(round=number):
+                if not self.world.settings.synchronous:
+                    self.reads.clear()
+                self.reads[number] = effect
+                self.soon()
+            case fx.Drop(fragment, t):
+                if (copy := self.copies.get((fragment, t))) is not None and not copy.sent:
+                    del self.copies[fragment, t]
+            case fx.Fetch(fragment, _):
+                self.world.network.fetch(self, fragment)
+            case fx.Adopt():
+                self.inbox.append((effect, self.fetched[effect.fragment]))
+                self.soon()
+            case fx.Upload(number, attempt, fragment):
+                self._upload(number, attempt, fragment)
+            case fx.Hold(number, step):
+                self.holds[number] = step
+                self.soon()
+            case fx.LetGo(number):
+                self.holds.pop(number, None)
+                self.soon()
+            case fx.Own():
+                self.adopted = [0] * self.fragments
+                self.plain = self.plain and self.theta == self.base
+                self.soon()
+            case fx.Forget(reset=reset):
+                self.forget(reset)
+                self.soon()
+            case fx.Save(cut):
+                self._save(cut)
+            case fx.Supply(ranges, over, own):
+                self._supply(fx.Supply(ranges, over, own))
+            case fx.UploadAll():
+                self.world.network.upload_all(self)
+            case fx.HangUp(reason):
+                self.world.network.hang_up(self, reason)
+            case fx.Stop(final=final, failed=failed):
+                self.world.agenda.later(0.0 if final else self.world.courier_s, self.stop, final, failed)
+            case fx.Note():
+                self.world.noted(effect)
+            case _:
+                self._of_recoveries(effect)
+
+    def _of_recoveries(self, effect: fx.LearnerEffect) -> None:
+        match effect:
+            case fx.Await():
+                self.waits = True
+            case fx.Begin():
+                self.waits = False
+                self.soon()
+            case fx.Capture(number):
+                self.capture = number
+                self.soon()
+            case fx.Give(number, ticket):
+                self.given[number].tickets.add(ticket)
+            case fx.PassOn(ticket):
+                states.pass_on(self, ticket)
+            case fx.TakeBack(ticket):
+                states.take_back(self, ticket)
+            case fx.Dispose(number):
+                self.given.pop(number, None)
+            case fx.FetchState(ticket, direct=direct):
+                states.fetch(self, ticket, direct)
+            case fx.LeaveState():
+                self.fetching = ""
+            case fx.TakeState():
+                self.soon()
+            case _:
+                raise AssertionError(f"nobody carries out {effect}")
+
+    def stop(self, final: bool, failed: bool) -> object:
+        if super().stop(final, failed) is False:
+            return False
+        if self.over:
+            self.world.network.goodbye(self)
+        return None
+
+    def _say(self, message: FromLearner) -> None:
+        if self.silent:
+            return
+        event: fx.SyncerEvent = fx.Received(self.name, message)
+        if isinstance(message, Contribution):
+            event = fx.Delivered(self.name, message)
+        self.world.network.up(self, event)
+
+    def _upload(self, number: int, attempt: int, fragment: int) -> None:
+        if not self.answers:
+            failed = fx.UploadFailed(number, attempt, "it got stuck")
+            self.world.agenda.later(MUTE_S, self.world.network.if_same, self, self.machine, failed)
+            return
+        copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
+        copy.sent = True
+        delta = float("nan") if self.broken else copy.base - copy.value
+        self.world.network.upload(self, number, attempt, delta, copy.fact)
+
+    def _save(self, cut: int) -> None:
+        if self.saves:
+            fact = fx.Saved(cut, self.t, "file", "digest")
+            self.world.agenda.later(self.world.network.delay(), self.hear, fact)
+
+    def _supply(self, supply: fx.Supply) -> None:
+        if supply.own:
+            self.leased = self.data = None
+        elif self.leased is not None:
+            self.leased.supply(supply.ranges, supply.over)
+        self.soon()

@@ -1,0 +1,150 @@
+"""What the journal says, worked out a second time: Θ from the contributions themselves, and who merged what.
+
+Every record is read once it is durable, and held against what the learners really did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.simulate.promises import Violation
+from atoll.simulate.samples import Samples
+
+if TYPE_CHECKING:
+    from atoll.simulate.world import World
+
+NEAR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A contribution as its learner made it."""
+
+    session: str
+    incarnation: int
+    copy: fx.Copied
+    delta: float
+    plain: bool
+    """Its model never blended: its Δ is the sum of its own steps, which are all of one size."""
+
+
+class Oracle:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.bodies: dict[tuple[int, str, int, int], Body] = {}
+        """(term, learner, round, attempt)"""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.place = 0
+        """Records read."""
+        self.term = 1
+        self.committed = 0
+        self.theta: list[float] = []
+        self.versions = [-1] * self.world.settings.fragments
+        self.values: dict[tuple[int, int], float] = {}
+        """(fragment, version) → the value that was committed."""
+        self.merged_tokens = [0] * self.world.settings.fragments
+        self.lives: set[tuple[str, int]] = set()
+        self._until: dict[tuple[str, int], int] = {}
+        """(session, fragment) → the last step of it that a version contains."""
+        self.samples = Samples()
+
+    def again(self) -> None:
+        """The disk lost records that were never synced: what they said never was."""
+        self._begin()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        journal = self.world.disk.journal
+        while self.place < len(journal):
+            self._take(journal[self.place])
+            self.place += 1
+
+    def _take(self, record: records.AnyRecord) -> None:
+        match record:
+            case records.Merged():
+                self._merged(record)
+            case records.Passed(number):
+                self._turn(number)
+            case records.Granted():
+                self.samples.granted(record)
+            case records.Gone():
+                self.samples.gone(record)
+            case records.Joined(learner, incarnation):
+                if (learner, incarnation) in self.lives:
+                    raise Violation("versions +1", f"incarnation {incarnation} of {learner} begins twice", learner)
+                self.lives.add((learner, incarnation))
+            case records.Started():
+                self.theta = list(self.world.disk.start)
+                self.versions = [0] * len(self.versions)
+                self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
+            case records.Reigned(term):
+                if term <= self.term:
+                    raise Violation("one fenced writer", f"term {term} follows term {self.term}")
+                self.term = term
+            case _:
+                pass
+
+    def _turn(self, number: int) -> None:
+        if number != self.committed:
+            raise Violation("versions +1", f"round {number} is written where round {self.committed} is due")
+        self.committed += 1
+
+    def _merged(self, record: records.Merged) -> None:
+        f = record.fragment
+        self._turn(record.round)
+        if record.version != self.versions[f] + 1:
+            said = f"round {record.round} makes fragment {f} version {record.version}, after {self.versions[f]}"
+            raise Violation("versions +1", said, fragment=f)
+        if not record.members:
+            raise Violation("merged at most once", f"round {record.round} is merged of nothing", fragment=f)
+        weights = [share.weight for share in record.members]
+        deltas = [share.weight * self._share(record, share).delta for share in record.members]
+        self.theta[f] -= self.world.outer_lr * (sum(deltas) / sum(weights))
+        self.versions[f] = record.version
+        self.values[f, record.version] = self.theta[f]
+        if not isfinite(self.theta[f]):
+            raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
+
+    def _share(self, record: records.Merged, share: records.Share) -> Body:
+        """What really came from this member, which must be what is written of it, and new."""
+        f, who = record.fragment, share.learner
+        body = self.bodies.get((self.term, who, record.round, record.attempt))
+        if body is None:
+            said = f"round {record.round} merges a contribution of {who} that never came"
+            raise Violation("merged at most once", said, who, f)
+        copy = body.copy
+        told = (share.t, share.steps, share.tokens, share.base, share.total, share.position)
+        true = (copy.t, copy.steps, copy.tokens, copy.base, copy.total, copy.position)
+        if told != true or share.incarnation != body.incarnation:
+            said = f"round {record.round}: {share} is written of {who}, {copy} (life {body.incarnation}) came"
+            raise Violation("merged at most once", said, who, f)
+        if not isfinite(body.delta):
+            raise Violation("no broken numbers are committed", f"round {record.round} merges {who}'s NaN", who, f)
+        if copy.steps < 1 or copy.base < 0 or copy.base > self.versions[f]:
+            said = f"{who} contributes {copy.steps} steps on version {copy.base} to fragment {f}"
+            raise Violation("only the recovered contribute", said, who, f)
+        self._steps_once(record.round, body, who, f)
+        self.merged_tokens[f] += copy.tokens
+        self.samples.merged(record.round, share)
+        return body
+
+    def _steps_once(self, number: int, body: Body, who: str, f: int) -> None:
+        copy, key = body.copy, (body.session, f)
+        if copy.t - copy.steps < self._until.get(key, 0):
+            said = f"steps {copy.t - copy.steps + 1} to {copy.t} of {who} are merged in round {number}, "
+            raise Violation("merged at most once", f"{said}those up to {self._until[key]} are in already", who, f)
+        self._until[key] = copy.t
+        whole = copy.steps * self.world.gradient(copy.t)
+        if body.plain and abs(body.delta - whole) > NEAR * (1 + abs(whole)):
+            said = f"{copy.steps} steps of {who} on version {copy.base} make Δ = {body.delta}, not {whole}"
+            raise Violation("Δ is the learner's own steps", said, who, f)
+
+    def last_steps(self, session: str) -> list[int]:
+        """Per fragment, the last step of this process that a version contains."""
+        return [self._until.get((session, f), 0) for f in range(len(self.versions))]

@@ -1,0 +1,273 @@
+"""A syncer's process: its machine, its channels, and its effects in order, as the service and its scribe do it.
+
+Nothing behind a Persist is carried out before it is durable; what is decided while one write is under way goes out with
+the next. A process that finds that another term was claimed ends without a word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records
+from atoll.protocol.history import History
+from atoll.protocol.messages import Hello, Pull
+from atoll.protocol.syncer import Syncer
+from atoll.simulate.clocks import HostClock
+from atoll.simulate.disk import AGAIN_S, Entry
+
+if TYPE_CHECKING:
+    from atoll.simulate.island import Island
+    from atoll.simulate.network import Connection
+    from atoll.simulate.world import World
+
+Key = tuple[str, int, int]
+"""Learner, round, attempt."""
+BEAT_S = 1.0
+"""How often it looks whether it still reigns."""
+
+
+class Reign:
+    def __init__(self, world: World, history: History, theta: list[float]) -> None:
+        self.world, self.machine = world, Syncer(history)
+        self.name, self.term = f"syncer-{history.term}", history.term
+        self.clock = HostClock()
+        self.now = 0.0
+        """What its clock showed at the last event."""
+        self.alive, self.paused = True, False
+        self.channels: dict[str, Connection] = {}
+        self.theta = theta
+        """The committed values; before the run has any, those it will begin with."""
+        self.served = list(history.versions)
+        """The versions that a fetch gets."""
+        self.initial: list[float] = []
+        self.staged: dict[int, tuple[float, float]] = {}
+        """Per fragment, the merged outer gradient and the new value."""
+        self.bodies: dict[Key, float] = {}
+        self._asked: set[Key] = set()
+        self._probes: dict[str, Key] = {}
+        self._waiting: deque[fx.SyncerEffect] = deque()
+        self._durable = 0
+        """How many of the waiting Persists, from the front, are written."""
+        self._turning = self._writing = False
+        self._backlog: list[fx.SyncerEvent] = []
+
+    # ---- events -------------------------------------------------------------------------------------------------
+
+    def tell(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+        if not self.alive:
+            return []
+        if self.paused:
+            self._backlog.append(event)
+            return []
+        world, machine = self.world, self.machine
+        self.now = now = self.clock.read(world.agenda.now, least)
+        effects = machine.handle(now, event)
+        world.syncer_handled(self, now, event, effects)
+        self._waiting.extend(effects)
+        self.turn()
+        if (wake := machine.wake_at) is not None:
+            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, wake)
+        return effects
+
+    def _wake(self, wake: float) -> object:
+        if not self.alive or self.machine.wake_at != wake:
+            return False
+        return self.world.tell(self, fx.Tick(), wake)
+
+    def greet(self, name: str, connection: Connection, hello: Hello) -> None:
+        """An older channel of the same learner is replaced: nothing more is heard of it."""
+        if self.alive:
+            self.channels[name] = connection
+            self.world.tell(self, fx.Greeted(hello))
+
+    def beat(self) -> object:
+        """One that was replaced while it stood still ends, also with nothing to write down."""
+        if not self.alive or self.paused:
+            return False
+        if self.world.disk.claim != self.term:
+            self.end("another syncer has taken over")
+        else:
+            self.world.agenda.later(BEAT_S, self.beat)
+        return False
+
+    def wake_up(self) -> None:
+        """It runs again, after a while in which it stood still."""
+        self.paused = False
+        if self.world.disk.claim != self.term and self._writing:
+            self.end("another syncer has taken over")
+        events, self._backlog = self._backlog, []
+        for event in events:
+            self.world.tell(self, event)
+        self.world.tell(self, fx.Tick())
+        self.turn()
+        self.beat()
+
+    def end(self, reason: str) -> None:
+        """The process is gone, with all it had in memory."""
+        if self.alive:
+            self.alive = False
+            self.world.disk.abandon(self.term)
+            self.world.network.syncer_gone(self, reason)
+
+    # ---- effects in order ---------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Carry out everything up to the first that must be durable and is not."""
+        if self._turning or self._writing or self.paused:
+            return
+        self._turning = True
+        while self._waiting and self.alive:
+            effect = self._waiting[0]
+            if self._must_wait(effect):
+                if not self._write():
+                    break
+                continue
+            self._waiting.popleft()
+            self.world.carry_out(self, effect)
+        self._turning = False
+
+    def _must_wait(self, effect: fx.SyncerEffect) -> bool:
+        if isinstance(effect, fx.Persist):
+            if self._durable == 0:
+                return True
+            self._durable -= 1
+        return False
+
+    def _write(self) -> bool:
+        """Start to write what waits; True when that is done already."""
+        batch = self._batch()
+        entries = [entry for persist in batch for entry in self._entries(persist)]
+        takes_s = self.world.disk.begin(self.term, entries)
+        if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
+            return self._written(len(batch))
+        self._writing = True
+        self.world.agenda.later(takes_s, self._end_write, len(batch))
+        return False
+
+    def _batch(self) -> list[fx.Persist]:
+        """From the front, in order: whatever waits, up to an outer gradient or a cut."""
+        batch: list[fx.Persist] = []
+        for effect in self._waiting:
+            if isinstance(effect, fx.TakeCut):
+                break
+            if isinstance(effect, fx.Persist):
+                if effect.round >= 0 and batch:
+                    break
+                batch.append(effect)
+        return batch
+
+    def _entries(self, persist: fx.Persist) -> list[Entry]:
+        return [
+            (record, self.staged[record.fragment][0] if isinstance(record, records.Merged) else None)
+            for record in persist.records
+        ]
+
+    def _end_write(self, count: int) -> object:
+        if not self.alive or not self._writing:
+            return False
+        if self.world.disk.full:
+            self.world.agenda.later(AGAIN_S, self._end_write, count)
+            return None
+        if self.world.disk.broken and not self.paused:
+            self.world.syncer_failed(self, "the disk failed")
+        elif self._written(count):
+            self._writing = False
+            self.turn()
+        return None
+
+    def _written(self, count: int) -> bool:
+        """A write ends also while the process stands still; what it writes too late counts for nothing."""
+        if self.world.disk.end(self.term):
+            self._durable = count
+            return True
+        self.end("another syncer has taken over")
+        return False
+
+    # ---- carrying out -------------------------------------------------------------------------------------------
+
+    def carry_out(self, effect: fx.SyncerEffect) -> None:
+        match effect:
+            case fx.Send(learner, message):
+                if isinstance(message, Pull):
+                    self._ask(learner, message)
+                self.world.network.down(self, learner, message)
+            case fx.Note():
+                self.world.noted(effect)
+            case fx.Discard(learner, number, attempt):
+                self._discard((learner, number, attempt))
+            case fx.Persist(lines):
+                if any(isinstance(line, records.Started) for line in lines):
+                    self.served = [0] * len(self.served)
+            case fx.Merge():
+                self._merge(effect)
+            case fx.Commit(_, fragment, version):
+                self.theta[fragment] = self.staged.pop(fragment)[1]
+                self.served[fragment] = version
+            case fx.TakeCut():
+                self._take_cut(effect)
+            case fx.CompleteCut(cut):
+                self._complete(effect, cut)
+            case fx.Expel(learner, reason):
+                self.world.network.expel(self, learner, reason)
+            case fx.Finished():
+                self.world.finishing(self)
+            case fx.Retune():
+                pass
+
+    def _take_cut(self, effect: fx.TakeCut) -> None:
+        world = self.world
+        if effect.first:
+            self.theta = list(self.initial)
+            world.disk.start = list(self.initial)
+        place = len(world.disk.journal)
+        if effect.first:  # durable before anything behind it
+            world.disk.keep(0, effect.history, list(self.theta), place)
+        world.agenda.later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
+
+    def _cut_kept(self, effect: fx.TakeCut, theta: list[float], place: int) -> object:
+        if not self.alive:
+            return False
+        reason = "input/output error" if self.world.disk.cuts_fail else ""
+        if not reason and self.world.disk.claim == self.term:
+            self.world.disk.keep(effect.cut, effect.history, theta, place)
+        self.world.tell(self, fx.CutKept(effect.cut, reason))
+        return None
+
+    def _complete(self, effect: fx.CompleteCut, cut: int) -> None:
+        self.world.cut_complete(effect)
+        failed = self.world.disk.cuts_fail
+        answer = fx.CutKept(cut, "input/output error") if failed else fx.CutWritten(cut, "digest")
+        self.world.agenda.later(0.0, self.world.tell, self, answer)
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def _ask(self, learner: str, pull: Pull) -> None:
+        """This contribution, and no other, may arrive; of probes one at a time."""
+        key = (learner, pull.round, pull.attempt)
+        if pull.probe:
+            self._discard(self._probes.get(learner, key))
+            self._probes[learner] = key
+        self._asked.add(key)
+
+    def receive(self, key: Key, delta: float, island: Island, copy: fx.Copied) -> bool:
+        """A body has come whole; False: nobody asked for it, or it is here already."""
+        if key not in self._asked or key in self.bodies:
+            return False
+        self.bodies[key] = delta
+        self.world.received_body(self, key, island, copy, delta)
+        return True
+
+    def _discard(self, key: Key) -> None:
+        self._asked.discard(key)
+        self.bodies.pop(key, None)
+
+    def _merge(self, merge: fx.Merge) -> None:
+        total = sum(part.weight for part in merge.parts)
+        deltas = [part.weight * self.bodies[part.learner, merge.round, part.attempt] for part in merge.parts]
+        gradient = sum(deltas) / total
+        value = self.theta[merge.fragment] - self.world.outer_lr * gradient
+        self.staged[merge.fragment] = (gradient, value)
+        answer = self.world.merged(merge)
+        self.world.agenda.later(self.world.merge_s, self.world.tell, self, answer)

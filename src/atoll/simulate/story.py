@@ -1,0 +1,112 @@
+"""How a promise came to be broken: what happened to the learner or fragment concerned, told from a second run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from atoll.protocol import effects as fx
+from atoll.simulate import campaign
+from atoll.simulate.campaign import Outcome, Plan
+from atoll.simulate.faults import Fault
+from atoll.simulate.island import Island
+from atoll.simulate.reign import Reign
+from atoll.simulate.shrink import shrink
+from atoll.simulate.world import World
+
+LINES = 40
+WIDTH = 160
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A broken promise with all it takes to look into it."""
+
+    seed: int
+    learners: int
+    invariant: str
+    message: str
+    command: str
+    faults: tuple[Fault, ...]
+    """Those that it takes, of all that were drawn."""
+    story: tuple[str, ...]
+
+
+class Teller(World):
+    """A world that remembers what was said and done of late."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.lines: deque[tuple[float, str, str]] = deque(maxlen=20_000)
+        """When, about whom, what."""
+        super().__init__(*arguments, **named)
+
+    def _say(self, whom: str, text: str) -> None:
+        self.lines.append((self.now, whom, text))
+
+    def happened(self, fault: Fault) -> None:
+        self._say("", f"FAULT {fault.line()}")
+
+    def noted(self, note: fx.Note) -> None:
+        self._say(str(note.data.get("learner", "")) or str(note.data.get("members", "")), note.text)
+
+    def syncer_handled(
+        self, reign: Reign, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
+    ) -> None:
+        if not isinstance(event, fx.Tick):
+            self._say(_whom(event), f"{reign.name} <- {_short(event)}")
+        for effect in effects:
+            if not isinstance(effect, fx.Note):
+                self._say(_whom(effect), f"{reign.name} -> {_short(effect)}")
+        super().syncer_handled(reign, now, event, effects)
+
+    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+        self._say(island.name, f"{island.session} <- {_short(event)}")
+        super().learner_handled(island, event, effects)
+
+    def about(self, learner: str, fragment: int, count: int = LINES) -> list[str]:
+        """The last lines that concern this learner, or this fragment, or everybody."""
+        wanted = [(at, text) for at, whom, text in self.lines if _concerns(whom, text, learner, fragment)]
+        return [f"{at:9.3f} {text[:WIDTH]}" for at, text in wanted[-count:]]
+
+
+def tell(outcome: Outcome, plan: Plan) -> Told:
+    """Shrink the schedule, then run what is left once more and listen."""
+
+    def fails(faults: Sequence[Fault]) -> bool:
+        return campaign.run(Plan(plan.seed, plan.options, tuple(faults))).invariant == outcome.invariant
+
+    fewer = Plan(plan.seed, plan.options, tuple(shrink(plan.faults, fails)))
+    world = campaign.make(fewer, Teller)
+    assert isinstance(world, Teller)
+    last = campaign.run(fewer, world)
+    command = f"atoll simulate faults --seed {plan.seed} --learners {outcome.learners}"
+    story = tuple(world.about(last.learner, last.fragment))
+    return Told(plan.seed, outcome.learners, last.invariant, last.message, command, fewer.faults, story)
+
+
+def _concerns(whom: str, text: str, learner: str, fragment: int) -> bool:
+    if not whom or (not learner and fragment < 0):
+        return True
+    return (bool(learner) and learner in whom) or (fragment >= 0 and f"fragment={fragment}" in text)
+
+
+def _whom(thing: fx.SyncerEvent | fx.SyncerEffect) -> str:
+    match thing:
+        case fx.Greeted(hello):
+            return hello.learner
+        case fx.Persist(lines):
+            return str(lines)
+        case _:
+            return getattr(thing, "learner", "everybody")
+
+
+def _short(thing: object) -> str:
+    """Without what every message carries."""
+    message = getattr(thing, "message", None) or getattr(thing, "contribution", None) or getattr(thing, "hello", None)
+    if message is not None:
+        return f"{type(thing).__name__} {_short(message)}"
+    fields = [(name, getattr(thing, name)) for name in getattr(thing, "__struct_fields__", ())]
+    kept = [f"{name}={value}" for name, value in fields if name not in ("clock", "term", "cut", "settings", "history")]
+    return f"{type(thing).__name__}({', '.join(kept)})"

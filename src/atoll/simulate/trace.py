@@ -1,0 +1,30 @@
+"""The hash of all that happened: equal traces mean equal worlds, on any machine and in any process."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+FLUSH_BYTES = 1 << 16
+
+
+class Trace:
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._buffer = bytearray()
+        self._encode = msgspec.msgpack.Encoder().encode_into
+
+    def add(self, at: float, who: str, what: Any) -> None:
+        """An event or an effect, with the machine it belongs to."""
+        buffer = self._buffer
+        self._encode((at, who, type(what).__name__, what), buffer, -1)
+        if len(buffer) > FLUSH_BYTES:
+            self._hash.update(buffer)
+            buffer.clear()
+
+    def hexdigest(self) -> str:
+        self._hash.update(self._buffer)
+        self._buffer.clear()
+        return self._hash.hexdigest()

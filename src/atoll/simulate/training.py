@@ -1,0 +1,287 @@
+"""A training process with one number per fragment: steps, copies, adoptions, in the order of the real boundary.
+
+Between two steps: serve newcomers, adopt what has arrived, make the copies that are due, tell the courier; then, in
+synchronous runs, wait. In an asynchronous run nothing here ever waits: a step takes `step_s`, whatever else happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.simulate.data import Leased
+
+if TYPE_CHECKING:
+    from atoll.simulate.states import Given
+    from atoll.simulate.world import World
+
+FIRST_LEASE_S = 30.0
+"""How long it waits for its first lease before it goes on with data of its own."""
+
+
+@dataclass(slots=True)
+class Copy:
+    value: float
+    base: float
+    fact: fx.Copied
+    sent: bool = False
+
+
+class Training:
+    """What lives in the training process and in the memory it shares with its courier."""
+
+    def __init__(self, world: World, name: str, step_s: float, gradient: Callable[[int], float]) -> None:
+        self.world, self.name, self.step_s, self.gradient = world, name, step_s, gradient
+        self.fragments = world.settings.fragments
+        self.tokens_per_step = 10
+        self.alive = True
+        self.paused = False
+        """It makes no steps; its courier lives."""
+        self.frozen = False
+        """The whole host stands still, its courier too."""
+        self.training = self.blocked = False
+        self.done = self.stopped = self.over = self.failed = False
+        """Told to stop; stopped; told that nothing more will be asked of it; ended by a refusal."""
+        self.waits = False
+        """A peer's state is on its way."""
+        self.broken = False
+        """Its contributions fail screening, until its inner optimizer starts afresh."""
+        self.plain = True
+        """Its model never blended a version with values of its own."""
+        self.t = 0
+        self.tokens_total = 0
+        self.moments = 0
+        """Stands for the inner optimizer's state: the steps that went into it."""
+        self.theta = [world.start_theta] * self.fragments
+        self.base = list(self.theta)
+        self.adopted = [-1] * self.fragments
+        self.steps: list[int] = []
+        self.tokens: list[int] = []
+        self.dropped: list[int] = []
+        self._zero()
+        self.leased: Leased | None = None
+        self.reads: dict[int, fx.Read] = {}
+        self.holds: dict[int, int] = {}
+        self.inbox: list[tuple[fx.Adopt, float]] = []
+        self.copies: dict[tuple[int, int], Copy] = {}
+        self.history: list[tuple[float, ...]] = []
+        """What the model was after every step; only where a world keeps it."""
+        self.adoptions: list[tuple[int, int, int]] = []
+        """(t, fragment, version), likewise."""
+        self.born_at = world.agenda.now
+        self.stepped_at = -1.0
+        """When the last step ended, if the next follows on it without a stop between."""
+        self._turn = 0
+        """Which of the steps that were set going is the present one: others are out of date."""
+        self._is_soon = False
+        # of recoveries (states.py)
+        self.source = ""
+        self.fetching = ""
+        self.arrived: Given | None = None
+        self.capture = 0
+        self.given: dict[int, Given] = {}
+        self.fits = True
+        self.stream_s = 0.0
+        self.state_bytes = 100
+
+    def _zero(self) -> None:
+        self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments
+        self.dropped = [0] * self.fragments
+
+    def hear(self, event: fx.LearnerEvent) -> object:
+        """The courier is told."""
+        raise NotImplementedError
+
+    def serve(self) -> None:
+        """Between two steps: copy its state for a newcomer, take a peer's."""
+        raise NotImplementedError
+
+    def forget(self, reset: bool) -> None:
+        """Another life: no version, no counters, no leased data."""
+        self._zero()
+        self.adopted = [-1] * self.fragments
+        if reset:
+            self.broken, self.moments = False, 0
+        if self.leased is not None:
+            self.leased.forget()
+        self.inbox, self.reads, self.holds = [], {}, {}
+
+    def drop_orders(self) -> None:
+        """The courier that gave them is dead."""
+        self.reads, self.holds, self.inbox = {}, {}, []
+
+    def holding(self, fragment: int | None = None) -> bool:
+        return any(
+            step <= self.t and fragment in (None, number % self.fragments) for number, step in self.holds.items()
+        )
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def soon(self) -> None:
+        """Orders take effect once all effects of an event are carried out."""
+        if not self._is_soon and (not self.training or self.stopped or self.blocked):
+            self._is_soon = True
+            self.world.agenda.later(0.0, self.if_idle)
+
+    def if_idle(self) -> object:
+        """A learner that waits (at a hold, before its first step, after its last) serves at once."""
+        self._is_soon = False
+        if not self.alive or self.paused or self.frozen:
+            return False
+        if not self.training or self.stopped:
+            self.serve()
+            self.adopt_arrived()
+            self.make_copies()
+            self._begin()
+        elif self.blocked:
+            self.serve()
+            self.adopt_arrived()
+            if not self.holding():
+                self._go_on()
+        else:
+            return False
+        return None
+
+    def _begin(self) -> None:
+        if self.training:
+            return
+        if min(self.adopted) >= 0 and not self.waits and self._has_data():
+            self.training = True
+            self.world.stepped(self)
+            if not self._stop_if_done():
+                self._set_going()
+        elif self.done and not self.stopped:
+            self._stop_if_done()
+
+    def _has_data(self) -> bool:
+        if self.leased is None or self.leased.ready:
+            return True
+        left = self.born_at + FIRST_LEASE_S - self.world.agenda.now
+        if left <= 0:
+            self.leased = None
+            return True
+        self.world.agenda.later(left, self.soon)
+        return False
+
+    def _set_going(self) -> None:
+        self._turn += 1
+        self.stepped_at = self.world.agenda.now
+        self.world.agenda.later(self.step_s, self._train, self._turn)
+
+    def _train(self, turn: int) -> object:
+        if turn != self._turn or not self.alive or self.stopped or self.paused or self.frozen or self.blocked:
+            return False
+        world = self.world
+        self.t += 1
+        self.moments += 1
+        self.tokens_total += self.tokens_per_step
+        down, tokens = self.gradient(self.t), self.tokens_per_step
+        self.theta = [value - down for value in self.theta]
+        self.steps = [count + 1 for count in self.steps]
+        self.tokens = [count + tokens for count in self.tokens]
+        if self.leased is not None:
+            self.leased.take()
+            self.done = self.done or self.leased.used_up
+        self.serve()
+        self.adopt_arrived()
+        self.make_copies()
+        self.hear(self.stepped_event())
+        self.adopt_arrived()
+        if self.holding() and not self.done:
+            self.blocked = True
+            world.blocks(self)
+            self.soon()
+        else:
+            self._go_on()
+        return None
+
+    def _go_on(self) -> None:
+        self.blocked = False
+        self.world.stepped(self)
+        if not self._stop_if_done():
+            self._set_going()
+
+    def go_on_after_a_pause(self) -> None:
+        self.soon()
+        if self.training and not self.stopped and not self.blocked:
+            self._set_going()
+
+    def _stop_if_done(self) -> bool:
+        if self.done and not self.stopped:
+            self.stopped = True
+            self.hear(self.stepped_event())
+            self.soon()
+        return self.stopped
+
+    def stop(self, final: bool, failed: bool) -> object:
+        if not self.alive:
+            return False
+        self.done, self.over, self.failed = True, self.over or final, failed
+        self.holds.clear()
+        self.soon()
+        return None
+
+    def stepped_event(self) -> fx.Stepped:
+        return fx.Stepped(
+            t=self.t,
+            steps=tuple(self.steps),
+            tokens=tuple(self.tokens),
+            tokens_total=self.tokens_total,
+            stopped=self.stopped,
+            dropped=tuple(self.dropped),
+            position=self.leased.position if self.leased is not None else -1,
+        )
+
+    # ---- copies and adoptions -----------------------------------------------------------------------------------
+
+    def make_copies(self) -> None:
+        if not self.reads:
+            return
+        for number, read in sorted(self.reads.items()):
+            if (self.t >= read.step or self.stopped) and self.reads.get(number) is read:
+                del self.reads[number]
+                self._copy(number, read.fragment)
+
+    def _copy(self, number: int, f: int) -> None:
+        position = self.leased.position if self.leased is not None else -1
+        counters = (self.t, self.steps[f], self.tokens[f], self.adopted[f], self.tokens_total, position)
+        fact = fx.Copied(number, f, *counters)
+        self.copies[f, self.t] = Copy(self.theta[f], self.base[f], fact)
+        self.hear(fact)
+
+    def adopt_arrived(self) -> None:
+        if not self.inbox:
+            return
+        for entry in list(self.inbox):
+            adopt, value = entry
+            held = self.blocked and self.holding(adopt.fragment)
+            if (adopt.step <= self.t or self.stopped or held) and entry in self.inbox:
+                self.inbox.remove(entry)
+                self._adopt(adopt, value)
+
+    def _adopt(self, adopt: fx.Adopt, value: float) -> None:
+        f, own = adopt.fragment, self.theta[adopt.fragment]
+        steps = tokens = 0
+        copy = self.copies.get((f, adopt.copy_t)) if adopt.copy_t is not None else None
+        if adopt.rule == "blend":
+            blend = self.world.settings.blend
+            self.theta[f] = blend * own + (1 - blend) * value
+            self.plain = False
+        elif adopt.rule == "carry" and (copy is not None or adopt.copy_t is None):
+            self.theta[f] = value + own - (copy.value if copy else self.base[f])
+            steps = self.steps[f] - (copy.fact.steps if copy else 0)
+            tokens = self.tokens[f] - (copy.fact.tokens if copy else 0)
+        else:
+            self.theta[f] = value
+        dropped = self.tokens[f] - adopt.held_tokens - tokens
+        self.world.adopted(self, adopt, value, self.dropped[f] + dropped)
+        self.dropped[f] += dropped
+        self.base[f], self.adopted[f] = value, adopt.version
+        self.steps[f], self.tokens[f] = steps, tokens
+        for key in [key for key in self.copies if key[0] == f and key[1] < self.t]:
+            del self.copies[key]
+        for number in [n for n in self.holds if n % self.fragments == f and n <= adopt.round]:
+            del self.holds[number]
+        self.hear(fx.Adopted(f, adopt.version, self.t, steps, tokens, self.dropped[f]))
