@@ -13,8 +13,9 @@ from atoll.fabric.client import Link
 from atoll.fabric.wire import digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
-from atoll.numerics.arrays import ByteArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec, round_to_dtype
+from atoll.numerics.fragments import Fragment
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, Unreachable
@@ -23,6 +24,14 @@ from atoll.protocol.settings import Settings
 BODY_S = 600.0
 """The most a body may take; the fabric's minimum rate ends a stuck one long before."""
 RETRY_S = 1.0
+
+
+def as_held(part: Fragment, values: FloatArray) -> None:
+    """Round to what the model's tensors can hold, so that the base is exactly what is adopted."""
+    for tensor, start in zip(part.tensors, part.offsets, strict=True):
+        if tensor.dtype != "float32":
+            end = start + int(np.prod(tensor.shape, dtype=np.int64))
+            round_to_dtype(values[start:end], tensor.dtype)
 
 
 class Bodies:
@@ -139,19 +148,10 @@ class Bodies:
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
         self._fetching.discard(fragment)
-        self._as_held(fragment, slot)
+        as_held(self._box.plan.fragments[fragment], values)
         self.incoming.landed[fragment] = slot
         self._tell(fx.Fetched(fragment, version))
         self.incoming.unwanted(fragment)
-
-    def _as_held(self, fragment: int, slot: int) -> None:
-        """Round to what the model's tensors can hold, so that the base is exactly what is adopted."""
-        values = self._box.incoming(slot, fragment)
-        part = self._box.plan.fragments[fragment]
-        for tensor, start in zip(part.tensors, part.offsets, strict=True):
-            if tensor.dtype != "float32":
-                end = start + int(np.prod(tensor.shape, dtype=np.int64))
-                round_to_dtype(values[start:end], tensor.dtype)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)

@@ -108,6 +108,7 @@ class Learner:
         self._feed = Feed(seed=self._seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
         self._peers = PeerStates(model, optimizer, self._extras, self._partner, self._tape)
+        self._went_on_from = ""
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -170,7 +171,7 @@ class Learner:
                 self._tensors = describe(self.model)
                 if init := os.environ.get("ATOLL_INIT"):
                     load_weights(self.model, Path(init))
-                saved, exact = _saved_state()
+                saved, exact, self._went_on_from = _saved_state()
                 self._kept = saved is not None
                 if saved is not None and exact:
                     self._stand_where(saved)
@@ -435,7 +436,7 @@ class Learner:
 
     def _began(self, exact: bool) -> Began:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        return describe_machine(self._t, device, Path(os.environ["ATOLL_STATE"]).name if self._kept else "", exact)
+        return describe_machine(self._t, device, self._went_on_from, exact)
 
     def _stand_where(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
@@ -469,7 +470,9 @@ class Learner:
         self._tape.tell()
         self._report()
         deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
-        while not self._final and time.monotonic() < deadline and self._boundary is not None:
+        while not self._final and self._boundary is not None:
+            if time.monotonic() > deadline and self._until is None:
+                break
             self._partner.wait(0.2)
             self._listen()
             self._boundary.idle(over=True)
@@ -534,12 +537,12 @@ def _reason(error: BaseException) -> str:
     return f"its training script ended with {type(error).__name__}"
 
 
-def _saved_state() -> tuple[Snapshot | None, bool]:
-    """What the launcher says to go on from, and whether all of it is to be as it was."""
+def _saved_state() -> tuple[Snapshot | None, bool, str]:
+    """What the launcher says to go on from, whether all of it is to be as it was, and the file's name."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
     left = Path(os.environ.get("ATOLL_FOLDER", ".")) / FILE
     if not exact and "ATOLL_FOLDER" in os.environ and left.exists():
         snapshot = read(left)
         left.unlink()  # once: the next cut is newer
-        return snapshot, False
-    return (read(Path(path)), exact) if path else (None, False)
+        return snapshot, False, left.name
+    return (read(Path(path)), exact, Path(path).name) if path else (None, False, "")

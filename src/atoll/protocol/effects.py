@@ -85,6 +85,7 @@ class Merged(Fact, frozen=True):
     round: int
     digest: str
     merge_s: float = 0.0
+    marks: bytes = b""
 
 
 class Unmergeable(Fact, frozen=True):

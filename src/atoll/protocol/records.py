@@ -104,6 +104,8 @@ class Merged(Record, frozen=True, tag="m"):
     """Of the new version's values."""
     payload: Place | None = None
     """None where payloads are not kept (durability = "cut")."""
+    marks: bytes = b""
+    """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
 
 
 class Passed(Record, frozen=True, tag="p"):

@@ -150,6 +150,12 @@ class Rounds:
             return None
         return seat if seat.incarnation == learner.incarnation else None
 
+    def has_given(self, learner: Learner, number: int, attempt: int) -> bool:
+        """Whether its contribution to this attempt is in, and waits to be merged."""
+        round_ = self.open.get(number)
+        seat = round_.seats.get(learner.name) if round_ is not None and round_.attempt == attempt else None
+        return seat is not None and seat.state == "given"
+
     def leave_out(self, round_: Round, seat: Seat, reason: str) -> None:
         seat.leave(reason)
         self.out.discard(seat.learner, round_.t, round_.attempt)
@@ -235,7 +241,7 @@ class Rounds:
         assert round_.t == self.committed, "rounds commit in order"
         self._count()
         self.versions[round_.fragment] += 1
-        self.out.persist(self._record(round_, event.digest), round=round_.t)
+        self.out.persist(self._record(round_, event), round=round_.t)
         self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
         self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
         self.cuts.committed(now, self.committed)
@@ -247,10 +253,19 @@ class Rounds:
         for seat in round_.given:
             self.out.discard(seat.learner, round_.t, round_.attempt)
 
-    def _record(self, round_: Round, digest: str) -> records.Merged:
+    def _record(self, round_: Round, event: Merged) -> records.Merged:
         version = self.versions[round_.fragment]
         shares = tuple(_share(seat) for seat in round_.given)
-        return records.Merged(round_.t, round_.fragment, version, round_.attempt, round_.reason, shares, digest)
+        return records.Merged(
+            round_.t,
+            round_.fragment,
+            version,
+            round_.attempt,
+            round_.reason,
+            shares,
+            event.digest,
+            marks=event.marks,
+        )
 
     def _count(self) -> None:
         self.committed += 1

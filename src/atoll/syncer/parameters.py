@@ -88,6 +88,17 @@ class Parameters:
         self._staged[fragment] = new
         return new.digest
 
+    def stage_gradient(self, fragment: int, gradient: memoryview) -> str:
+        """Take the outer step by a gradient that the journal kept. Returns the digest; ValueError: void."""
+        np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
+        return self._step(fragment)
+
+    def marks(self, fragment: int) -> bytes:
+        """Four bytes for each tensor of what was staged last: not to prove anything, but to tell which one differs."""
+        words = self._staged[fragment].values.view(np.uint32)
+        starts = [start for start in self.plan.fragments[fragment].offsets if start < len(words)]
+        return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
+
     def reset(self, fragment: int) -> None:
         """The outer state starts anew: what overflowed may be in it."""
         for slot in self._state[fragment].values():
@@ -115,8 +126,7 @@ class Parameters:
 
     def replay(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
         """A round that the journal tells of. ValueError when it does not give what it gave then."""
-        np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
-        found = self._step(fragment)
+        found = self.stage_gradient(fragment, gradient)
         if found != mark:
             raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
         self.commit(fragment, version, round)

@@ -498,7 +498,8 @@ class SyncerService:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
-        return fx.Merged(merge.round, mark, time.perf_counter() - began)
+        marks = self._parameters.marks(merge.fragment)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None

@@ -1,0 +1,342 @@
+"""One training process of a replay: started like in the run, then told at every step what its part says.
+
+It stands in for the courier: it speaks the same frames over the same kind of socket and shares the same memory. The
+training process trains until the step of its next act and waits there; what it waits for may be a version that others
+have to bring about first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.courier.body import as_held
+from atoll.launch.children import Child
+from atoll.launch.replay.score import Act, Copied, Part
+from atoll.mailbox.box import Layout, Mailbox
+from atoll.mailbox.channel import (
+    BASE,
+    AdoptOrder,
+    Box,
+    Bye,
+    CaptureOrder,
+    Channel,
+    Copy,
+    ForgetOrder,
+    GoOrder,
+    OwnOrder,
+    ReadOrder,
+    Sources,
+    Start,
+    StateCopy,
+    StateTaken,
+    Step,
+    StopOrder,
+    Supplies,
+    TakeOrder,
+    ToCourier,
+    Told,
+    Took,
+    Welcomed,
+    decode_to_courier,
+)
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.codec import Codec
+from atoll.numerics.fragments import Plan
+from atoll.protocol import tape
+from atoll.protocol.messages import Range
+from atoll.protocol.settings import Settings
+
+RULES = {short: rule for rule, short in tape.RULES.items()}
+OVER = "the replay is over"
+
+
+@dataclass(frozen=True)
+class State:
+    """A learner's state for newcomers, in memory of its own."""
+
+    fd: int
+    size: int
+
+
+@dataclass(frozen=True)
+class House:
+    """What all actors share."""
+
+    plan: Plan
+    settings: Settings
+    codec: Codec
+    version: Callable[[int, int], FloatArray | None]
+    """A fragment's values as of a version; None: not there yet."""
+    adopted: Callable[[int, int], None]
+    given: Callable[[Copied, str, FloatArray], None]
+    """A contribution: the copy it is of, whose, and Δ."""
+    owned: Callable[[list[FloatArray]], None]
+    """The first parameters."""
+    state: Callable[[str], State | None]
+    lent: Callable[[Part, int, State], None]
+    leases: Callable[[int], Range]
+    remark: Callable[[str], None]
+
+
+class Actor:
+    def __init__(self, part: Part, acts: list[Act], house: House, child: Child) -> None:
+        self.part, self.child = part, child
+        self._house = house
+        self._acts = acts
+        self._next = 0
+        self._channel: Channel | None = None
+        self._box: Mailbox | None = None
+        self._epoch = 0
+        self._at: int | None = None
+        """The step after which it waits; None: it trains, or has not begun."""
+        self._until = 0
+        """How far it was told to train."""
+        self._stopped = False
+        self._waits_for = ""
+        """An answer that must come before the next act."""
+        self._registered = False
+        self._supplies: list[Supplies] = []
+        self._copies: dict[tuple[int, int], tuple[int, int, int]] = {}
+        """carry: fragment and step → slot, steps and tokens of a copy that may be carried on from."""
+        self._reading: Copied | None = None
+        self._free = 0
+        self._told_to_end = False
+
+    # ---- what the conductor asks ----------------------------------------------------------------------------------
+
+    @property
+    def played(self) -> bool:
+        """Its part is over."""
+        return self._next == len(self._acts) and not self._waits_for
+
+    @property
+    def resting(self) -> bool:
+        """It waits after a step, and nothing is on its way to or from it."""
+        return self._at is not None and not self._waits_for
+
+    @property
+    def next_act(self) -> Act | None:
+        return self._acts[self._next] if self._next < len(self._acts) else None
+
+    def connect(self, channel: Channel, start: Start) -> None:
+        self._channel = channel
+        if not start.boxed:
+            settings, plan = self._house.settings, self._house.plan
+            channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments))
+
+    @property
+    def connected(self) -> bool:
+        return self._channel is not None
+
+    @property
+    def channel(self) -> Channel:
+        assert self._channel is not None
+        return self._channel
+
+    def act(self) -> Iterator[str]:
+        """Everything that can be done now; the reason why it does not go on, if it has to wait for others."""
+        while self.resting and (act := self.next_act) is not None:
+            assert self._at is not None
+            if act.t > self._at:
+                return
+            if (reason := self._do(act)) is not None:
+                yield reason
+                return
+            self._next += 1
+
+    @property
+    def wants_to_go(self) -> bool:
+        act = self.next_act
+        return self.resting and not self._stopped and act is not None and self._at is not None and act.t > self._at
+
+    def go(self) -> None:
+        """Train until the step of the next act is done."""
+        act = self.next_act
+        assert act is not None and self._at is not None
+        self._at, self._until = None, act.t
+        self.channel.send(GoOrder(act.t))
+
+    def end(self) -> None:
+        """Nothing more is asked of it."""
+        if self._channel is not None and not self._told_to_end and self._stopped:
+            self._told_to_end = True
+            self.channel.send(StopOrder(OVER, final=True))
+        elif not self._stopped:
+            self.child.kill_all()
+
+    # ---- acts -----------------------------------------------------------------------------------------------------
+
+    def _do(self, act: Act) -> str | None:
+        """None: done, or under way with an answer to wait for."""
+        assert self._box is not None
+        send = self.channel.send
+        match act:
+            case Copied():
+                return self._copy(act)
+            case tape.Adopted():
+                return self._adopt(act)
+            case tape.Informed(_, progress, global_step):
+                self._box.set_measure("progress", progress)
+                self._box.set_count("global_step", global_step)
+            case tape.Supplied(_, leases, over, own):
+                ranges = tuple(self._house.leases(lease) for lease in leases)
+                self._supply(Supplies(ranges, over, "its data was its own in the run" if own else ""))
+            case tape.Owned():
+                self._house.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
+                self._box.base_version[:] = 0
+                send(OwnOrder())
+            case tape.Forgot(_, reset):
+                self._epoch += 1
+                self._box.base_version[:] = -1
+                self._copies.clear()
+                send(ForgetOrder(self._epoch, reset))
+            case tape.Gave():
+                send(CaptureOrder(self._next))
+                self._waits_for = "its state"
+            case tape.Took(_, ticket):
+                return self._take(ticket)
+            case tape.Stopped():
+                send(StopOrder("as in the run", final=False))
+            case tape.Began() | tape.Marked():
+                pass
+        return None
+
+    def _copy(self, act: Copied) -> str | None:
+        assert self._box is not None
+        held = int(self._box.adopted[act.fragment])
+        if held != act.base:
+            return f"it holds version {held} of fragment {act.fragment}, round {act.round} was made on {act.base}"
+        self._reading, self._waits_for = act, "a copy"
+        slots = self._box.layout.slots
+        taken = {slot for slot, _, _ in self._copies.values()}
+        self._free = next(slot for slot in range(slots) if slot not in taken)
+        self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t, alone=False))
+        return None
+
+    def _adopt(self, act: tape.Adopted) -> str | None:
+        assert self._box is not None
+        values = self._house.version(act.fragment, act.version)
+        if values is None:
+            return f"version {act.version} of fragment {act.fragment} is not there"
+        landed = self._box.incoming(0, act.fragment)
+        np.copyto(landed, values)
+        as_held(self._box.plan.fragments[act.fragment], landed)
+        slot, steps, tokens = BASE, 0, 0
+        if act.copy_t >= 0:
+            if (copy := self._copies.get((act.fragment, act.copy_t))) is None:
+                return f"the copy of fragment {act.fragment} after step {act.copy_t} is not there"
+            slot, steps, tokens = copy
+        self._waits_for = "an adoption"
+        self.channel.send(
+            AdoptOrder(
+                slot=0,
+                fragment=act.fragment,
+                version=act.version,
+                round=-1,
+                rule=RULES[act.rule],
+                blend=self._house.settings.blend,
+                step=0,
+                minus=slot,
+                minus_steps=steps,
+                minus_tokens=tokens,
+                copy_t=act.copy_t,
+            )
+        )
+        return None
+
+    def _take(self, ticket: str) -> str | None:
+        if (state := self._house.state(ticket)) is None:
+            return "the state of a peer is not there"
+        self._waits_for = "that it took a peer's state"
+        self.channel.send(TakeOrder(ticket, state.size), state.fd)
+        return None
+
+    def _supply(self, supplies: Supplies) -> None:
+        """A script asks for its data once it has joined: what comes before that waits."""
+        if self._registered:
+            self.channel.send(supplies)
+        else:
+            self._supplies.append(supplies)
+
+    # ---- what it says -----------------------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        self.hear(self.channel.receive())
+        self.channel.flush()
+
+    def hear(self, frames: Iterable[bytes]) -> None:
+        for data in frames:
+            self._hear(decode_to_courier(data))
+
+    def _hear(self, frame: ToCourier) -> None:
+        match frame:
+            case Box(settings, stepped):
+                fd = self.channel.take_descriptor()
+                plan = self._house.plan
+                self._box = Mailbox(fd, Layout.of(plan, settings), plan)
+                os.close(fd)
+                self._at = stepped.t
+            case Step(stepped):
+                self._stopped = stepped.stopped
+                if stepped.stopped or stepped.t >= self._until:
+                    self._at = stepped.t
+            case Sources():
+                self._registered = True
+                for supplies in self._supplies:
+                    self.channel.send(supplies)
+                self._supplies = []
+            case Copy():
+                self._copied(frame)
+            case Took(_, adopted):
+                self._taken(adopted.fragment, adopted.version)
+            case StateCopy(size=size, reason=reason):
+                assert not reason, reason
+                self._waits_for = ""
+                self._house.lent(self.part, frame.t, State(self.channel.take_descriptor(), size))
+            case StateTaken(reason=reason):
+                assert not reason, reason
+                self._waits_for = ""
+            case Told(_, entries):
+                self._compare_machine(entries)
+            case Bye():
+                self._stopped = True
+            case _:
+                pass
+
+    def _copied(self, frame: Copy) -> None:
+        assert self._box is not None and self._reading is not None
+        act, size = self._reading, self._box.plan.fragments[frame.fragment].size
+        codec, values = self._house.codec, self._box.outgoing(frame.slot, frame.fragment)
+        encoded = np.empty(codec.nbytes(size), dtype=np.uint8)
+        codec.encode_delta(self._box.base(frame.fragment), values, encoded)
+        delta = np.empty(size, dtype=np.float32)
+        codec.decode(encoded, delta)
+        if self._house.settings.adopt == "carry":
+            self._copies[frame.fragment, frame.t] = (frame.slot, frame.steps, frame.tokens)
+        self._reading, self._waits_for = None, ""
+        if frame.steps != act.steps:
+            text = f"{self.part.learner} made {frame.steps} steps for round {act.round}, in the run {act.steps}"
+            self._house.remark(text)
+        self._house.given(act, self.part.learner, delta)
+
+    def _taken(self, fragment: int, version: int) -> None:
+        assert self._box is not None
+        np.copyto(self._box.base(fragment), self._box.incoming(0, fragment))
+        self._box.base_version[fragment] = version
+        for key in [key for key in self._copies if key[0] == fragment]:
+            del self._copies[key]
+        self._waits_for = ""
+        self._house.adopted(fragment, version)
+
+    def _compare_machine(self, entries: tuple[tape.AnyEntry, ...]) -> None:
+        then = self.part.began
+        for now in entries:
+            if isinstance(now, tape.Began) and then is not None:
+                for name in ("threads", "torch", "cpu", "device"):
+                    if getattr(now, name) != getattr(then, name):
+                        text = f"{name}: {getattr(then, name)} in the run, {getattr(now, name)} here"
+                        self._house.remark(f"{self.part.learner} may differ, {text}")

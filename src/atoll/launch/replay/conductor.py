@@ -1,0 +1,333 @@
+"""The replay of a run: makes its rounds again out of what its training processes give again, and compares.
+
+Rounds are merged in the order of the journal, of the members and with the weights that stand there. A version is kept
+for as long as a part is still to adopt it. Nothing here depends on time: what a training process does next is in its
+part, and it waits until what it needs is there; so the result is the same on one core and on many.
+
+A round whose members cannot all be played (an entry of a tape is missing, a copy was read before the cut that the
+replay begins with) is taken from the journal where its outer gradient is still kept, and that is said; where it is not,
+the replay ends there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from atoll.config import Outer
+from atoll.launch.children import Child, describe_exit
+from atoll.launch.replay.actor import Actor, House, State
+from atoll.launch.replay.score import Act, Copied, Decision, Part, Score
+from atoll.mailbox.channel import Channel, Start, decode_to_courier
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.codec import make_codec
+from atoll.protocol import tape
+from atoll.protocol.records import Changed, Merged, Passed, Reset, Started
+from atoll.syncer.parameters import Parameters
+
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first version that is not what it was."""
+
+    round: int
+    fragment: int
+    version: int
+    tensors: tuple[str, ...]
+
+
+@dataclass
+class Outcome:
+    through: int = -1
+    """The last round of which every version was the same."""
+    compared: int = 0
+    """Versions."""
+    from_journal: list[int] = field(default_factory=list)
+    """Rounds that were not made again."""
+    difference: Difference | None = None
+    stopped: str = ""
+    """Why it ended before it was to."""
+    remarks: list[str] = field(default_factory=list)
+
+
+class Conductor:
+    def __init__(
+        self,
+        score: Score,
+        parts: Sequence[tuple[Part, list[Act]]],
+        decisions: Sequence[Decision],
+        parameters: Parameters,
+        *,
+        begun: bool,
+        launch: Callable[[Part, str], Child],
+        gradient: Callable[[Merged], memoryview | None],
+        jobs: int,
+        until: int | None = None,
+        watch: Callable[[Outcome], None] = lambda outcome: None,
+    ) -> None:
+        """`begun`: the parameters are those of a cut, and not to come from the first learner."""
+        self.outcome = Outcome()
+        self._score, self._parameters, self._begun = score, parameters, begun
+        self._decisions, self._at = list(decisions), 0
+        self._launch, self._gradient, self._jobs, self._until, self._watch = launch, gradient, jobs, until, watch
+        self._waiting = [(part, acts) for part, acts in parts if acts]
+        adoptions = [act for _, acts in parts for act in acts if isinstance(act, tape.Adopted)]
+        self._needed = Counter((act.fragment, act.version) for act in adoptions)
+        """How many parts are still to adopt a version."""
+        self._versions: dict[tuple[int, int], FloatArray] = {}
+        self._copied = {(act.round, part.learner) for part, acts in parts for act in acts if isinstance(act, Copied)}
+        self._given: dict[tuple[int, str], FloatArray] = {}
+        self._states: dict[str, State] = {}
+        self._actors: list[Actor] = []
+        self._reasons: dict[str, str] = {}
+        settings = score.begun.settings
+        self._house = House(
+            plan=parameters.plan,
+            settings=settings,
+            codec=make_codec(settings.codec),
+            version=lambda fragment, version: self._versions.get((fragment, version)),
+            adopted=self._adopted,
+            given=self._take,
+            owned=self._own,
+            state=self._states.get,
+            lent=self._lend,
+            leases=score.leases.__getitem__,
+            remark=self._remark,
+        )
+        if begun:
+            self._keep_current(range(settings.fragments))
+
+    # ---- the course of it -------------------------------------------------------------------------------------------
+
+    def play(self) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="atoll-replay-") as folder:
+            path = str(Path(folder) / "socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, selectors.DefaultSelector() as look:
+                door.bind(path)
+                door.listen()
+                look.register(door, selectors.EVENT_READ, None)
+                try:
+                    self._play(path, door, look)
+                finally:
+                    self._close()
+        return self.outcome
+
+    def _play(self, path: str, door: socket.socket, look: selectors.BaseSelector) -> None:
+        while True:
+            self._turn(path)
+            if not self._busy and not self._is_over():
+                self.outcome.stopped = self._why()
+            if self._is_over():
+                break
+            for key, _ in look.select(LOOK_S):
+                if key.fileobj is door:
+                    self._admit(door, look)
+                else:
+                    self._hear(key.data, look)
+            self._bury()
+
+    def _is_over(self) -> bool:
+        decision = self._decisions[self._at] if self._at < len(self._decisions) else None
+        beyond = self._until is not None and isinstance(decision, Merged | Passed) and decision.round > self._until
+        return decision is None or beyond or self.outcome.difference is not None or bool(self.outcome.stopped)
+
+    @property
+    def _busy(self) -> bool:
+        """Somebody trains, begins or is about to answer."""
+        return any(not actor.resting for actor in self._actors)
+
+    def _turn(self, path: str) -> None:
+        """All that can be done without anybody's answer."""
+        moved = True
+        while moved and not self._is_over():
+            moved = self._decide()
+            for actor in self._actors:
+                before = actor.next_act
+                for reason in actor.act():
+                    self._reasons[actor.part.name] = reason
+                moved |= actor.next_act is not before
+            for actor in [one for one in self._actors if one.played and one.resting]:
+                actor.end()
+                if not actor.child.running:
+                    self._actors.remove(actor)
+                    moved = True
+        self._let_go(path)
+
+    def _let_go(self, path: str) -> None:
+        """Train on, or begin to: not more at a time than there are to be jobs."""
+        working = sum(not actor.resting for actor in self._actors)
+        for actor in self._actors:
+            if actor.wants_to_go and working < self._jobs:
+                actor.go()
+                working += 1
+        for part, acts in list(self._waiting):
+            if working < self._jobs and self._is_due(part, acts):
+                self._waiting.remove((part, acts))
+                self._actors.append(Actor(part, acts, self._house, self._launch(part, path)))
+                working += 1
+
+    def _is_due(self, part: Part, acts: list[Act]) -> bool:
+        """Not while an earlier process of this learner plays, nor before there is something for it to take."""
+        if any(actor.part.learner == part.learner for actor in self._actors):
+            return False
+        if next(one for one, _ in self._waiting if one.learner == part.learner) is not part:
+            return False
+        for act in acts:
+            if isinstance(act, tape.Adopted):
+                return (act.fragment, act.version) in self._versions
+            if isinstance(act, tape.Owned | Copied):
+                return True
+        return True
+
+    def _admit(self, door: socket.socket, look: selectors.BaseSelector) -> None:
+        sock, _ = door.accept()
+        channel = Channel(sock)
+        frames: list[bytes] = []
+        poll = select.poll()
+        poll.register(channel.sock, select.POLLIN)
+        while not frames and not channel.closed:  # it introduces itself at once
+            poll.poll(1000 * LOOK_S)
+            frames = channel.receive()
+        start = decode_to_courier(frames[0])
+        assert isinstance(start, Start)
+        actor = next(one for one in self._actors if one.part.learner == start.learner and not one.connected)
+        actor.connect(channel, start)
+        actor.hear(frames[1:])
+        look.register(channel.sock, selectors.EVENT_READ, actor)
+
+    def _hear(self, actor: Actor, look: selectors.BaseSelector) -> None:
+        actor.receive()
+        if actor.channel.closed:
+            look.unregister(actor.channel.sock)
+            actor.channel.close()
+
+    def _bury(self) -> None:
+        for actor in list(self._actors):
+            code = actor.child.ended()
+            if code is None:
+                continue
+            self._actors.remove(actor)
+            if not actor.played:
+                words = actor.child.last_words().removeprefix("atoll: ")
+                self.outcome.stopped = f"{actor.part.name} ended ({describe_exit(code)}): {words}"
+
+    def _why(self) -> str:
+        number = next((d.round for d in self._decisions[self._at :] if isinstance(d, Merged | Passed)), -1)
+        names = {actor.part.name for actor in self._actors}
+        reasons = [f"{name}: {reason}" for name, reason in sorted(self._reasons.items()) if name in names]
+        return f"the tape does not lead on to round {number}" + (f" ({'; '.join(reasons)})" if reasons else "")
+
+    def _close(self) -> None:
+        for actor in self._actors:
+            actor.child.kill_all()
+        for state in self._states.values():
+            os.close(state.fd)
+
+    # ---- what the syncer decided ------------------------------------------------------------------------------------
+
+    def _decide(self) -> bool:
+        """The next decision, if all it needs is there."""
+        if self._is_over():
+            return False
+        decision = self._decisions[self._at]
+        match decision:
+            case Started():
+                if not self._begun:
+                    return False
+            case Merged():
+                if not self._merge(decision):
+                    return False
+            case Passed(number):
+                self.outcome.through = number
+            case Reset(fragment):
+                self._parameters.reset(fragment)
+            case Changed(outer=outer):
+                self._parameters.change(msgspec.convert(outer, Outer))
+        self._at += 1
+        self._watch(self.outcome)
+        return True
+
+    def _merge(self, record: Merged) -> bool:
+        members = [share.learner for share in record.members]
+        if all((record.round, name) in self._given for name in members):
+            deltas = [self._given.pop((record.round, name)) for name in members]
+            try:
+                mark = self._parameters.stage(record.fragment, deltas, [share.weight for share in record.members])
+            except ValueError as error:
+                self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
+                return False
+        elif all((record.round, name) in self._copied for name in members):
+            return False
+        else:
+            for name in members:
+                self._given.pop((record.round, name), None)
+            if (gradient := self._gradient(record)) is None:
+                self.outcome.stopped = f"round {record.round} has a member whose steps cannot be made again"
+                return False
+            mark = self._parameters.stage_gradient(record.fragment, gradient)
+            self.outcome.from_journal.append(record.round)
+        if mark != record.digest:
+            self.outcome.difference = self._difference(record)
+            return False
+        self._parameters.commit(record.fragment, record.version, record.round)
+        self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
+        self._keep_current([record.fragment])
+        return True
+
+    def _difference(self, record: Merged) -> Difference:
+        part = self._parameters.plan.fragments[record.fragment]
+        names = [tensor.name for tensor in part.tensors]
+        mine = self._parameters.marks(record.fragment)
+        if len(record.marks) == len(mine):
+            differ = [
+                name for n, name in enumerate(names) if mine[4 * n : 4 * n + 4] != record.marks[4 * n : 4 * n + 4]
+            ]
+            names = differ or names
+        return Difference(record.round, record.fragment, record.version, tuple(names))
+
+    def _keep_current(self, fragments: Sequence[int]) -> None:
+        for fragment in fragments:
+            buffer = self._parameters.held()[fragment]
+            if self._needed[fragment, buffer.version]:
+                self._versions[fragment, buffer.version] = buffer.values.copy()
+
+    # ---- what the actors bring --------------------------------------------------------------------------------------
+
+    def _adopted(self, fragment: int, version: int) -> None:
+        self._needed[fragment, version] -= 1
+        if self._needed[fragment, version] <= 0:
+            self._versions.pop((fragment, version), None)
+
+    def _take(self, copy: Copied, learner: str, delta: FloatArray) -> None:
+        self._given[copy.round, learner] = delta
+
+    def _own(self, values: list[FloatArray]) -> None:
+        if self._begun:
+            return
+        for fragment, own in enumerate(values):
+            np.frombuffer(self._parameters.initial(fragment), dtype=np.float32)[:] = own
+        self._parameters.begin()
+        self._begun = True
+        self._keep_current(range(len(values)))
+
+    def _lend(self, part: Part, t: int, state: State) -> None:
+        tickets = [ticket for ticket, (lender, at) in self._score.lent.items() if lender is part and at == t]
+        for ticket in tickets:
+            self._states[ticket] = State(os.dup(state.fd), state.size)
+        os.close(state.fd)
+
+    def _remark(self, text: str) -> None:
+        if text not in self.outcome.remarks:
+            self.outcome.remarks.append(text)

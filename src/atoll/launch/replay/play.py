@@ -1,0 +1,180 @@
+"""`atoll replay DIR`: from the files of a run to the run once more."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from atoll.config import Config
+from atoll.launch.children import Child, cores
+from atoll.launch.local import RUNNER, WORKLOAD
+from atoll.launch.replay.conductor import Conductor, Outcome
+from atoll.launch.replay.score import Act, Decision, Part, Score, read_score
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.history import History
+from atoll.protocol.records import AnyRecord, Begun, Merged, Passed
+from atoll.store.cuts import check_cut, complete_cuts, read_syncer_part
+from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.journal import payload, read
+from atoll.store.rundir import RunDir
+from atoll.syncer.parameters import Parameters
+from atoll.syncer.recovery import CutState, outer_of
+
+
+@dataclass(frozen=True)
+class Replay:
+    out: RunDir
+    config: Config
+    jobs: int = 0
+    """Training processes that compute at a time; 0: one for each core."""
+    until: int | None = None
+    cut: int | None = None
+    logs: Path | None = None
+    """Where what the scripts print goes; None: nowhere that lasts."""
+    watch: Callable[[Outcome, int], None] = lambda outcome, rounds: None
+
+    def play(self) -> Outcome:
+        score, terms = self._read()
+        if self.until is not None and not 0 <= self.until < score.rounds:
+            raise ConfigError(f"--until {self.until}: the tape has rounds 0 to {score.rounds - 1}")
+        with tempfile.TemporaryDirectory(prefix="atoll-replay-logs-") as folder:
+            logs = self.logs or Path(folder)
+            logs.mkdir(parents=True, exist_ok=True)
+            return self._conductor(score, terms, logs).play()
+
+    def _read(self) -> tuple[Score, dict[int, int]]:
+        """The score, and the term of every merged round: its outer gradient lies there."""
+        terms: dict[int, int] = {}
+
+        def lines() -> Iterator[AnyRecord]:
+            for position, record in read(self.out.journal, disk=LocalDisk()):
+                if isinstance(record, Merged):
+                    terms[record.round] = position.term
+                yield record
+
+        first = next(read(self.out.journal, disk=LocalDisk()), None)
+        if first is None or not isinstance(first[1], Begun):
+            raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
+        return read_score(lines()), terms
+
+    def _conductor(self, score: Score, terms: dict[int, int], logs: Path) -> Conductor:
+        begun = score.begun
+        if begun.parent and self.cut is None:
+            newest = min(complete_cuts(self.out.cuts), default=None)
+            raise ConfigError(
+                f"this run was made from {begun.parent}, not from the beginning: replay it with --from-cut {newest}"
+            )
+        plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+        if plan.fingerprint != begun.fingerprint:
+            raise ConfigError("this version of Atoll cuts the run's model another way: use the version that ran it")
+        parameters = Parameters(plan, outer_of(History(begun)))
+        decisions, parts, states = self._beginning(score, parameters)
+
+        def gradient(record: Merged) -> memoryview | None:
+            if record.payload is None:
+                return None
+            try:
+                return memoryview(payload(self.out.journal, terms[record.round], record.payload, disk=LocalDisk()))
+            except Corrupt:
+                return None
+
+        conductor = Conductor(
+            score,
+            parts,
+            decisions,
+            parameters,
+            begun=self.cut is not None,
+            launch=lambda part, path: self._launch(part, path, logs, states),
+            gradient=gradient,
+            jobs=self.jobs or cores(),
+            until=self.until,
+            watch=lambda outcome: self.watch(outcome, score.rounds),
+        )
+        conductor.outcome.remarks += _remarks(score)
+        return conductor
+
+    def _beginning(
+        self, score: Score, parameters: Parameters
+    ) -> tuple[list[Decision], list[tuple[Part, list[Act]]], dict[str, Path]]:
+        """What is to be played: all of it, or what came after a cut."""
+        if self.cut is None:
+            return score.decisions, [(part, self._acts(part)) for part in score.parts], {}
+        if self.cut not in complete_cuts(self.out.cuts):
+            known = ", ".join(map(str, sorted(complete_cuts(self.out.cuts)))) or "none"
+            raise ConfigError(f"{self.out.path} has no complete cut {self.cut}: there are {known}")
+        manifest = check_cut(self.out.cuts, self.out.learners, self.cut)
+        _, data, arrays = read_syncer_part(self.out.cuts, self.cut)
+        then = msgspec.msgpack.decode(data, type=CutState)
+        history = History.restore(then.history)
+        parameters.load(arrays, [max(0, version) for version in history.versions], then.rounds)
+        parameters.change(outer_of(history))
+        first = next(
+            n
+            for n, one in enumerate([*score.decisions, None])
+            if one is None or (isinstance(one, Merged | Passed) and one.round >= history.committed)
+        )
+        parts: list[tuple[Part, list[Act]]] = []
+        states: dict[str, Path] = {}
+        for part in score.parts:
+            saved = manifest.learners.get(part.learner)
+            if saved is not None and score.of.get((part.learner, saved.incarnation)) is part:
+                states[part.session] = self.out.learners / part.learner / saved.file
+                parts.append((part, part.acts(after=self.cut)))
+            elif part.began_after(history.committed):
+                parts.append((part, self._acts(part)))
+        return score.decisions[first:], parts, states
+
+    def _acts(self, part: Part) -> list[Act]:
+        began = part.began
+        if began is not None and began.state and not (self.out.learners / part.learner / began.state).exists():
+            part.missing = part.missing or f"the state it went on from, {began.state}, is not there any more"
+            return []
+        return part.acts()
+
+    def _launch(self, part: Part, path: str, logs: Path, states: dict[str, Path]) -> Child:
+        began, state = part.began, states.get(part.session)
+        threads = str(began.threads) if began is not None else "1"
+        env = {
+            "ATOLL_LEARNER": part.learner,
+            "ATOLL_ROLE": "learner",
+            "ATOLL_REPLAY": path,
+            "ATOLL_SYNCER": "replay",
+            "ATOLL_RUN_TOML": str(self.out.settings),
+            "ATOLL_SEED": str(self.config.seed),
+            "ATOLL_THREADS": threads,
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.config.init:
+            env["ATOLL_INIT"] = str(Path(self.config.init).absolute())
+        if state is None and began is not None and began.state:
+            state = self.out.learners / part.learner / began.state
+        if state is not None:
+            exact = part.session in states or (began is not None and began.exact)
+            env |= {"ATOLL_STATE": str(state), "ATOLL_EXACT": "1" if exact else "0", "ATOLL_RUN": "replay"}
+        for name in ("ATOLL_FOLDER", "ATOLL_DIRECT"):
+            os.environ.pop(name, None)
+        script = [*RUNNER, *(self.config.script or WORKLOAD)]
+        child = Child(part.name, [sys.executable, *script], env, logs / f"{part.name}.log")
+        child.start()
+        return child
+
+
+def _remarks(score: Score) -> list[str]:
+    """What cannot be promised."""
+    remarks = [f"{part.name}: {part.missing}" for part in score.parts if part.missing]
+    machines = {part.began.device: part.began for part in score.parts if part.began is not None}
+    for device, began in machines.items():
+        if device != "cpu" and not began.deterministic:
+            remarks.append(
+                f"the run trained on {device} without torch.use_deterministic_algorithms(True): "
+                "its kernels may give other bits each time, so a difference need not be a fault"
+            )
+    return remarks

@@ -1,0 +1,187 @@
+"""What a journal says is to be played: the decisions of the syncer in their order, and every training process's part.
+
+A part is what its tape says it was told, with the copies that rounds were made of put where they were made: after the
+adoption that gave them their base, before the one that would have taken it away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from atoll.protocol.messages import Range
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    Granted,
+    Joined,
+    Lent,
+    Merged,
+    Passed,
+    Played,
+    Reset,
+    Started,
+)
+from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Marked, Owned
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """A copy that went into a round."""
+
+    t: int
+    round: int
+    fragment: int
+    base: int
+    steps: int
+
+
+Act = AnyEntry | Copied
+Decision = Started | Merged | Passed | Reset | Changed
+
+
+@dataclass
+class Part:
+    """One training process."""
+
+    learner: str
+    session: str
+    number: int
+    """Which of the learner's processes it is, from 1."""
+    entries: list[AnyEntry] = field(default_factory=list)
+    copies: list[Copied] = field(default_factory=list)
+    missing: str = ""
+    """Why it cannot be played to its end, if so."""
+    joined_at: int = 0
+    """Rounds that were decided before it joined."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.learner}-{self.number}" if self.number > 1 else self.learner
+
+    @property
+    def began(self) -> Began | None:
+        first = self.entries[0] if self.entries else None
+        return first if isinstance(first, Began) else None
+
+    def began_after(self, rounds: int) -> bool:
+        """Whether it joined when this many rounds were behind the run."""
+        return self.joined_at >= rounds
+
+    def acts(self, after: int = -1) -> list[Act]:
+        """All it does, in order; with `after`, from the entry behind the mark of that cut on."""
+        start = 0
+        if after >= 0:
+            marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, Marked) and entry.cut == after]
+            start = marks[0] + 1 if marks else len(self.entries)
+        return _in_place(self.entries[:start], self.entries[start:], self.copies)
+
+
+@dataclass
+class Score:
+    begun: Begun
+    parts: list[Part] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    leases: dict[int, Range] = field(default_factory=dict)
+    lent: dict[str, tuple[Part, int]] = field(default_factory=dict)
+    """Ticket → whose state it stands for, and after which step the copy was made."""
+    rounds: int = 0
+    of: dict[tuple[str, int], Part] = field(default_factory=dict)
+    """Learner and incarnation → its training process."""
+
+
+def read_score(records: Iterable[AnyRecord]) -> Score:
+    lines = iter(records)
+    begun = next(lines)
+    assert isinstance(begun, Begun), "a journal begins with the beginning of a run"
+    score = Score(begun)
+    for record in lines:
+        _take(score, record)
+    return score
+
+
+def _take(score: Score, record: AnyRecord) -> None:
+    match record:
+        case Joined(learner, incarnation, session):
+            score.of[learner, incarnation] = _part(score, learner, session)
+        case Played(learner, incarnation, first, entries):
+            part = score.of[learner, incarnation]
+            if first > len(part.entries) and not part.missing:
+                part.missing = f"its tape lacks entries {len(part.entries)} to {first - 1}"
+            if not part.missing:
+                part.entries.extend(entries)
+        case Merged():
+            for share in record.members:
+                copy = Copied(share.t, record.round, record.fragment, share.base, share.steps)
+                score.of[share.learner, share.incarnation].copies.append(copy)
+            score.decisions.append(record)
+            score.rounds = record.round + 1
+        case Passed():
+            score.decisions.append(record)
+            score.rounds = record.round + 1
+        case Started() | Reset() | Changed():
+            score.decisions.append(record)
+        case Granted():
+            range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)
+            score.leases[record.lease] = range_
+        case Lent(ticket, learner, incarnation, t):
+            score.lent[ticket] = (score.of[learner, incarnation], t)
+        case _:
+            pass
+
+
+def _part(score: Score, learner: str, session: str) -> Part:
+    mine = [part for part in score.parts if part.learner == learner]
+    for part in mine:
+        if part.session == session:
+            return part
+    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds)
+    score.parts.append(part)
+    return part
+
+
+def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Copied]) -> list[Act]:
+    """Copies between the entries; those that were made before them are left out."""
+    held = Held()
+    for entry in before:
+        held.take(entry)
+    since = before[-1].t if before else 0
+    waiting = deque(sorted((copy for copy in copies if copy.t >= since), key=lambda copy: (copy.t, copy.round)))
+    acts: list[Act] = []
+    now: list[Copied] = []
+    """Copies of the step that is being looked at."""
+    for entry in entries:
+        if now and now[0].t < entry.t:
+            acts.extend(now)
+            now = []
+        while waiting and waiting[0].t <= entry.t:
+            (now if waiting[0].t == entry.t else acts).append(waiting.popleft())
+        if isinstance(entry, Adopted | Forgot):
+            acts.extend(copy for copy in now if held.is_base_of(copy, entry))
+            now = [copy for copy in now if not held.is_base_of(copy, entry)]
+        held.take(entry)
+        acts.append(entry)
+    return [*acts, *now, *waiting]
+
+
+class Held:
+    """The versions in a model, by fragment."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, int] = {}
+        self._others = -1
+
+    def take(self, entry: AnyEntry) -> None:
+        if isinstance(entry, Adopted):
+            self._versions[entry.fragment] = entry.version
+        elif isinstance(entry, Forgot | Owned):
+            self._versions.clear()
+            self._others = 0 if isinstance(entry, Owned) else -1
+
+    def is_base_of(self, copy: Copied, before: Adopted | Forgot) -> bool:
+        """Whether a copy of this very step was made before that entry took its base away."""
+        touched = isinstance(before, Forgot) or before.fragment == copy.fragment
+        return touched and self._versions.get(copy.fragment, self._others) == copy.base
