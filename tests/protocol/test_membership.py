@@ -2,8 +2,9 @@
 
 from tests.protocol.world import World
 
-from atoll.protocol.effects import Greeted, Initialised, Received, Send
-from atoll.protocol.messages import Hello, Leave, Refused, Welcome
+from atoll.protocol.effects import Arrived, Greeted, Initialised, Received, Send
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import Announce, Ending, Hello, Leave, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 
@@ -160,3 +161,22 @@ def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_
     assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
     syncer.handle(0.2, Initialised("learner-0"))
     assert syncer.phase == "empty", "what the newcomer sends is not wanted any more"
+
+
+def test_progress_does_not_go_back_when_one_returns_whose_account_was_closed() -> None:
+    """Its tokens of before count on; they were left out until its first report of the new life."""
+    world = World(2, fragments=2, sync_every=4, tokens=4000, abandon_s=8.0).run_until(round=10)
+    world.unlink("learner-1")
+    world.run_until(seconds=12)
+    before = world.syncer.progress
+    world.link("learner-1")
+    assert world.syncer.members.learners["learner-1"].incarnation == 2
+    assert world.syncer.progress >= before
+
+
+def test_nothing_is_heeded_before_the_welcome() -> None:
+    """What waited for the disk while its learner dialled anew goes to the new connection, and may come first."""
+    learner = Learner("learner-0", "session", ())
+    announce = Announce(round=6, fragment=0, version=4, members=(), gathering=7, term=1)
+    assert learner.handle(0.0, Arrived(announce)) == []
+    assert learner.handle(0.0, Arrived(Ending(reason="asked to", term=1))) == [] and learner.phase == "out"

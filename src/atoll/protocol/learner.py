@@ -173,6 +173,8 @@ class Learner:
         if message.term < self.term and not isinstance(message, msg.Refused):
             self._do(fx.HangUp(f"it speaks for term {message.term}, the run is in term {self.term}"))
             return
+        if not self._connected and not isinstance(message, msg.Welcome | msg.Refused):
+            return  # it was meant for an earlier connection; the welcome will tell
         self.term = max(self.term, message.term)
         self._clock = merged(self._clock, message.clock)
         self._mark(message)

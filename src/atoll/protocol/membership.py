@@ -121,6 +121,7 @@ class Membership:
             last_step_at=now,
             t=hello.t,
             included_t=hello.t,
+            tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
             merged=[-1] * self.settings.fragments,
         )

@@ -386,6 +386,8 @@ class Syncer:
             self.out.discard(learner.name, given.round, given.attempt)
             self.watch.answered(learner)
             return
+        if self.rounds.has_given(learner, given.round, given.attempt):
+            return  # said twice: once is what counts, and its body is still needed
         seat = self.rounds.seat(learner, given.round, given.attempt)
         if seat is None:
             self.out.discard(learner.name, given.round, given.attempt)

@@ -97,7 +97,7 @@ class Island(Training):
         return None
 
     def _wake(self, machine: Learner, wake: float) -> object:
-        if self.machine is not machine or machine.wake_at != wake or not self.courier:
+        if self.machine is not machine or machine.wake_at != wake or not self.courier or self.over:
             return False
         return self.hear(fx.Tick(), wake)
 

@@ -53,15 +53,15 @@ def draw(dice: random.Random, learners: int | None) -> Options:
     drawn = dice.randint(1, MOST_LEARNERS)
     names = learners if learners is not None else drawn
     per_learner = random.Random(dice.getrandbits(64))
-    latency_s = dice.choice([0.0, 0.002, 0.02, 0.2, 0.8])
+    latency_s, jitter = dice.choice([0.0, 0.002, 0.02, 0.2, 0.5]), dice.choice([0.0, 0.5, 2.0])
     return Options(
-        settings=_settings(dice, names),
+        settings=_settings(dice, names, latency_s * (1 + jitter)),
         run_seed=dice.getrandbits(64),
         step_s=tuple(per_learner.choice([1.0, per_learner.uniform(0.3, 2.0)]) for _ in range(names)),
         late_s=tuple(per_learner.choice([0.0, 0.0, 0.0, per_learner.uniform(0, 30)]) for _ in range(names)),
         rates=tuple(per_learner.choice([1.0, 1.0, per_learner.uniform(0.98, 1.02)]) for _ in range(names)),
         latency_s=latency_s,
-        jitter=dice.choice([0.0, 0.5, 3.0]),
+        jitter=jitter,
         sync_s=dice.choice([0.0, 0.001, 0.01, 0.15]),
         every_round=dice.random() < 0.85,
         direct=dice.random() < 0.5,
@@ -75,7 +75,8 @@ def draw(dice: random.Random, learners: int | None) -> Options:
     )
 
 
-def _settings(dice: random.Random, learners: int) -> Settings:
+def _settings(dice: random.Random, learners: int, delay_s: float) -> Settings:
+    """Such that a link of that delay, in peace, makes nobody look dead."""
     fragments = dice.randint(1, 6)
     every = fragments * dice.choice([1, 1, 2, 3]) + dice.choice([0, 0, 1])
     quorum = dice.random()
@@ -93,11 +94,11 @@ def _settings(dice: random.Random, learners: int) -> Settings:
         cut_every=dice.choice([-1, 0, 3, 3 * fragments]),
         cut_wait_s=dice.choice([3.0, 20.0]),
         assemble_s=dice.choice([5.0, 15.0]),
-        patience_s=dice.choice([2.0, 5.0]),
-        lost_after_s=dice.choice([3.0, 6.0]),
+        patience_s=dice.choice([2.0, 5.0]) + 4 * delay_s,
+        lost_after_s=dice.choice([3.0, 6.0]) + 2 * delay_s,
         abandon_s=dice.choice([8.0, 30.0, 300.0]),
         stalled_after_s=dice.choice([5.0, 10.0]),
-        pull_floor_s=dice.choice([0.5, 1.0]),
+        pull_floor_s=dice.choice([0.5, 1.0]) + 4 * delay_s,
         strikes=dice.choice([1, 3]),
         startup_s=dice.choice([0.5, 3.0]),
     ).resolved(1000)

@@ -37,6 +37,8 @@ class Oracle:
         self.world = world
         self.bodies: dict[tuple[int, str, int, int], Body] = {}
         """(term, learner, round, attempt)"""
+        self.never_were: set[tuple[int, int, float]] = set()
+        """Versions with their values that learners may hold though the disk lost them (durability = "cut")."""
         self._begin()
 
     def _begin(self) -> None:
@@ -56,6 +58,7 @@ class Oracle:
 
     def again(self) -> None:
         """The disk lost records that were never synced: what they said never was."""
+        self.never_were |= {(*key, value) for key, value in self.values.items()}
         self._begin()
         self.catch_up()
 
