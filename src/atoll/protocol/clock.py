@@ -13,8 +13,14 @@ SYNCER = "syncer"
 
 
 def merged(ours: Mapping[str, int], theirs: Mapping[str, int]) -> Clock:
-    """The newest of both, entry by entry."""
-    return {name: max(ours.get(name, 0), theirs.get(name, 0)) for name in sorted({*ours, *theirs})}
+    """The newest of both, entry by entry; a name that is new finds its place in the order of names."""
+    newest = dict(ours)
+    for name, step in theirs.items():
+        if name not in newest:
+            return {name: max(ours.get(name, 0), theirs.get(name, 0)) for name in sorted({*ours, *theirs})}
+        if step > newest[name]:
+            newest[name] = step
+    return newest
 
 
 def knows(clock: Mapping[str, int], other: Mapping[str, int]) -> bool:

@@ -87,6 +87,8 @@ class Helping:
 
     def turn(self, now: float, *, able: bool) -> None:
         """Give what fits, order what is missing, let go what has lain too long."""
+        if not self._copies and not self._asked:
+            return
         for number, copy in list(self._copies.items()):
             if copy.fact is not None and now >= copy.until:
                 self._dispose(number)

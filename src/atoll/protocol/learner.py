@@ -414,8 +414,10 @@ class Learner:
         if self._connected and now >= beat_at:
             self._say(now, msg.Heartbeat())
             beat_at = now + self.settings.heartbeat_s
-        beats = [beat_at] if self._connected else []
-        self.wake_at = min([*retries.values(), *beats, *self._helping.wakes], default=None)
+        wakes = [*retries.values(), *self._helping.wakes]
+        if self._connected:
+            wakes.append(beat_at)
+        self.wake_at = min(wakes, default=None)
 
     def _register(self, now: float) -> None:
         if (data := self._data_of) is not None:

@@ -104,6 +104,8 @@ class Membership:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.learners: dict[str, Learner] = {}
+        self._by_name: list[Learner] = []
+        """In the order of their names."""
 
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
         """The learner of this hello, and whether it is a new incarnation."""
@@ -125,7 +127,7 @@ class Membership:
             tokens_before=_tokens_before(known, hello.session),
             merged=[-1] * self.settings.fragments,
         )
-        self.learners[hello.learner] = learner
+        self._add(learner)
         return learner, True
 
     def remember(self, name: str, life: Life) -> None:
@@ -137,7 +139,11 @@ class Membership:
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
         learner.closed = not life.open
-        self.learners[name] = learner
+        self._add(learner)
+
+    def _add(self, learner: Learner) -> None:
+        self.learners[learner.name] = learner
+        self._by_name = [self.learners[name] for name in sorted(self.learners)]
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
@@ -179,18 +185,18 @@ class Membership:
         learner.dropped, learner.position = progress.dropped, progress.position
 
     def live(self) -> list[Learner]:
-        return [learner for learner in self._sorted() if learner.live]
+        return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
 
     def reachable(self) -> list[Learner]:
         """Live, or muted, or stalled: all that could have last steps to give."""
-        return [learner for learner in self._sorted() if learner.state == "training"]
+        return [one for one in self._by_name if one.state == "training"]
 
     def stepping(self) -> list[Learner]:
         """Live, and more steps will come."""
         return [learner for learner in self.live() if not learner.stopped]
 
     def connected(self) -> list[Learner]:
-        return [learner for learner in self._sorted() if learner.connected]
+        return [one for one in self._by_name if one.state != "gone"]
 
     def step_s(self) -> float | None:
         """ξ_step: the median of the live learners' averages."""
@@ -206,9 +212,6 @@ class Membership:
     def stall_limit(self, learner: Learner) -> float:
         """After this moment without a step a learner is not waited for."""
         return learner.last_step_at + max(self.settings.stalled_after_s, 8 * (learner.step_s.value or 0.0))
-
-    def _sorted(self) -> list[Learner]:
-        return [self.learners[name] for name in sorted(self.learners)]
 
 
 def _tokens_before(known: Learner | None, session: str) -> int:

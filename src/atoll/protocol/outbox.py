@@ -24,6 +24,7 @@ class Outbox:
         self.history = history
         self.taping = Taping(history)
         self.clock: Clock = {SYNCER: history.committed}
+        """Never changed in place: messages carry it."""
         self.cut = max(history.cuts, default=0)
         self._effects: list[SyncerEffect] = []
 
@@ -35,7 +36,7 @@ class Outbox:
         self._effects.append(effect)
 
     def send(self, learner: str, message: FromSyncer) -> None:
-        stamped = msgspec.structs.replace(message, clock=dict(self.clock), term=self.history.term, cut=self.cut)
+        stamped = msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
         self.add(Send(learner, stamped))
 
     def persist(self, *records: AnyRecord, round: int = -1) -> None:
@@ -51,6 +52,10 @@ class Outbox:
     def note(self, kind: str, text: str, learner: Learner | None = None, **data: object) -> None:
         who: dict[str, object] = {"learner": learner.name, "incarnation": learner.incarnation} if learner else {}
         self.add(Note(kind, text, {**who, **data}))
+
+    def count(self, rounds: int) -> None:
+        """So many rounds are behind us."""
+        self.clock = {**self.clock, SYNCER: rounds}
 
     def hear(self, clock: Mapping[str, int]) -> None:
         """Take in a learner's clock. How many rounds are behind us nobody tells us."""

@@ -15,7 +15,6 @@ from collections import deque
 from statistics import median
 
 from atoll.protocol import records, schedule
-from atoll.protocol.clock import SYNCER
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, Merge, Merged, Part
 from atoll.protocol.gathering import Gathering
@@ -269,7 +268,7 @@ class Rounds:
 
     def _count(self) -> None:
         self.committed += 1
-        self.out.clock[SYNCER] = self.committed
+        self.out.count(self.committed)
 
     def _tell(self, now: float, round_: Round, merge_s: float) -> None:
         version = self.versions[round_.fragment]

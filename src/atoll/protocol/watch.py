@@ -22,11 +22,13 @@ class Watch:
 
     def turn(self, now: float, wakes: list[float]) -> list[Learner]:
         """Look at everyone; those that have been silent for too long."""
-        silent = [one for one in self.members.connected() if now >= self.members.silence_limit(one)]
+        silent = []
         for learner in self.members.connected():
-            if learner in silent:
+            limit = self.members.silence_limit(learner)
+            if now >= limit:
+                silent.append(learner)
                 continue
-            wakes.append(self.members.silence_limit(learner))
+            wakes.append(limit)
             if learner.state == "training":
                 self._steps(now, learner, wakes)
             if learner.muted:

@@ -163,8 +163,7 @@ def _no_fit(world: World, island: Island, fault: Fault) -> None:
 
 
 def _jump(world: World, island: Island, fault: Fault) -> None:
-    island.clock.jump(fault.length)
-    island.hear(fx.Tick())
+    island.jump(fault.length)
 
 
 def _reset(world: World, island: Island, fault: Fault) -> None:
@@ -272,8 +271,7 @@ def _stop(world: World, fault: Fault) -> bool:
 
 
 def _jump_syncer(world: World, fault: Fault) -> None:
-    world.reign.clock.jump(fault.length)
-    world.tell(world.reign, fx.Tick())
+    world.reign.jump(fault.length)
 
 
 def _unmergeable(world: World, fault: Fault) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
@@ -55,6 +56,8 @@ class Island(Training):
         """What came while the host stood still."""
         self.term = 0
         """The newest that it has heard of."""
+        self._alarm = inf
+        """The earliest wake-up that is set."""
         self.fetched: dict[int, float] = {}
         self.informed: list[float] = []
         if data is not None:
@@ -92,14 +95,29 @@ class Island(Training):
         world.learner_handled(self, event, effects)
         for effect in effects:
             world.obey(self, effect)
-        if (wake := machine.wake_at) is not None and machine is self.machine:
-            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, machine, wake)
+        if (wake := machine.wake_at) is not None and wake < self._alarm:
+            self._alarm = wake
+            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, wake)
         return None
 
-    def _wake(self, machine: Learner, wake: float) -> object:
-        if self.machine is not machine or machine.wake_at != wake or not self.courier or self.over:
+    def _wake(self, alarm: float) -> object:
+        """The earliest alarm goes off; the machine may want to be woken later by now."""
+        if alarm != self._alarm:
+            return False
+        self._alarm, wake = inf, self.machine.wake_at
+        if wake is None or not self.alive or not self.courier or self.over:
+            return False
+        if wake > alarm:
+            self._alarm = wake
+            self.world.agenda.later(self.clock.when(wake) - self.world.agenda.now, self._wake, wake)
             return False
         return self.hear(fx.Tick(), wake)
+
+    def jump(self, seconds: float) -> None:
+        """Its clock goes forward; whatever is due by it now is dealt with."""
+        self.clock.jump(seconds)
+        self._alarm = inf
+        self.hear(fx.Tick())
 
     def thaw(self) -> None:
         """The host runs again: what came meanwhile is dealt with first."""

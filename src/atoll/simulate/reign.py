@@ -7,6 +7,7 @@ the next. A process that finds that another term was claimed ends without a word
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
@@ -52,6 +53,8 @@ class Reign:
         """How many of the waiting Persists, from the front, are written."""
         self._turning = self._writing = False
         self._backlog: list[fx.SyncerEvent] = []
+        self._alarm = inf
+        """The earliest wake-up that is set."""
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -67,12 +70,21 @@ class Reign:
         world.syncer_handled(self, now, event, effects)
         self._waiting.extend(effects)
         self.turn()
-        if (wake := machine.wake_at) is not None:
+        if (wake := machine.wake_at) is not None and wake < self._alarm:
+            self._alarm = wake
             world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, wake)
         return effects
 
-    def _wake(self, wake: float) -> object:
-        if not self.alive or self.machine.wake_at != wake:
+    def _wake(self, alarm: float) -> object:
+        """The earliest alarm goes off; the machine may want to be woken later by now."""
+        if alarm != self._alarm:
+            return False
+        self._alarm, wake = inf, self.machine.wake_at
+        if wake is None or not self.alive:
+            return False
+        if wake > alarm:
+            self._alarm = wake
+            self.world.agenda.later(self.clock.when(wake) - self.world.agenda.now, self._wake, wake)
             return False
         return self.world.tell(self, fx.Tick(), wake)
 
@@ -91,6 +103,12 @@ class Reign:
         else:
             self.world.agenda.later(BEAT_S, self.beat)
         return False
+
+    def jump(self, seconds: float) -> None:
+        """Its clock goes forward; whatever is due by it now is dealt with."""
+        self.clock.jump(seconds)
+        self._alarm = inf
+        self.world.tell(self, fx.Tick())
 
     def wake_up(self) -> None:
         """It runs again, after a while in which it stood still."""
