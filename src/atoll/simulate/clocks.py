@@ -6,12 +6,12 @@ from __future__ import annotations
 class HostClock:
     def __init__(self, rate: float = 1.0, ahead_s: float = 0.0) -> None:
         self.rate, self.ahead_s = rate, ahead_s
-        self._last = 0.0
+        self.last = 0.0
 
     def read(self, now: float, least: float = 0.0) -> float:
         """What it shows; `least`: a timer that went off cannot show less than it was set to."""
-        self._last = max(self._last, self.ahead_s + self.rate * now, least)
-        return self._last
+        self.last = max(self.last, self.ahead_s + self.rate * now, least)
+        return self.last
 
     def when(self, shown: float) -> float:
         """The moment at which it will show this."""

@@ -18,7 +18,7 @@ class Leased:
         """Leased samples whose steps are done."""
         self.over = False
         self._ranges: deque[Range] = deque()
-        self._newest = -1
+        self.newest = -1
         self._at = 0
         """Samples of the first range that are taken."""
         self._began = False
@@ -34,8 +34,8 @@ class Leased:
 
     def supply(self, ranges: Sequence[Range], over: bool) -> None:
         for one in ranges:
-            if one.lease > self._newest:
-                self._newest = one.lease
+            if one.lease > self.newest:
+                self.newest = one.lease
                 self._ranges.append(one)
         self.over = self.over or over
 
@@ -56,6 +56,6 @@ class Leased:
     def forget(self) -> None:
         """Another life: what it was leased goes to whoever gets it next."""
         self._ranges.clear()
-        self._newest = -1
+        self.newest = -1
         self._at = self.position = 0
         self.over = False

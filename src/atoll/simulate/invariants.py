@@ -17,7 +17,8 @@
     bounded memory                  what the machines keep does not grow with the run
     clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up
 
-oracle.py and samples.py hold those that follow from the journal alone; campaign.py those of the end.
+oracle.py and samples.py hold those that follow from the journal alone, timing.py what the syncer must do in time,
+conduct.py what learners do, campaign.py those of the end.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from typing import TYPE_CHECKING, Any
 from atoll.protocol import effects as fx
 from atoll.protocol.clock import Clock, knows
 from atoll.protocol.ledger import Account
-from atoll.protocol.messages import Announce, Finish, FromSyncer, Pull, Welcome
+from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, Welcome
 from atoll.protocol.settings import Settings
 from atoll.simulate.bounds import too_much
+from atoll.simulate.conduct import Conduct
 from atoll.simulate.oracle import Body, Oracle
 from atoll.simulate.promises import Violation
+from atoll.simulate.telling import forgotten, unwritten
+from atoll.simulate.timing import Timing
 
 if TYPE_CHECKING:
     from atoll.simulate.island import Island
@@ -47,11 +51,13 @@ class Invariants:
         self.oracle = Oracle(world)
         self.told = [-1] * world.settings.fragments
         """The newest version of every fragment that any learner was told of."""
+        self.conduct = Conduct(self)
         self._recovered: set[tuple[str, int]] = set()
         self._begin()
 
     def _begin(self) -> None:
         """What one term of the syncer says of itself."""
+        self.timing = Timing()
         self._clock: Clock = {}
         self._progress = 0.0
         self._settings: Settings | None = None
@@ -70,6 +76,8 @@ class Invariants:
             if machine.versions[fragment] < told:
                 said = f"version {told} of fragment {fragment} was told, {machine.versions[fragment]} is what is left"
                 raise Violation("nothing acknowledged is lost", said, fragment=fragment)
+        if (wrong := forgotten(self.world.disk, machine.history)) is not None:
+            raise Violation("a cut is the journal in short", wrong)
         if machine.versions != oracle.versions or (oracle.theta and reign.theta != oracle.theta):
             said = f"{machine.versions} of {reign.theta} come back, {oracle.versions} of {oracle.theta} were committed"
             raise Violation("nothing acknowledged is lost", said)
@@ -89,6 +97,7 @@ class Invariants:
         elif machine.progress < self._progress:
             raise Violation("clocks", f"progress goes back from {self._progress} to {machine.progress}")
         self._progress = machine.progress
+        self.timing.check(reign, now)
         self._check_accounts(reign)
         if machine.peers.open:
             self._check_recoveries(reign)
@@ -101,7 +110,7 @@ class Invariants:
         for key, account in reign.machine.history.ledger.open.items():
             if seen.get(key) is not account:
                 seen[key] = account
-                if any(account.fates().balance()):
+                if account.begin is not None and not _balances(account, account.total - account.begin):
                     raise Violation("ledger balances", f"{account.fates()} of {key[0]}", key[0])
 
     def _check_recoveries(self, reign: Reign) -> None:
@@ -132,6 +141,10 @@ class Invariants:
                 self._note(reign, effect)
             case fx.Persist():
                 self.oracle.catch_up()
+            case fx.Merge(number, fragment, parts):
+                self._merge(reign, number, fragment, parts)
+            case fx.CompleteCut():
+                self.timing.completed(effect)
             case fx.Commit(number, fragment, version):
                 self._commit(reign, number, fragment, version)
             case _:
@@ -153,10 +166,14 @@ class Invariants:
             case Welcome(versions=versions) | Finish(versions=versions):
                 for fragment, version in enumerate(versions):
                     self._telling(fragment, version, learner)
-            case Pull(probe=False, round=number):
-                self._check_quorum(reign, number)
+            case Pull():
+                self.timing.asked(reign, learner, message)
+            case Help():
+                self.conduct.asked(message, self.oracle.versions)
             case _:
                 pass
+        if (wrong := unwritten(self.oracle, learner, message)) is not None:
+            raise Violation("acknowledged = durable", f"{wrong}, which is not written down", learner)
 
     def _telling(self, fragment: int, version: int, learner: str) -> None:
         if version > self.oracle.versions[fragment]:
@@ -164,14 +181,14 @@ class Invariants:
             raise Violation("acknowledged = durable", said, learner, fragment)
         self.told[fragment] = max(self.told[fragment], version)
 
-    def _check_quorum(self, reign: Reign, number: int) -> None:
-        machine = reign.machine
-        round_ = machine.rounds.open.get(number)
-        if round_ is None or machine.rounds.gathering.draining or machine.settings.synchronous:
-            return
-        least = min(machine.settings.quorum, sum(one.t > one.included_t for one in machine.members.stepping()))
-        if len(round_.seats) < least and round_.stage == "pulling" and round_.frozen_at == reign.now:
-            raise Violation("quorum", f"round {number} asks {len(round_.seats)}, it could have asked {least}")
+    def _merge(self, reign: Reign, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
+        if number != reign.machine.committed:
+            said = f"round {number} is merged where round {reign.machine.committed} is due"
+            raise Violation("versions +1", said, fragment=fragment)
+        for part in parts:
+            if (part.learner, number, part.attempt) not in reign.bodies:
+                said = f"round {number} merges a contribution of {part.learner} that never came"
+                raise Violation("merged at most once", said, part.learner, fragment)
 
     def _commit(self, reign: Reign, number: int, fragment: int, version: int) -> None:
         oracle, staged = self.oracle, reign.staged[fragment][1]
@@ -196,6 +213,7 @@ class Invariants:
             case "round":
                 for member in data["members"]:
                     self._member(data["fragment"], data["version"], member)
+                self.timing.committed(reign, data)
                 self._enough(reign, len(data["members"]), data)
             case "passed" | "again":
                 if not data["reason"].strip():
@@ -270,3 +288,10 @@ class Invariants:
                 said = f"{island.name} heeds term {term} after term {island.term}: {effects}"
                 raise Violation("one fenced writer", said, island.name)
             island.term = max(island.term, term)
+        self.conduct.heard(island, event, effects)
+
+
+def _balances(account: Account, computed: int) -> bool:
+    """computed = (m − u) + d + c, for every fragment."""
+    rows = zip(account.merged, account.dropped, account.tokens, account.pending, strict=True)
+    return all(m + d + c - (p.tokens if p is not None else 0) == computed for m, d, c, p in rows)

@@ -55,6 +55,7 @@ class Oracle:
         self._until: dict[tuple[str, int], int] = {}
         """(session, fragment) → the last step of it that a version contains."""
         self.samples = Samples()
+        self.ended = self.finished = False
 
     def again(self) -> None:
         """The disk lost records that were never synced: what they said never was."""
@@ -86,6 +87,10 @@ class Oracle:
                 self.theta = list(self.world.disk.start)
                 self.versions = [0] * len(self.versions)
                 self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
+            case records.Ended(_, final):
+                self.ended, self.finished = True, final
+            case records.Changed(reopen=True):
+                self.ended = self.finished = False
             case records.Reigned(term):
                 if term <= self.term:
                     raise Violation("one fenced writer", f"term {term} follows term {self.term}")

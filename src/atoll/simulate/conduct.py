@@ -1,0 +1,118 @@
+"""How learners conduct themselves, seen from what their machines want done.
+
+only the recovered contribute     no answer leaves before every fragment is adopted
+what is missing is on its way     a version that it was told of, and lacks, is being fetched
+leases come in order              none that was granted to it is left out
+a state is as new as was asked    what a peer gives holds all that was committed when it was asked
+the last to go has the model      nobody leaves a finished run without all of it
+a heartbeat                       whoever has nothing to say says so
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
+from atoll.simulate.promises import Violation
+
+if TYPE_CHECKING:
+    from atoll.simulate.invariants import Invariants
+    from atoll.simulate.island import Island
+
+NEAR_S = 1e-6
+
+
+class Conduct:
+    def __init__(self, invariants: Invariants) -> None:
+        self._invariants = invariants
+        self._wanted: dict[str, list[int]] = {}
+        """Per ticket, what was committed when its peer was asked."""
+        self._told: dict[Learner, tuple[list[int], set[int]]] = {}
+        """By machine: the versions that it was told of, and fragments of which it was sent one before it was told."""
+
+    def asked(self, help_: Help, versions: list[int]) -> None:
+        self._wanted[help_.ticket] = list(versions)
+
+    def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+        """After an event, before its effects are carried out."""
+        for effect in effects:
+            match effect:
+                case fx.Upload(fragment=fragment):
+                    self._contributes(island, fragment)
+                case fx.Give(number, ticket):
+                    self._gives(island, number, ticket)
+                case fx.Supply():
+                    self._is_supplied(island, effect)
+                case fx.Say(Leave(reason="the run is over")):
+                    self._leaves(island)
+                case _:
+                    pass
+        if isinstance(event, fx.Arrived | fx.FetchFailed | fx.Fetched | fx.Adopted):
+            self._lacks_nothing(island, event)
+        machine = island.machine
+        if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s + NEAR_S:
+            said = f"{island.name} has said nothing for {island.clock.last - machine._said_at:.1f} s"
+            raise Violation("a heartbeat", said, island.name)
+
+    def _contributes(self, island: Island, fragment: int) -> None:
+        if min(island.adopted) < 0 or island.waits:
+            said = f"{island.name} answers with versions {island.adopted} (waits for a peer: {island.waits})"
+            raise Violation("only the recovered contribute", said, island.name, fragment)
+
+    def _gives(self, island: Island, number: int, ticket: str) -> None:
+        wanted, given = self._wanted.get(ticket), island.given.get(number)
+        if wanted and given and any(held < want for held, want in zip(given.held, wanted, strict=True)):
+            said = f"{island.name} gives a state of versions {given.held}, {wanted} were committed when it was asked"
+            raise Violation("a state is as new as was asked", said, island.name)
+
+    def _is_supplied(self, island: Island, supply: fx.Supply) -> None:
+        life = self._invariants.oracle.samples.lives.get((island.name, island.machine.incarnation))
+        if life is None or island.leased is None:
+            return
+        new = [one.lease for one in supply.ranges if one.lease > island.leased.newest]
+        due = [one.lease for one in life.granted if one.lease > island.leased.newest]
+        if new != due[: len(new)]:
+            said = f"{island.name} is given leases {new} after {island.leased.newest}, {due} were granted to it"
+            raise Violation("leases come in order", said, island.name)
+
+    def _leaves(self, island: Island) -> None:
+        final = self._invariants.oracle.versions
+        if any(held < version for held, version in zip(island.adopted, final, strict=True)):
+            said = f"{island.name} leaves with versions {island.adopted}, the run ended with {final}"
+            raise Violation("the last to go has the model", said, island.name)
+
+    def _lacks_nothing(self, island: Island, event: fx.LearnerEvent) -> None:
+        machine = island.machine
+        told, ahead = self._told.setdefault(machine, ([], set()))
+        match event:
+            case fx.Arrived(message) if message.term >= machine.term:
+                _hear(told, ahead, message)
+            case fx.Fetched(fragment, version) if version > told[fragment]:
+                ahead.add(fragment)
+            case _:
+                pass
+        if not machine._connected or machine.phase == "finished":
+            return
+        versions = machine._versions
+        for fragment, version in enumerate(told):
+            coming = fragment in versions._fetching or fragment in versions.adopting or fragment in versions.retry_at
+            if version > versions.held[fragment] and not coming and fragment not in ahead:
+                said = f"{island.name} lacks version {version} of fragment {fragment}, and does not fetch it"
+                raise Violation("what is missing is on its way", said, island.name, fragment)
+
+
+def _hear(told: list[int], ahead: set[int], message: FromSyncer) -> None:
+    match message:
+        case Welcome() | Finish():
+            told[:] = message.versions
+            ahead.clear()
+        case Started():
+            told[:] = [max(version, 0) for version in told]
+        case Announce(fragment=fragment, version=version) if told:
+            told[fragment] = max(told[fragment], version)
+            ahead.discard(fragment)
+        case _:
+            pass

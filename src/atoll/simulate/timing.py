@@ -1,0 +1,167 @@
+"""What the syncer does in time: nobody is waited for longer than the rules allow, and no round without need.
+
+Each of these holds once an event is dealt with; a look a virtual second is enough, since what is late stays late:
+
+    who says nothing is gone            after lost_after_s
+    who makes no steps is not live      after stalled_after_s, or eight of its steps
+    who stays away is given up          after abandon_s: its account is closed, its samples go to others
+    who does not answer is probed
+    a member that dies is left out      at once; one that does not answer, at the deadline it was told
+    no round waits without need         it freezes when all are there, or when the grace window is over
+    a cut waits no longer than it says, and holds every learner that was live, or says why not
+    quorum                              a round asks K, or fewer once K could not be had for a while
+    H is honest                         the median of steps between two syncs of a fragment
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from atoll.protocol import effects as fx
+from atoll.protocol import schedule
+from atoll.protocol.membership import Learner
+from atoll.protocol.messages import Pull
+from atoll.protocol.round import Round
+from atoll.protocol.watch import PROBE_EVERY_S
+from atoll.simulate.promises import Violation
+
+if TYPE_CHECKING:
+    from atoll.simulate.reign import Reign
+
+LOOK_S = 1.0
+SAMPLES = 40
+"""Behind a judgement about H."""
+HONEST = 0.6
+"""The least share of H: slow learners make fewer steps between two syncs than the median that sets the pace."""
+
+
+class Timing:
+    """Of one term."""
+
+    def __init__(self) -> None:
+        self._next_look = 0.0
+        self._due: dict[tuple[str, int, int], float] = {}
+        """(learner, round, attempt) → the deadline that was told."""
+        self._unprobed: set[str] = set()
+        """At the last look."""
+        self._quorum_since: dict[tuple[int, int], float] = {}
+        self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
+        """The open cut, when it was first seen, and who was to be in it."""
+        self._steps: deque[int] = deque(maxlen=SAMPLES)
+
+    def check(self, reign: Reign, now: float) -> None:
+        machine = reign.machine
+        for round_ in machine.rounds.open.values():
+            if round_.stage == "pulling" and round_.frozen_at == now:
+                self._quorum(reign, now, round_)
+        if machine.cuts.open is not None and machine.cuts.open.cut != self._cut[0]:
+            self._cut = (machine.cuts.open.cut, now, set(machine.cuts.open.awaited))
+        if now >= self._next_look and machine.phase not in ("empty", "finished"):
+            self._next_look = now + LOOK_S
+            self._look(reign, now)
+
+    def _look(self, reign: Reign, now: float) -> None:
+        machine = reign.machine
+        for one in machine.members.learners.values():
+            self._learner(reign, now, one)
+        rounds = machine.rounds.open
+        if len({round_.fragment for round_ in rounds.values()}) < len(rounds):
+            raise Violation("versions +1", f"two rounds of a fragment are under way: {sorted(rounds)}")
+        for round_ in rounds.values():
+            if round_.stage == "pulling":
+                self._seats(reign, now, round_)
+            elif round_.stage == "gathering":
+                self._gathers(reign, now, round_)
+        cut, since, _ = self._cut
+        open_ = machine.cuts.open
+        if open_ is not None and open_.cut == cut and open_.awaited and now > since + machine.settings.cut_wait_s:
+            raise Violation(
+                "a cut never waits for the dead", f"cut {cut} waits for {sorted(open_.awaited)} for too long"
+            )
+
+    def _learner(self, reign: Reign, now: float, one: Learner) -> None:
+        settings = reign.machine.settings
+        if one.connected and now >= one.last_heard + settings.lost_after_s:
+            raise Violation(
+                "who says nothing is gone", f"{one.name} was last heard {now - one.last_heard:.1f} s ago", one.name
+            )
+        if one.live and now >= reign.machine.members.stall_limit(one):
+            raise Violation(
+                "who makes no steps is not live", f"{one.name} made its last at {one.last_step_at:.1f}", one.name
+            )
+        unprobed = one.connected and one.muted and now >= one.probed_at + PROBE_EVERY_S
+        if unprobed and one.name in self._unprobed:
+            raise Violation("who does not answer is probed", f"{one.name} was probed at {one.probed_at:.1f}", one.name)
+        (self._unprobed.add if unprobed else self._unprobed.discard)(one.name)  # one that just fell mute has its time
+        away = not one.connected and not one.closed and one.last_heard > 0
+        if away and now >= one.last_heard + settings.abandon_s:
+            raise Violation("who stays away is given up", f"{one.name} is away since {one.last_heard:.1f}", one.name)
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def asked(self, reign: Reign, learner: str, pull: Pull) -> None:
+        if not pull.probe:
+            self._due[learner, pull.round, pull.attempt] = reign.now + pull.deadline_s
+
+    def _seats(self, reign: Reign, now: float, round_: Round) -> None:
+        for seat in round_.asked:
+            learner = reign.machine.members.learners[seat.learner]
+            if not learner.connected or learner.incarnation != seat.incarnation:
+                said = f"round {round_.t} waits for {seat.learner} (incarnation {seat.incarnation}), which is gone"
+                raise Violation("a member that dies is left out", said, seat.learner, round_.fragment)
+            if now > self._due.get((seat.learner, round_.t, round_.attempt), now) + LOOK_S:
+                said = f"round {round_.t} waits for {seat.learner} past its deadline"
+                raise Violation("a member that does not answer is left out", said, seat.learner, round_.fragment)
+
+    def _quorum(self, reign: Reign, now: float, round_: Round) -> None:
+        """It asks K, or fewer once K could not be had for a while."""
+        machine = reign.machine
+        gathering, settings = machine.rounds.gathering, machine.settings
+        if gathering.draining or settings.synchronous:
+            return
+        least = self._least(reign, now)
+        if len(round_.seats) < least:
+            raise Violation("quorum", f"round {round_.t} asks {len(round_.seats)} where {least} are to be had")
+
+    def _least(self, reign: Reign, now: float) -> int:
+        gathering, settings = reign.machine.rounds.gathering, reign.machine.settings
+        short = gathering._short_since
+        if short is None or now - short < settings.patience_s:
+            return settings.quorum
+        return max(1, min(settings.quorum, len(reign.machine.members.stepping())))
+
+    def _gathers(self, reign: Reign, now: float, round_: Round) -> None:
+        rounds, settings = reign.machine.rounds, reign.machine.settings
+        gathering, key = rounds.gathering, (round_.t, round_.attempt)
+        if gathering.draining or settings.synchronous or round_.due_at is None:
+            return
+        ready, live = len(gathering.ready(round_)), len(reign.machine.members.stepping())
+        if ready < self._least(reign, now):
+            self._quorum_since.pop(key, None)
+            return
+        since = max(self._quorum_since.setdefault(key, now), round_.due_at)
+        window_s = 0.0 if ready >= live else gathering.grace_s
+        under_way = sum(other.stage != "gathering" for other in rounds.open.values())
+        waits = under_way >= schedule.flights(settings) and round_.attempt == 1
+        if not waits and now >= since + window_s:
+            said = f"round {round_.t} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"
+            raise Violation("no round waits without need", said, fragment=round_.fragment)
+
+    def committed(self, reign: Reign, data: Any) -> None:
+        """Of a round's note: steps between two syncs."""
+        machine = reign.machine
+        if machine.rounds.gathering.draining or machine.settings.synchronous or machine.phase != "running":
+            return
+        self._steps.extend(member["since"] for member in data["members"] if member["since"] is not None)
+        if len(self._steps) == SAMPLES and (effective := median(self._steps)) < HONEST * machine.settings.sync_every:
+            said = f"a fragment is synced every {effective:g} steps, not every {machine.settings.sync_every}"
+            raise Violation("H is honest", said, fragment=data["fragment"])
+
+    # ---- cuts ---------------------------------------------------------------------------------------------------
+
+    def completed(self, cut: fx.CompleteCut) -> None:
+        named = {name for name, _ in (*cut.saved, *cut.left_out)}
+        if cut.cut == self._cut[0] and (missing := self._cut[2] - named):
+            raise Violation("a cut holds all", f"cut {cut.cut} says nothing of {sorted(missing)}", min(missing))
