@@ -49,6 +49,11 @@ class Helping:
         self._number = 0
 
     @property
+    def busy(self) -> bool:
+        """Somebody is being helped."""
+        return bool(self._copies or self._asked)
+
+    @property
     def wakes(self) -> list[float]:
         return [copy.until for copy in self._copies.values() if copy.fact is not None]
 
@@ -87,8 +92,6 @@ class Helping:
 
     def turn(self, now: float, *, able: bool) -> None:
         """Give what fits, order what is missing, let go what has lain too long."""
-        if not self._copies and not self._asked:
-            return
         for number, copy in list(self._copies.items()):
             if copy.fact is not None and now >= copy.until:
                 self._dispose(number)

@@ -405,18 +405,19 @@ class Learner:
             self._do(fx.Stop(reason, final=True))
 
     def _by_time(self, now: float) -> None:
-        self._helping.turn(now, able=self._stepping and self.recovered)
-        retries = self._versions.retry_at
-        for fragment in [f for f, at in retries.items() if now >= at]:
-            del retries[fragment]
-            self._fetch_missing()
-        beat_at = self._said_at + self.settings.heartbeat_s
-        if self._connected and now >= beat_at:
-            self._say(now, msg.Heartbeat())
-            beat_at = now + self.settings.heartbeat_s
-        wakes = [*retries.values(), *self._helping.wakes]
+        wakes: list[float] = []
+        if self._helping.busy:
+            self._helping.turn(now, able=self._stepping and self.recovered)
+            wakes += self._helping.wakes
+        if retries := self._versions.retry_at:
+            for fragment in [f for f, at in retries.items() if now >= at]:
+                del retries[fragment]
+                self._fetch_missing()
+            wakes += retries.values()
         if self._connected:
-            wakes.append(beat_at)
+            if now >= self._said_at + self.settings.heartbeat_s:
+                self._say(now, msg.Heartbeat())
+            wakes.append(self._said_at + self.settings.heartbeat_s)
         self.wake_at = min(wakes, default=None)
 
     def _register(self, now: float) -> None:

@@ -9,7 +9,7 @@ after the last step nothing older than it is given.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from atoll.protocol.copies import Copies
 from atoll.protocol.effects import Copied, Drop, LearnerEffect, Uploaded, UploadFailed
@@ -18,8 +18,7 @@ from atoll.protocol.orders import Orders
 from atoll.protocol.versions import Versions
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """Where the learner stands now."""
 
     t: int
