@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from atoll.simulate.invariants import Invariants
     from atoll.simulate.island import Island
 
-NEAR_S = 1e-6
-
 
 class Conduct:
     def __init__(self, invariants: Invariants) -> None:
@@ -53,11 +51,14 @@ class Conduct:
         if isinstance(event, fx.Arrived | fx.FetchFailed | fx.Fetched | fx.Adopted):
             self._lacks_nothing(island, event)
         machine = island.machine
-        if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s + NEAR_S:
+        if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s:
             said = f"{island.name} has said nothing for {island.clock.last - machine._said_at:.1f} s"
             raise Violation("a heartbeat", said, island.name)
 
     def _contributes(self, island: Island, fragment: int) -> None:
+        if not any(f == fragment for f, _ in island.copies):
+            said = f"{island.name} answers with a copy that it has dropped"
+            raise Violation("Δ is the learner's own steps", said, island.name, fragment)
         if min(island.adopted) < 0 or island.waits:
             said = f"{island.name} answers with versions {island.adopted} (waits for a peer: {island.waits})"
             raise Violation("only the recovered contribute", said, island.name, fragment)

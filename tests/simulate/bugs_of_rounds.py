@@ -1,0 +1,242 @@
+"""Planted bugs of the rounds: who may give what, when a round freezes, what becomes of it, how the run ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from tests.simulate.planting import Plain, always, mutant, nothing
+
+from atoll.protocol import gathering, syncer
+from atoll.protocol.drain import Drain
+from atoll.protocol.effects import Merge, Merged, Part
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import Contribution, Progress
+from atoll.protocol.pace import Pace
+from atoll.protocol.quorum import Verdict
+from atoll.protocol.round import Round, Seat, weight
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.versions import Versions
+from atoll.protocol.watch import Watch
+
+# ---- what may be merged -------------------------------------------------------------------------------------------
+
+
+def _not_noted(plain: Plain) -> Any:
+    def broken(self: Rounds, round_: Round, seat: Seat, version: int) -> Any:
+        learner = self.members.learners[seat.learner]
+        merged = list(learner.merged)
+        told = plain(self, round_, seat, version)
+        learner.merged = merged
+        return told
+
+    return broken
+
+
+mutant("the syncer does not note whose steps it merged", (Rounds, "_include", _not_noted))
+
+
+def _any_base(plain: Plain) -> Any:
+    def broken(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
+        merged, learner.merged = learner.merged, [-1] * learner.fragments
+        try:
+            wrong: str | None = plain(learner, round_, given, newest)
+        finally:
+            learner.merged = merged
+        return wrong
+
+    return broken
+
+
+mutant(
+    "a stale base is accepted",
+    (syncer, "against_the_rules", _any_base),
+    (Learner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
+    (Versions, "owed", always(None)),
+)
+
+
+def _any_seat(plain: Plain) -> Any:
+    def broken(self: Rounds, learner: Learner, number: int, attempt: int) -> Seat | None:
+        """An answer is an answer, whichever try it answers and whoever was asked."""
+        round_ = self.open.get(number)
+        seat = round_.seats.get(learner.name) if round_ else None
+        return seat if seat is not None and seat.state == "asked" else None
+
+    return broken
+
+
+mutant("the answer to an earlier attempt is taken", (Rounds, "seat", _any_seat))
+
+
+def _any_life(plain: Plain) -> Any:
+    def broken(self: syncer.Syncer, now: float, learner: Learner, progress: Progress) -> None:
+        plain(self, now, learner, replace(progress, incarnation=learner.incarnation))
+
+    return broken
+
+
+mutant("a report of an earlier life counts", (syncer.Syncer, "_report", _any_life))
+
+
+def _no_refusal(plain: Plain) -> Any:
+    return lambda self, now, learner, given, refusal: plain(self, now, learner, given, None)
+
+
+mutant("broken numbers are merged", (syncer.Syncer, "_contribute", _no_refusal))
+
+
+def _two_of_a_fragment(plain: Plain) -> Any:
+    def broken(self: Rounds, now: float) -> None:
+        open_, self.open = self.open, {}
+        plain(self, now)
+        self.open = {**open_, **self.open}
+
+    return broken
+
+
+mutant("two rounds of a fragment are under way", (Rounds, "open_one", _two_of_a_fragment))
+
+# ---- when a round freezes -----------------------------------------------------------------------------------------
+
+
+def _one_less(plain: Plain) -> Any:
+    return lambda now, *, ready, live, quorum, grace_ends: plain(
+        now, ready=ready, live=live, quorum=max(1, quorum - 1), grace_ends=grace_ends
+    )
+
+
+def _grace_goes_on(plain: Plain) -> Any:
+    def broken(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
+        """The window ends when it ends, also where everybody is there."""
+        if grace_ends is not None and ready >= quorum and now < grace_ends:
+            return Verdict(False, "grace window open", until=grace_ends)
+        return plain(now, ready=ready, live=live, quorum=quorum, grace_ends=grace_ends)  # type: ignore[no-any-return]
+
+    return broken
+
+
+mutant("the quorum is one short", (gathering, "judge", _one_less))
+mutant("the grace window is not closed when all are there", (gathering, "judge", _grace_goes_on))
+mutant(
+    "a quorum that cannot be had is waited for",
+    (gathering, "effective_quorum", lambda plain: lambda quorum, live, waited_s, patience_s: quorum),
+)
+mutant("there is no pace", (Pace, "is_due", always(True)))
+
+
+# ---- who is waited for --------------------------------------------------------------------------------------------
+
+
+def _no_deadline(plain: Plain) -> Any:
+    def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> bool:
+        round_.deadline = now + 1.0
+        return bool(plain(self, now, round_, wakes))
+
+    return broken
+
+
+mutant("a pull has no deadline", (Rounds, "_collect", _no_deadline))
+mutant("a muted learner is never probed", (Watch, "_probe", nothing))
+mutant(
+    "a learner that makes no steps is waited for",
+    (Learner, "live", lambda plain: property(lambda self: self.state == "training" and not self.muted)),
+)
+mutant("a dead member keeps its seat", (Rounds, "unseat", nothing))
+mutant("silence is not noticed", (Membership, "silence_limit", lambda plain: lambda self, one: one.last_heard + 1e6))
+
+# ---- what becomes of a round --------------------------------------------------------------------------------------
+
+
+def _version_of_round(plain: Plain) -> Any:
+    def broken(self: Rounds, now: float, event: Merged) -> None:
+        """The version is worked out from the round, which is right until one is passed over."""
+        fragment = self.open[event.round].fragment
+        self.versions[fragment] = event.round // self.settings.fragments
+        plain(self, now, event)
+
+    return broken
+
+
+mutant("a version is skipped after a round was passed over", (Rounds, "commit", _version_of_round))
+
+
+def _as_they_come(plain: Plain) -> Any:
+    def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> bool:
+        moved = plain(self, now, round_, wakes)
+        if round_.stage == "pulling" and not round_.asked and round_.given and round_.t in self.open:
+            round_.stage = "merging"
+            parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
+            self.out.add(Merge(round_.t, round_.fragment, parts))
+        return bool(moved)
+
+    return broken
+
+
+mutant("rounds are merged as they come, not in order", (Rounds, "_collect", _as_they_come))
+
+
+def _passed_at_once(plain: Plain) -> Any:
+    def broken(self: Rounds, round_: Round, reason: str) -> None:
+        committed, self.committed = self.committed, round_.t
+        plain(self, round_, reason)
+        self.committed = committed + 1
+
+    return broken
+
+
+mutant("a round is passed over before its turn", (Rounds, "_pass_over", _passed_at_once))
+
+
+def _stays_open(plain: Plain) -> Any:
+    def broken(self: Rounds, round_: Round, reason: str) -> None:
+        plain(self, round_, reason)
+        self.open[round_.t] = round_
+
+    return broken
+
+
+mutant("a round that was passed over keeps its place", (Rounds, "_pass_over", _stays_open))
+
+
+def _skip_unwritten(plain: Plain) -> Any:
+    def broken(self: Rounds) -> None:
+        self.next += 1
+        self._count()
+
+    return broken
+
+
+mutant("a skipped round is not written down", (Rounds, "skip", _skip_unwritten))
+
+# ---- quarantine and the end ---------------------------------------------------------------------------------------
+
+
+def _one_short(plain: Plain) -> Any:
+    def broken(self: Drain, now: float, wakes: list[float]) -> bool:
+        done = plain(self, now, wakes)
+        if self._until is not None and self.rounds.next == self._until - 1 and not self.rounds.open:
+            return True
+        return bool(done)
+
+    return broken
+
+
+mutant("the last cycle leaves out a fragment", (Drain, "step", _one_short))
+mutant(
+    "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
+)
+mutant("the last cycle does not wait for adoptions", (Drain, "_waits_for_adoption", always(False)))
+mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
+
+
+def _quarantine_in_the_same_life(plain: Plain) -> Any:
+    def broken(self: Membership, now: float, learner: Learner) -> None:
+        merged = list(learner.merged)
+        plain(self, now, learner)
+        learner.merged, learner.recovered, learner.state = merged, True, "training"
+
+    return broken
+
+
+mutant("a learner in quarantine goes on as a member", (Membership, "restart", _quarantine_in_the_same_life))

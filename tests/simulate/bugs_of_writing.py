@@ -1,0 +1,228 @@
+"""Planted bugs of what is written down, and when: durability, terms, the ledger, leases, cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from tests.simulate.planting import Plain, always, mutant, nothing
+
+from atoll.protocol import effects as fx
+from atoll.protocol import history, learner, ledger, records
+from atoll.protocol.accounts import Accounts
+from atoll.protocol.cut import Cuts
+from atoll.protocol.leases import Leases
+from atoll.protocol.membership import Membership
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.syncer import Syncer
+from atoll.protocol.versions import Versions
+from atoll.simulate.disk import Disk
+
+# ---- durability ---------------------------------------------------------------------------------------------------
+
+
+def _written_last(plain: Plain) -> Any:
+    """What it wants durable stands behind what it tells."""
+
+    def broken(self: Any, *args: Any) -> None:
+        before = len(self.out._effects)
+        plain(self, *args)
+        mine = self.out._effects[before:]
+        mine.sort(key=lambda effect: isinstance(effect, fx.Persist))
+        self.out._effects[before:] = mine
+
+    return broken
+
+
+mutant("a round is announced before it is durable", (Rounds, "commit", _written_last))
+mutant("a learner is welcomed before its incarnation is durable", (Syncer, "_greet", _written_last))
+mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
+mutant("the end is told before it is durable", (Syncer, "_finish", _written_last))
+
+
+def _merged_without_lives(plain: Plain) -> Any:
+    def broken(self: history.History, record: records.Merged) -> None:
+        lives, self.lives = self.lives, {}
+        plain(self, record)
+        self.lives = lives
+
+    return broken
+
+
+mutant("a new term forgets whose steps are merged", (history.History, "_merged", _merged_without_lives))
+
+
+def _leases_lost(plain: Plain) -> Any:
+    def broken(cls: Any, state: history.State) -> history.History:
+        restored: history.History = plain(replace_leases(state))
+        return restored
+
+    def replace_leases(state: history.State) -> history.State:
+        waiting = state.leases and replace(state.leases, waiting=())
+        return history.State(**{**{f: getattr(state, f) for f in state.__struct_fields__}, "leases": waiting})
+
+    return classmethod(broken)
+
+
+mutant("a cut forgets the samples that came back", (history.History, "restore", _leases_lost))
+
+# ---- terms --------------------------------------------------------------------------------------------------------
+
+
+def _any_term(plain: Plain) -> Any:
+    def broken(self: learner.Learner, now: float, message: Any) -> None:
+        self.term = min(self.term, message.term)
+        plain(self, now, message)
+
+    return broken
+
+
+def _unfenced(plain: Plain) -> Any:
+    def broken(self: Disk, term: int) -> bool:
+        claim, self.claim = self.claim, term
+        try:
+            return bool(plain(self, term))
+        finally:
+            self.claim = claim
+
+    return broken
+
+
+mutant("a learner heeds a term that is over", (learner.Learner, "_hear", _any_term))
+mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
+
+
+def _same_term(plain: Plain) -> Any:
+    def broken(self: history.History, record: records.AnyRecord) -> None:
+        if not isinstance(record, records.Reigned):
+            plain(self, record)
+
+    return broken
+
+
+mutant("a new syncer speaks for the old term", (history.History, "apply", _same_term))
+
+# ---- the ledger ---------------------------------------------------------------------------------------------------
+
+
+def _uncounted(name: str) -> Any:
+    def make(plain: Plain) -> Any:
+        def broken(stepped: fx.Stepped, adopted: fx.Adopted) -> fx.Stepped:
+            return replace(plain(stepped, adopted), **{name: getattr(stepped, name)})
+
+        return broken
+
+    return make
+
+
+mutant("the counters are not reset at an adoption", (learner, "counted", _uncounted("tokens")))
+mutant("what an adoption drops is not counted", (learner, "counted", _uncounted("dropped")))
+mutant("what a version holds is counted as dropped too", (Versions, "tokens_in", always(0)))
+
+
+def _lost_twice(plain: Plain) -> Any:
+    def broken(self: ledger.Ledger, record: records.Gone) -> None:
+        account = self._open[record.learner, record.incarnation]
+        plain(self, record)
+        self._open[record.learner, record.incarnation] = account
+
+    return broken
+
+
+mutant("what is lost is counted twice", (ledger.Ledger, "closed", _lost_twice))
+
+
+def _found_nothing(plain: Plain) -> Any:
+    def broken(self: ledger.Ledger, fragment: int, tokens: int) -> None:
+        self._closed = replace(self._closed, merged=ledger._plus(self._closed.merged, fragment, tokens))
+
+    return broken
+
+
+mutant("a contribution merged after its learner is gone stays lost", (ledger.Ledger, "_found", _found_nothing))
+mutant("who has been away too long keeps its account", (Syncer, "_abandon", nothing))
+
+# ---- leases -------------------------------------------------------------------------------------------------------
+
+
+def _all_again(plain: Plain) -> Any:
+    def broken(self: Leases, name: str, incarnation: int, again_from: int = -1) -> None:
+        key = (name, incarnation)
+        if key in self._holdings:
+            self._holdings[key] = replace(self._holdings[key], merged_to=0)
+        plain(self, name, incarnation, 0)
+
+    return broken
+
+
+def _under_way_forgotten(plain: Plain) -> Any:
+    return lambda self, one, reason, under_way=None: plain(self, one, reason, None)
+
+
+mutant("samples that a version holds are leased again", (Leases, "gone", _all_again))
+mutant("a round under way is forgotten when its member is gone", (Accounts, "close", _under_way_forgotten))
+mutant("a welcome forgets the leases", (Accounts, "held", always(())))
+
+
+def _lease_twice(plain: Plain) -> Any:
+    """What came back is issued, and stays among what came back until its last sample is."""
+
+    def broken(self: Leases, lease: records.Granted) -> None:
+        waiting = list(self._waiting)
+        plain(self, lease)
+        if waiting and lease.stop < waiting[0].stop:
+            self._waiting[0] = waiting[0]
+
+    return broken
+
+
+mutant("a lease is issued twice", (Leases, "granted", _lease_twice))
+
+# ---- cuts ---------------------------------------------------------------------------------------------------------
+
+
+def _waits_for_the_dead(plain: Plain) -> Any:
+    def broken(self: Cuts, now: float, wakes: list[float]) -> None:
+        if self.open is None or now >= self.open.deadline or not self.open.awaited:
+            plain(self, now, wakes)
+        else:
+            wakes.append(self.open.deadline)
+
+    return broken
+
+
+def _waits_for_nobody(plain: Plain) -> Any:
+    def broken(self: Cuts, now: float, wakes: list[float]) -> None:
+        if self.open is not None and self.open.kept:
+            self.open.awaited.clear()
+        plain(self, now, wakes)
+
+    return broken
+
+
+def _deadline_ignored(plain: Plain) -> Any:
+    def broken(self: Cuts, now: float, wakes: list[float]) -> None:
+        if self.open is not None:
+            self.open.deadline = now + self.settings.cut_wait_s
+        plain(self, now, wakes)
+
+    return broken
+
+
+mutant("a cut waits for the dead", (Cuts, "turn", _waits_for_the_dead))
+mutant("a cut is complete without a live learner's part", (Cuts, "turn", _waits_for_nobody))
+mutant("a cut waits for who never saves", (Cuts, "turn", _deadline_ignored))
+
+
+def _same_life(plain: Plain) -> Any:
+    def broken(self: Membership, now: float, hello: Any, run: str) -> Any:
+        known = self.learners.get(hello.learner)
+        one, new = plain(self, now, hello, run)
+        if known is not None and new and known.session != hello.session:
+            one.incarnation = known.incarnation
+        return one, new
+
+    return broken
+
+
+mutant("another process takes over the incarnation of its name", (Membership, "greet", _same_life))

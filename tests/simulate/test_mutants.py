@@ -1,0 +1,89 @@
+"""A checker that finds nothing proves nothing: every planted bug is found by the fault simulator, within 500 seeds."""
+
+from __future__ import annotations
+
+import pytest
+from tests.simulate.mutants import MUTANTS, planted
+
+from atoll.simulate import campaign
+from atoll.simulate.campaign import Outcome
+
+SEEDS = 500
+STATED = "the rules hold together"
+"""What the campaign calls an error that no invariant names; an assertion of the protocol itself is fine too."""
+
+EASY = [
+    "a round is announced before it is durable",
+    "a learner is welcomed before its incarnation is durable",
+    "a lease is sent before it is durable",
+    "a new syncer speaks for the old term",
+    "a stale base is accepted",
+    "a newcomer contributes before its peer's state is there",
+    "an announcement that was lost is not made up for",
+    "a version is adopted before it is announced",
+    "a contribution tells the counters of now",
+    "the counters are not reset at an adoption",
+    "what a version holds is counted as dropped too",
+    "what is lost is counted twice",
+    "samples that a version holds are leased again",
+    "a cut is complete without a live learner's part",
+    "a version is skipped after a round was passed over",
+    "a round that was passed over keeps its place",
+    "the run ends without a last cycle",
+    "a learner leaves without the finished model",
+    "there is no pace",
+    "a pull has no deadline",
+    "a learner that makes no steps is waited for",
+    "heartbeats are never sent",
+]
+"""Found by almost any seed: these are looked for in every run of the tests."""
+
+
+def found(name: str, seeds: range) -> Outcome | None:
+    """The first seed that shows it."""
+    for seed in seeds:
+        drawn = campaign.plan(seed)
+        with planted(name):
+            outcome = campaign.run(drawn)
+        if outcome.invariant:
+            return outcome
+    return None
+
+
+def is_named(outcome: Outcome) -> bool:
+    """Caught by an invariant, or by an assertion that the protocol states itself."""
+    return outcome.invariant != STATED or (outcome.message.startswith("AssertionError") and ": " in outcome.message)
+
+
+@pytest.mark.parametrize("name", EASY)
+def test_a_planted_bug_is_found_at_once(name: str) -> None:
+    outcome = found(name, range(15))
+    assert outcome is not None, f"no seed up to 15 shows that {name}"
+    assert is_named(outcome), outcome.message
+
+
+def test_without_a_bug_these_seeds_find_nothing() -> None:
+    for seed in range(15):
+        outcome = campaign.run(campaign.plan(seed))
+        assert not outcome.invariant, f"seed {seed}: {outcome.invariant}: {outcome.message}"
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MUTANTS) >= 25 and set(EASY) <= set(MUTANTS)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+def test_every_planted_bug_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    missed: list[str] = []
+    with capsys.disabled():
+        print(f"\n\n{'seeds':>5}  {'planted bug':64}invariant that caught it")
+        for name in MUTANTS:
+            outcome = found(name, range(SEEDS))
+            if outcome is None or not is_named(outcome):
+                missed.append(name)
+            caught = outcome.invariant if outcome else "NOT FOUND"
+            needed = str(outcome.seed + 1) if outcome else "-"
+            print(f"{needed:>5}  {name:64}{caught}", flush=True)
+        print(f"{len(MUTANTS) - len(missed)} of {len(MUTANTS)} planted bugs found")
+    assert not missed
