@@ -31,6 +31,7 @@ Kind = Literal[
     "partition",
     "partition-up",
     "partition-down",
+    "giver",
     # everybody's links
     "clog",
     "lossy",
@@ -44,6 +45,7 @@ Kind = Literal[
     "stop-syncer",
     "jump-syncer",
     "unmergeable",
+    "overflow",
     # its disk
     "disk-full",
     "disk-fails",
@@ -93,6 +95,8 @@ OF_THE_REST: tuple[Kind, ...] = (
     "stop-syncer",
     "jump-syncer",
     "unmergeable",
+    "overflow",
+    "giver",
     "disk-full",
     "disk-fails",
     "disk-slow",
@@ -118,19 +122,22 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
-    """None, a few or many; all are mended before `until`."""
-    count = dice.choice([0, 2, 5, 9, 14])
-    rest = dice.choice([0.2, 0.4, 0.7])
-    faults = [_one(dice, learners, until, rest) for _ in range(count)]
+    """None, a few or many, some of them close to each other; all are mended before `until`."""
+    count = dice.choice([0, 3, 8, 16, 28])
+    rest, near = dice.choice([0.2, 0.4, 0.7]), dice.choice([0.0, 0.3, 0.7])
+    faults: list[Fault] = []
+    for _ in range(count):
+        before = faults[-1].at if faults and dice.random() < near else None
+        faults.append(_one(dice, learners, until, rest, before))
     if dice.random() < 0.04:
         faults.append(Fault(round(dice.uniform(0.3, 1.0) * until, 3), "end"))
     return sorted(faults, key=lambda fault: fault.at)
 
 
-def _one(dice: random.Random, learners: int, until: float, rest: float) -> Fault:
+def _one(dice: random.Random, learners: int, until: float, rest: float, before: float | None) -> Fault:
     of_all = dice.random() < rest
     kind = dice.choice(OF_THE_REST if of_all else OF_LEARNERS)
     target = -1 if of_all else dice.randrange(learners)
-    at = dice.uniform(0, 0.8 * until)
+    at = dice.uniform(0, 0.8 * until) if before is None else min(before + dice.expovariate(0.5), until)
     length = dice.choice([dice.uniform(0, 1), dice.uniform(0, 5), dice.uniform(5, 25)])
     return Fault(round(at, 3), kind, target, round(min(length, until - at), 3), dice.randint(1, 400))

@@ -14,6 +14,8 @@ from atoll.simulate.world import World
 CLOG = 50.0
 LOSSY = 0.3
 DOUBLED = 0.2
+GIVER_S = 20.0
+LOOK_S = 0.1
 STALE_S = 4.0
 """A standby takes over from a syncer that has not moved for so long."""
 
@@ -279,6 +281,25 @@ def _unmergeable(world: World, fault: Fault) -> None:
     world.unmergeable.update((committed + more, attempt) for more in (0, 1, 2) for attempt in (1, fault.number % 3))
 
 
+def _overflow(world: World, fault: Fault) -> None:
+    """The outer state of the next rounds' fragments breaks in the merge, and starts anew."""
+    _unmergeable(world, fault)
+    world.overflow = True
+    _later(world, fault, lambda: setattr(world, "overflow", False))
+
+
+def _giver(world: World, fault: Fault) -> object:
+    """The first that gives its state away from now on goes in the middle of it."""
+    givers = [
+        island for island in world.processes if island.alive and any(one.tickets for one in island.given.values())
+    ]
+    if givers:
+        return (_leave if fault.number % 2 else _kill)(world, givers[0], fault)
+    if world.now < fault.at + fault.length + GIVER_S:
+        world.agenda.later(LOOK_S, _giver, world, fault)
+    return False
+
+
 def _disk(what: str) -> Callable[[World, Fault], None]:
     def begin(world: World, fault: Fault) -> None:
         setattr(world.disk, what, True)
@@ -323,6 +344,8 @@ _REST: dict[str, Callable[[World, Fault], object]] = {
     "stop-syncer": _stop_syncer,
     "jump-syncer": _jump_syncer,
     "unmergeable": _unmergeable,
+    "overflow": _overflow,
+    "giver": _giver,
     "disk-full": _disk("full"),
     "disk-fails": _disk("broken"),
     "disk-slow": _disk_slow,

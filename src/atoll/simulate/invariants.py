@@ -53,6 +53,8 @@ class Invariants:
         """The newest version of every fragment that any learner was told of."""
         self.conduct = Conduct(self)
         self._recovered: set[tuple[str, int]] = set()
+        self._asked: dict[str, set[str]] = {}
+        """Per newcomer, the peers that were asked to help it, in any term: what was on its way may still arrive."""
         self._begin()
 
     def _begin(self) -> None:
@@ -62,8 +64,8 @@ class Invariants:
         self._progress = 0.0
         self._settings: Settings | None = None
         self._accounts: dict[tuple[str, int], Account] = {}
-        self._helping: dict[str, set[str]] = {}
-        """Newcomers that a peer helps now, and all that were asked."""
+        self._helping: set[str] = set()
+        """Newcomers that a peer helps now."""
 
     def restarted(self, reign: Reign) -> None:
         """Another process, which knows what is durable: nothing that was told may be missing."""
@@ -227,13 +229,15 @@ class Invariants:
                 self._recovered.add((data["learner"], data["incarnation"]))
             case "helping":
                 self._recovered.discard((data["learner"], data["incarnation"]))  # it is to say so anew
-                self._helping.setdefault(data["learner"], set()).add(data["peer"])
+                self._helping.add(data["learner"])
+                self._asked.setdefault(data["learner"], set()).add(data["peer"])
             case "helped":
-                if data["peer"] not in self._helping.pop(data["learner"], ()):
+                self._helping.discard(data["learner"])
+                if data["peer"] not in self._asked.get(data["learner"], ()):
                     said = f"{data['learner']} was helped by {data['peer']}, which was not asked"
                     raise Violation("only the recovered contribute", said, data["learner"])
             case "fresh" | "lost" | "left" | "quarantined":
-                self._helping.pop(data["learner"], None)
+                self._helping.discard(data["learner"])
             case _:
                 pass
 

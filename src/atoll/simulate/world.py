@@ -65,6 +65,8 @@ class World:
         """Asked "before" and "after" every effect of the syncer: whether its process dies there."""
         self.unmergeable: set[tuple[int, int]] = set()
         """(round, attempt) whose merge comes to nothing."""
+        self.overflow = False
+        """And their outer state with it."""
         self.finished = False
         self.islands: dict[str, Island] = {}
         """By name, the newest process of that name."""
@@ -232,7 +234,7 @@ class World:
 
     def merged(self, merge: fx.Merge) -> fx.SyncerEvent:
         if (merge.round, merge.parts[0].attempt) in self.unmergeable:
-            return fx.Unmergeable(merge.round, "the merged norm is absurd")
+            return fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
         return fx.Merged(merge.round, "digest")
 
     def received_body(
