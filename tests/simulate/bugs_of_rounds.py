@@ -226,7 +226,6 @@ mutant("the last cycle leaves out a fragment", (Drain, "step", _one_short))
 mutant(
     "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
 )
-mutant("the last cycle does not wait for adoptions", (Drain, "_waits_for_adoption", always(False)))
 mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
+from atoll.cli import app
 from atoll.protocol import effects as fx
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Hello
@@ -126,3 +129,11 @@ def test_a_bug_that_a_calm_run_shows_needs_no_search(monkeypatch: pytest.MonkeyP
 def test_a_calm_run_comes_to_its_end(until: Callable[[State], bool]) -> None:
     state = calmly(Scope("short", steps=4).start(), until)
     assert not any(state.ruler.machine.history.ledger.totals().balance())
+
+
+def test_the_command_counts_states_and_says_that_no_rule_is_broken() -> None:
+    result = CliRunner().invoke(app, ["simulate", "scope", "--states", "50", "--scope", "rounds", "--json"])
+    told = json.loads(result.stdout)
+    assert result.exit_code == 0 and told["states"] >= 50
+    assert [one["scope"]["name"] for one in told["scopes"]] == ["rounds under way"]
+    assert told["scopes"][0]["violation"] is None

@@ -43,8 +43,8 @@ COUNTS = {"clock", "due", "interval", "_anchors", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 
-_ATOMS = {type(None), bool, int, str}
-_frozen: set[type] = {*_ATOMS, bytes, float, tuple, frozenset, FunctionType}
+_ATOMS = {type(None), bool, int, str, bytes}
+_frozen: set[type] = {*_ATOMS, float, tuple, frozenset, FunctionType}
 _changing: set[type] = {dict, list, set, deque, MethodType}
 _fields: dict[type, tuple[str, ...] | None] = {}
 """Of a class; None: every object of it says so itself."""
@@ -99,7 +99,8 @@ def _names(thing: Any) -> tuple[str, ...]:
             _fields[kind] = kind.__struct_fields__
         else:
             _fields[kind] = tuple(one.name for one in fields(kind)) if is_dataclass(kind) else None
-    return _fields[kind] or tuple(thing.__dict__)
+    known = _fields[kind]
+    return known if known is not None else tuple(thing.__dict__)
 
 
 # ---- the canonical form -------------------------------------------------------------------------------------------
