@@ -1,10 +1,11 @@
 """Joining, leaving, coming back; the first parameters; silence."""
 
+from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol.effects import Arrived, Greeted, Initialised, Received, Send
+from atoll.protocol.effects import Arrived, Cut, Greeted, Initialised, Received, Registered, Say, Send, Stepped
 from atoll.protocol.learner import Learner
-from atoll.protocol.messages import Announce, Ending, Hello, Leave, Refused, Welcome
+from atoll.protocol.messages import Announce, Ending, Hello, Leave, Progress, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 
@@ -180,3 +181,16 @@ def test_nothing_is_heeded_before_the_welcome() -> None:
     announce = Announce(round=6, fragment=0, version=4, members=(), gathering=7, term=1)
     assert learner.handle(0.0, Arrived(announce)) == []
     assert learner.handle(0.0, Arrived(Ending(reason="asked to", term=1))) == [] and learner.phase == "out"
+
+
+def test_a_new_life_has_taken_none_of_its_samples() -> None:
+    """Its first report spoke of the samples of the life before, as if they were of its own leases."""
+    learner = Learner("learner-0", "session", ())
+    learner.handle(0.0, Registered((("text", 1000, 1.0),), 0, 4))
+    settings = Settings(learners=2, fragments=2, sync_every=4)
+    welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0, 0), gathering=0)
+    learner.handle(0.0, Arrived(welcome))
+    learner.handle(1.0, Stepped(t=9, steps=(9, 9), tokens=(90, 90), tokens_total=90, dropped=(0, 0), position=36))
+    learner.handle(2.0, Cut("connection reset"))
+    said = learner.handle(9.0, Arrived(replace(welcome, incarnation=2)))
+    assert [one.message.position for one in said if isinstance(one, Say) and isinstance(one.message, Progress)] == [0]

@@ -62,6 +62,6 @@ def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
 
 
 def forgotten(stepped: Stepped, fragments: int) -> Stepped:
-    """The counters of another life."""
+    """The counters of another life, which has taken none of its samples yet."""
     zeros = (0,) * fragments
-    return msgspec.structs.replace(stepped, steps=zeros, tokens=zeros, dropped=zeros)
+    return msgspec.structs.replace(stepped, steps=zeros, tokens=zeros, dropped=zeros, position=min(0, stepped.position))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from atoll.protocol import effects as fx
 from atoll.protocol.learner import Learner
 from atoll.simulate.network import STUCK_S, Network
+from atoll.simulate.oracle import Body
 
 if TYPE_CHECKING:
     from atoll.simulate.island import Island
@@ -29,21 +30,21 @@ class Bodies(Network):
 
     # ---- up -----------------------------------------------------------------------------------------------------
 
-    def upload(self, island: Island, number: int, attempt: int, delta: float, copy: fx.Copied) -> None:
+    def upload(self, island: Island, number: int, attempt: int, body: Body) -> None:
         connection = island.connection
         if connection is not None:
             now = self.agenda.now
             at = connection.at(f"body {number}", now + self.delay())
-            args = (island, island.machine, connection.reign, number, attempt, delta, copy)
+            args = (island, island.machine, connection.reign, number, attempt, body)
             self.agenda.later(at - now, self._uploaded, *args)
 
     def _uploaded(
-        self, island: Island, machine: Learner, reign: Reign, number: int, attempt: int, delta: float, copy: fx.Copied
+        self, island: Island, machine: Learner, reign: Reign, number: int, attempt: int, body: Body
     ) -> object:
         if island.machine is not machine or not island.alive:
             return False
         why = self._breaks(island, reign)
-        if not why and not reign.receive((island.name, number, attempt), delta, island, copy):
+        if not why and not reign.receive((island.name, number, attempt), body):
             why = f"no contribution to round {number} (attempt {attempt}) is waited for"
         if why:
             stuck = STUCK_S if why == "it got stuck" else 0.0

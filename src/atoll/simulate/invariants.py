@@ -33,7 +33,7 @@ from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, We
 from atoll.protocol.settings import Settings
 from atoll.simulate.bounds import too_much
 from atoll.simulate.conduct import Conduct
-from atoll.simulate.oracle import Body, Oracle
+from atoll.simulate.oracle import Oracle
 from atoll.simulate.promises import Violation
 from atoll.simulate.telling import forgotten, unwritten
 from atoll.simulate.timing import Timing
@@ -260,12 +260,11 @@ class Invariants:
 
     # ---- what learners do ---------------------------------------------------------------------------------------
 
-    def body(self, reign: Reign, key: tuple[str, int, int], island: Island, copy: fx.Copied, delta: float) -> None:
+    def sends(self, island: Island, copy: fx.Copied) -> None:
+        """A contribution leaves."""
         if island.waits:
             said = f"{island.name} sends a contribution while it waits for a peer's state"
             raise Violation("only the recovered contribute", said, island.name, copy.fragment)
-        body = Body(island.session, island.machine.incarnation, copy, delta, island.plain)
-        self.oracle.bodies[reign.term, *key] = body
 
     def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         f = adopt.fragment

@@ -12,6 +12,7 @@ from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
 from atoll.simulate import states
 from atoll.simulate.clocks import HostClock
 from atoll.simulate.data import Leased
+from atoll.simulate.oracle import Body
 from atoll.simulate.training import Training
 
 if TYPE_CHECKING:
@@ -248,7 +249,9 @@ class Island(Training):
         copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
         copy.sent = True
         delta = float("nan") if self.broken else copy.base - copy.value
-        self.world.network.upload(self, number, attempt, delta, copy.fact)
+        self.world.invariants.sends(self, copy.fact)
+        body = Body(self.session, self.machine.incarnation, copy.fact, delta, self.plain)
+        self.world.network.upload(self, number, attempt, body)
 
     def _save(self, cut: int) -> None:
         if self.saves:

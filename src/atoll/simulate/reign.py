@@ -19,8 +19,8 @@ from atoll.simulate.clocks import HostClock
 from atoll.simulate.disk import AGAIN_S, Entry
 
 if TYPE_CHECKING:
-    from atoll.simulate.island import Island
     from atoll.simulate.network import Connection
+    from atoll.simulate.oracle import Body
     from atoll.simulate.world import World
 
 Key = tuple[str, int, int]
@@ -269,12 +269,12 @@ class Reign:
             self._probes[learner] = key
         self._asked.add(key)
 
-    def receive(self, key: Key, delta: float, island: Island, copy: fx.Copied) -> bool:
+    def receive(self, key: Key, body: Body) -> bool:
         """A body has come whole; False: nobody asked for it, or it is here already."""
         if key not in self._asked or key in self.bodies:
             return False
-        self.bodies[key] = delta
-        self.world.received_body(self, key, island, copy, delta)
+        self.bodies[key] = body.delta
+        self.world.invariants.oracle.bodies[self.term, *key] = body
         return True
 
     def _discard(self, key: Key) -> None:

@@ -46,6 +46,8 @@ class Timing:
         """(learner, round, attempt) → the deadline that was told."""
         self._unprobed: set[str] = set()
         """At the last look."""
+        self._frozen: dict[int, tuple[int, int]] = {}
+        """Per fragment, the last round and attempt that was judged when it froze."""
         self._quorum_since: dict[tuple[int, int], float] = {}
         self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
         """The open cut, when it was first seen, and who was to be in it."""
@@ -54,7 +56,8 @@ class Timing:
     def check(self, reign: Reign, now: float) -> None:
         machine = reign.machine
         for round_ in machine.rounds.open.values():
-            if round_.stage == "pulling" and round_.frozen_at == now:
+            if round_.stage == "pulling" and (round_.t, round_.attempt) > self._frozen.get(round_.fragment, (-1, 0)):
+                self._frozen[round_.fragment] = (round_.t, round_.attempt)
                 self._quorum(reign, now, round_)
         if machine.cuts.open is not None and machine.cuts.open.cut != self._cut[0]:
             self._cut = (machine.cuts.open.cut, now, set(machine.cuts.open.awaited))

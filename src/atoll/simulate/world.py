@@ -237,11 +237,6 @@ class World:
             return fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
         return fx.Merged(merge.round, "digest")
 
-    def received_body(
-        self, reign: Reign, key: tuple[str, int, int], island: Island, copy: fx.Copied, delta: float
-    ) -> None:
-        self.invariants.body(reign, key, island, copy, delta)
-
     def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
         self.invariants.adopted(island, adopt, value, dropped)
