@@ -119,7 +119,7 @@ def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=40).run_until(round=12)
     kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
     del world.journal[kept:]
-    world.invariants.told = [0, 0]
+    world.disk.losses += 1
     world.crash_syncer()
     assert world.syncer.committed == 8
     world.run_to_end()
@@ -127,3 +127,31 @@ def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
     for island in world.islands.values():
         assert island.theta == world.theta, "everybody ends with the run's model"
     assert not any(world.syncer.history.ledger.totals().balance())
+
+
+def test_one_that_holds_rounds_the_disk_did_not_keep_is_known_also_when_others_took_their_place() -> None:
+    """Its versions bear numbers that the run has given again meanwhile: they are not the same versions."""
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=60).run_until(round=12)
+    world.unlink("learner-1")
+    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
+    del world.journal[kept:]
+    world.disk.losses += 1
+    world.islands["learner-1"].alive = False
+    world.crash_syncer()
+    world.run_until(round=20)
+    world.crash_syncer()
+    world.run_until(round=24)
+    world.islands["learner-1"].alive = True
+    world.link("learner-1")
+    assert max(world.islands["learner-1"].adopted) < min(world.syncer.versions)
+    assert world.syncer.members.learners["learner-1"].incarnation == 2
+    world.run_to_end()
+    assert not any(world.syncer.history.ledger.totals().balance())
+
+
+def test_one_that_was_there_in_the_term_before_goes_on_as_it_was() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=60).run_until(round=8)
+    for number in (14, 20, 26):
+        world.crash_syncer()
+        world.run_until(round=number)
+    assert {one.incarnation for one in world.syncer.members.learners.values()} == {1}

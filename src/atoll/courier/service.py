@@ -190,7 +190,8 @@ class Courier:
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
             counted = [int(v) for v in box.adopted]
             incarnation = box.count("incarnation")
-            self._machine.restore(box.run, whole, frame.stepped, incarnation, counted, seeking=frame.waits)
+            waits, term = frame.waits, box.count("term")
+            self._machine.restore(box.run, whole, frame.stepped, incarnation, counted, seeking=waits, term=term)
             self._dial()
         assert self._link is not None
         self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
@@ -237,6 +238,7 @@ class Courier:
         if isinstance(message, Welcome) and self._box is not None:
             self._box.run = message.run
             self._box.set_count("incarnation", message.incarnation)
+            self._box.set_count("term", message.term)
         elif isinstance(message, Recover) and self._box is not None:
             self._box.set_count("incarnation", message.incarnation)
 

@@ -32,6 +32,10 @@ from atoll.protocol.records import (
 from atoll.protocol.settings import Settings
 
 
+TERMS = 32
+"""So many terms back it is known what each began with."""
+
+
 class Life(msgspec.Struct, array_like=True):
     """What the records tell of one learner."""
 
@@ -65,6 +69,7 @@ class State(msgspec.Struct, array_like=True):
     cuts: list[int]
     ended: str
     finished: bool
+    began: list[tuple[int, tuple[int, ...]]] = []
 
 
 class History:
@@ -83,6 +88,8 @@ class History:
         """Complete ones, the newest last; only a few are remembered."""
         self.ended = ""
         self.finished = False
+        self.began: list[tuple[int, tuple[int, ...]]] = []
+        """Terms, and the versions that each found; only those of late are remembered."""
 
     @property
     def run(self) -> str:
@@ -98,6 +105,7 @@ class History:
                 raise AssertionError("a run begins once")
             case Reigned(term):
                 self.term = term
+                self.began = [*self.began[1 - TERMS :], (term, tuple(self.versions))]
             case Joined():
                 self._joined(record)
             case Started():
@@ -177,6 +185,7 @@ class History:
             list(self.cuts),
             self.ended,
             self.finished,
+            list(self.began),
         )
 
     @classmethod
@@ -186,7 +195,7 @@ class History:
         history.term, history.started = state.term, state.started
         history.versions, history.committed = list(state.versions), state.committed
         history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
-        history.finished = state.finished
+        history.finished, history.began = state.finished, list(state.began)
         history.ledger = Ledger.restore(state.ledger)
         history.leases = Leases.restore(state.leases) if state.leases is not None else None
         return history

@@ -99,10 +99,11 @@ class Learner:
         counted: list[int] | None = None,
         *,
         seeking: bool = False,
+        term: int = 0,
     ) -> None:
         """What the shared memory and the training process say, for a courier that takes over from a dead one."""
         self.run, self.incarnation, self._versions.held = run, incarnation, list(versions)
-        self._seeking.open = seeking
+        self._seeking.open, self.term = seeking, term
         self._versions.counted = list(versions if counted is None else counted)
         self._stepped, self.t = stepped, stepped.t
 

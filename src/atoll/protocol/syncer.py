@@ -252,9 +252,11 @@ class Syncer:
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
 
     def _is_ahead(self, hello: Hello) -> bool:
-        """With durability = "cut" a crash of the machine may cost rounds that learners have heard of."""
+        """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
+        have taken their place: what it holds must have been there when each term began that it has not heard of."""
+        found = [versions for term, versions in self.history.began if 0 < hello.term < term]
         return hello.run == self.run and any(
-            held > newest for held, newest in zip(hello.versions, self.versions, strict=False)
+            held > kept for known in (self.versions, *found) for held, kept in zip(hello.versions, known, strict=False)
         )
 
     def _is_better_uploader(self, hello: Hello) -> bool:

@@ -43,6 +43,8 @@ class Disk:
         """Per record's place, the outer gradient of its round."""
         self.start: list[float] = []
         """Version 0."""
+        self.losses = 0
+        """How often the machine went down with records that were not synced."""
         self.synced = 0
         """So many records survive the machine."""
         self.claim = 0
@@ -85,6 +87,7 @@ class Disk:
     def power_cut(self) -> int:
         """The machine went down: what was never synced is gone. How many records that were."""
         lost = len(self.journal) - self.synced
+        self.losses += lost > 0
         for place in range(self.synced, len(self.journal)):
             self.gradients.pop(place, None)
         del self.journal[self.synced :]

@@ -70,8 +70,7 @@ class Invariants:
     def restarted(self, reign: Reign) -> None:
         """Another process, which knows what is durable: nothing that was told may be missing."""
         oracle, machine = self.oracle, reign.machine
-        if oracle.place > len(self.world.disk.journal):
-            oracle.again()
+        if oracle.again():
             self.told = [min(told, kept) for told, kept in zip(self.told, oracle.versions, strict=True)]
         oracle.catch_up()
         for fragment, told in enumerate(self.told):

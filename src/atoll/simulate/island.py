@@ -144,7 +144,7 @@ class Island(Training):
         self.courier = True
         self.machine = Learner(self.name, self.session, TENSORS)
         stepped = self.stepped_event()
-        self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits)
+        self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits, term=old.term)
         if self.data is not None and self.leased is not None:
             self.hear(self.data)
 

@@ -42,6 +42,7 @@ class Oracle:
         self._begin()
 
     def _begin(self) -> None:
+        self._losses = self.world.disk.losses
         self.place = 0
         """Records read."""
         self.term = 1
@@ -57,11 +58,14 @@ class Oracle:
         self.samples = Samples()
         self.ended = self.finished = False
 
-    def again(self) -> None:
-        """The disk lost records that were never synced: what they said never was."""
+    def again(self) -> bool:
+        """Whether the disk lost records that were never synced: what they said never was."""
+        if self._losses == self.world.disk.losses:
+            return False
         self.never_were |= {(*key, value) for key, value in self.values.items()}
         self._begin()
         self.catch_up()
+        return True
 
     def catch_up(self) -> None:
         journal = self.world.disk.journal
