@@ -227,15 +227,3 @@ mutant(
     "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
 )
 mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
-
-
-def _quarantine_in_the_same_life(plain: Plain) -> Any:
-    def broken(self: Membership, now: float, learner: Learner) -> None:
-        merged = list(learner.merged)
-        plain(self, now, learner)
-        learner.merged, learner.recovered, learner.state = merged, True, "training"
-
-    return broken
-
-
-mutant("a learner in quarantine goes on as a member", (Membership, "restart", _quarantine_in_the_same_life))

@@ -16,6 +16,7 @@ LOSSY = 0.3
 DOUBLED = 0.2
 GIVER_S = 20.0
 LOOK_S = 0.1
+BOUNCES, BOUNCE_S = 12, 0.08
 STALE_S = 4.0
 """A standby takes over from a syncer that has not moved for so long."""
 
@@ -258,6 +259,25 @@ def _failover(world: World, fault: Fault) -> object:
     return None
 
 
+def _rival(world: World, fault: Fault) -> object:
+    """A standby takes over from one that lives: until that notices, whoever has to dial again reaches either."""
+    if not world.reign.alive or world.reign.paused:
+        return False
+    world.new_reign(world.disk.claim)
+    for number in range(BOUNCES):
+        name = f"learner-{(fault.number + number) % world.settings.learners}"
+        world.agenda.later(BOUNCE_S * number, _bounce, world, name)
+    return None
+
+
+def _bounce(world: World, name: str) -> object:
+    island = world.islands.get(name)
+    if island is None or not island.alive or island.frozen:
+        return False
+    world.network.reset(island, "connection reset")
+    return None
+
+
 def _stop_syncer(world: World, fault: Fault) -> object:
     return None if _stop(world, fault) else False
 
@@ -341,6 +361,7 @@ _REST: dict[str, Callable[[World, Fault], object]] = {
     "crash-after": _crash_at("after"),
     "power": _power,
     "failover": _failover,
+    "rival": _rival,
     "stop-syncer": _stop_syncer,
     "jump-syncer": _jump_syncer,
     "unmergeable": _unmergeable,
