@@ -86,8 +86,12 @@ class Boundary:
                 if reset:
                     self._heal()
 
-    def count(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
+    def stand(self, t: int, total: int, position: int) -> None:
+        """Go on after this step."""
         self._t, self._total, self._position = t, total, position
+
+    def count(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
+        self.stand(t, total, position)
         self._steps += 1
         self._tokens += tokens
 

@@ -452,6 +452,7 @@ class Learner:
         self._boundary = Boundary(self._box, settings, trained(self.model), self._partner, self._tape)
         fill_box(self._box, state, os.environ.get("ATOLL_RUN", ""))
         self._feed.load(state["feed"])
+        self._boundary.stand(self._t, self._tokens, state["feed"].get("position", -1))
 
     def _put_back(self, saved: Snapshot) -> None:
         """What the run does not know: optimizer, schedules, chance. Parameters are the run's."""

@@ -2,7 +2,7 @@
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
 has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
---poor (hardly any memory is free).
+--poor (hardly any memory is free), --rate (the learning rate).
 """
 
 import argparse
@@ -22,6 +22,7 @@ parser.add_argument("--nan-at", type=int, default=0)
 parser.add_argument("--steps", type=int, default=0)
 parser.add_argument("--deaf", action="store_true")
 parser.add_argument("--poor", action="store_true")
+parser.add_argument("--rate", type=float, default=0.05)
 said = parser.parse_args()
 
 if said.poor:
@@ -38,7 +39,7 @@ while said.odd and second:
     time.sleep(0.05)
 torch.manual_seed(0)
 model = torch.nn.Linear(width, width)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=said.rate, momentum=0.5)
 broken = False
 
 with atoll.Learner(model, optimizer) as learner:

@@ -1,0 +1,79 @@
+"""Where the copies of a round stand in a part, and which process is whose."""
+
+from __future__ import annotations
+
+from atoll.launch.replay.score import Copied, Part, read_score
+from atoll.protocol.records import Begun, Joined, Lent, Merged, Passed, Played, Share, Started
+from atoll.protocol.settings import Settings
+from atoll.protocol.tape import Adopted, Began, Forgot, Informed, Marked, Owned
+
+BEGUN = Begun("run", Settings(learners=2, fragments=2, sync_every=2), {}, (), "plan")
+BEGAN = Began(0, 1, "2.13", "DEFAULT", "cpu", False)
+
+
+def part(*entries: object, copies: list[Copied]) -> Part:
+    return Part("a", "session", 1, list(entries), copies)  # type: ignore[arg-type]
+
+
+def test_a_copy_stands_behind_the_adoption_that_gave_it_its_base() -> None:
+    adopted, copy = Adopted(3, 0, 7), Copied(3, 10, 0, base=7, steps=1)
+    assert part(adopted, copies=[copy]).acts() == [adopted, copy]
+
+
+def test_and_before_the_one_that_took_its_base_away() -> None:
+    first, second, copy = Adopted(1, 0, 7), Adopted(3, 0, 8), Copied(3, 10, 0, base=7, steps=2)
+    assert part(first, second, copies=[copy]).acts() == [first, copy, second]
+
+
+def test_other_fragments_and_other_orders_do_not_matter() -> None:
+    acts = [Adopted(1, 0, 7), Adopted(3, 1, 8), Informed(3, 0.5, 5)]
+    copy = Copied(3, 10, 0, base=7, steps=2)
+    assert part(*acts, copies=[copy]).acts() == [*acts, copy]
+
+
+def test_the_first_parameters_are_a_base_of_every_fragment() -> None:
+    owned, adopted, copy = Owned(0), Adopted(2, 1, 1), Copied(2, 1, 1, base=0, steps=2)
+    assert part(BEGAN, owned, adopted, copies=[copy]).acts() == [BEGAN, owned, copy, adopted]
+
+
+def test_copies_are_made_before_everything_is_forgotten() -> None:
+    adopted, forgot, copy = Adopted(1, 0, 7), Forgot(4, True), Copied(4, 9, 0, base=7, steps=3)
+    assert part(adopted, forgot, copies=[copy]).acts() == [adopted, copy, forgot]
+
+
+def test_after_a_cut_only_what_came_behind_its_mark_is_played() -> None:
+    entries = [Adopted(1, 0, 7), Marked(4, 20), Adopted(4, 1, 7), Adopted(6, 0, 8)]
+    copies = [Copied(3, 9, 0, 7, 2), Copied(4, 10, 1, 7, 1), Copied(6, 11, 0, 7, 5)]
+    acts = part(*entries, copies=copies).acts(after=20)
+    assert acts == [entries[2], copies[1], copies[2], entries[3]]
+
+
+def test_a_journal_becomes_a_score() -> None:
+    share = Share("a", 1, 2, 2, 20, 200.0, 0)
+    merged = Merged(0, 0, 1, 1, "all", (share,), "digest")
+    score = read_score(
+        [
+            BEGUN,
+            Joined("a", 1, "one", 0),
+            Joined("b", 1, "two", 0),
+            Played("a", 1, 0, (BEGAN, Owned(0))),
+            Started("a"),
+            merged,
+            Lent("ticket", "a", 1, 2),
+            Joined("a", 2, "one", 2),
+            Joined("b", 2, "three", 0),
+            Played("a", 2, 2, (Forgot(2, True),)),
+            Passed(1, 1, "nobody"),
+        ]
+    )
+    assert [(one.learner, one.number, one.joined_at) for one in score.parts] == [("a", 1, 0), ("b", 1, 0), ("b", 2, 1)]
+    assert score.parts[0].entries == [BEGAN, Owned(0), Forgot(2, True)], "one process, two incarnations"
+    assert score.parts[0].copies == [Copied(2, 0, 0, 0, 2)]
+    assert score.lent == {"ticket": (score.parts[0], 2)}
+    assert (score.rounds, len(score.decisions)) == (2, 3)
+
+
+def test_what_is_missing_of_a_tape_is_known() -> None:
+    score = read_score([BEGUN, Joined("a", 1, "one", 0), Played("a", 1, 0, (BEGAN,)), Played("a", 1, 4, (Owned(0),))])
+    assert score.parts[0].missing == "its tape lacks entries 1 to 3"
+    assert score.parts[0].entries == [BEGAN]

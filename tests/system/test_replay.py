@@ -1,0 +1,58 @@
+"""A real run with accidents, then the same run from its tape."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from tests.system.conftest import SCRIPTS, Run, members
+
+pytestmark = pytest.mark.system
+
+LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+
+
+def replayed(run: Run, *more: str) -> dict[str, object]:
+    done = run.command("replay", run.out, "--json", *more)
+    assert done.stdout, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    assert done.returncode == (0 if found["identical"] else 1)
+    return found
+
+
+def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
+    run.train(*LINE)
+    run.until(lambda events: len(members(events)) == 2)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    os.kill(run.pid("syncer"), signal.SIGKILL)
+    run.until(lambda events: any(e["kind"] == "reigned" for e in events))
+    at = len(run.events("round"))
+    run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)
+    run.interrupt()
+    run.ended()
+    found = replayed(run)
+    last = max(e["round"] for e in run.events("round", "passed"))
+    assert found["identical"] and found["from_journal"] == [], json.dumps(found)
+    assert found["through"] in (last, last + 1), "a round of the last cycle may be skipped without a word"
+    until = replayed(run, "--until", "5", "--jobs", "1")
+    assert (until["identical"], until["through"]) == (True, 5)
+    settings = run.out / "run.toml"
+    settings.write_text(re.sub(r'("[^"]*line.py"),?', r'\1, "--rate", "0.0500001",', settings.read_text()))
+    other = replayed(run)
+    assert other["difference"] == {"round": 0, "fragment": 0, "version": 1, "tensors": ["weight"]}, other
+
+
+def test_a_changed_byte_is_named(run: Run) -> None:
+    run.train(*LINE, "--steps", "60")
+    run.ended()
+    segment = run.out / "journal" / "segment-000001.log"
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    done = run.command("replay", run.out)
+    assert done.returncode != 0
+    assert re.search(r"segment-000001.log is damaged at byte \d+, record \d+", done.stderr), done.stderr
