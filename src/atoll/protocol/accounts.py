@@ -112,6 +112,8 @@ class Accounts:
     def _lease(self, learners: list[Learner]) -> None:
         leases = self.history.leases
         assert leases is not None
+        if not any(self._lacks(one) for one in learners):
+            return
         granted: dict[str, list[Range]] = {one.name: [] for one in learners}
         while any(self._lacks(one) for one in learners) and not leases.used_up:
             for one in learners:

@@ -26,6 +26,8 @@ class Gathering:
         self.pace = Pace(schedule.interval(settings))
         self.draining = False
         """The run ends: the last steps are collected, unpaced."""
+        self._names: list[str] = []
+        """Of those that set the pace."""
         self._short_since: float | None = None
         """Since when fewer learners step than the quorum asks for."""
 
@@ -36,7 +38,10 @@ class Gathering:
     def watch(self, now: float) -> None:
         """The live learners may have changed."""
         stepping = self.members.stepping()
-        self.pace.members({one.name: one.t for one in stepping})
+        names = [one.name for one in stepping]
+        if names != self._names:
+            self._names = names
+            self.pace.members({one.name: one.t for one in stepping})
         if len(stepping) >= self.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
@@ -79,9 +84,11 @@ class Gathering:
 
     def is_behind_all(self, round_: Round) -> bool:
         """Synchronous: whether every learner has gone past a round that none of them can give to."""
+        if not self.settings.synchronous or self.draining:
+            return False
         stepping = self.members.stepping()
-        past = self.settings.synchronous and not self.draining and bool(stepping)
-        return past and not any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
+        may_give = any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
+        return bool(stepping) and not may_give
 
     def _awaited(self, round_: Round, ready: list[Learner]) -> int:
         names = round_.roster - {one.name for one in ready}

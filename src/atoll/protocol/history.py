@@ -31,7 +31,6 @@ from atoll.protocol.records import (
 )
 from atoll.protocol.settings import Settings
 
-
 TERMS = 32
 """So many terms back it is known what each began with."""
 

@@ -105,18 +105,21 @@ class Account(Record, frozen=True):
 
     def is_older(self, total: int, versions: Sequence[int]) -> bool:
         """Whether such a report was made before what is known already."""
-        before_a_copy = any(p is not None and held < p.base for p, held in zip(self.pending, versions, strict=True))
-        return total < self.total or before_a_copy
+        if total < self.total or not any(self.pending):
+            return total < self.total
+        return any(p is not None and held < p.base for p, held in zip(self.pending, versions, strict=True))
 
     def adopted(self, versions: Sequence[int]) -> Account:
         """What these versions contain is on its way no more."""
+        if not any(self.pending):
+            return self
         still = [p if p and held < p.version else None for p, held in zip(self.pending, versions, strict=True)]
         return replace(self, pending=tuple(still))
 
     def counted(self, total: int, tokens: Sequence[int], dropped: Sequence[int]) -> tuple[Account, str | None]:
         """With the counters of a report; and what does not balance in it, if anything does not."""
         adopted = [m - u for m, u in zip(self.merged, self._unadopted(), strict=True)]
-        sums = [sum(parts) for parts in zip(adopted, dropped, tokens, strict=True)]
+        sums = [a + d + c for a, d, c in zip(adopted, dropped, tokens, strict=True)]
         begin = max(total - sums[0], self.origin or 0) if self.begin is None else self.begin
         for fragment, told in enumerate(sums):
             if total - begin != told:

@@ -9,12 +9,12 @@ pulls), not stalled (it is there but makes no steps).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Literal
 
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
 from atoll.protocol.messages import Hello, Progress
+from atoll.protocol.pace import middle
 from atoll.protocol.settings import Settings
 
 State = Literal["joining", "training", "gone"]
@@ -200,8 +200,8 @@ class Membership:
 
     def step_s(self) -> float | None:
         """ξ_step: the median of the live learners' averages."""
-        known = [learner.step_s.value for learner in self.live() if learner.step_s.value is not None]
-        return median(known) if known else None
+        known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
+        return middle(known) if known else None
 
     def tokens(self) -> int:
         return sum(learner.tokens_before + learner.tokens_total for learner in self.learners.values())

@@ -11,9 +11,6 @@ out; one that misses two pulls is muted until a probe succeeds; a deadline that 
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median
-
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, Merge, Merged, Part
@@ -21,6 +18,7 @@ from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
+from atoll.protocol.pace import Recent
 from atoll.protocol.round import Round, Seat, weight
 from atoll.protocol.settings import Settings
 
@@ -39,12 +37,12 @@ class Rounds:
         """Rounds behind us, empty ones included: the syncer's t."""
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
-        self._since: deque[int] = deque(maxlen=RECENT)
+        self._since = Recent(RECENT)
 
     @property
     def effective_h(self) -> float | None:
         """Median learner steps between two syncs of a fragment, of late."""
-        return median(self._since) if self._since else None
+        return self._since.median
 
     @property
     def global_step(self) -> int:
@@ -61,7 +59,7 @@ class Rounds:
     def turn(self, now: float, wakes: list[float]) -> bool:
         """One pass over the rounds; True when something moved and another pass may move more."""
         moved = False
-        for round_ in sorted(self.open.values(), key=lambda r: r.t):
+        for round_ in list(self.open.values()):  # rounds are opened in order of t
             if round_.stage == "gathering":
                 moved |= self._gather(now, round_, wakes)
             elif round_.stage == "pulling":
@@ -302,7 +300,7 @@ class Rounds:
             learner.merged[round_.fragment], learner.synced_t[round_.fragment] = version, given.t
             learner.merged_tokens[round_.fragment] = given.tokens
         if since is not None and not self.gathering.draining:
-            self._since.append(since)
+            self._since.add(since)
         return {
             "learner": seat.learner,
             "incarnation": seat.incarnation,

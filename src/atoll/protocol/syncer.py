@@ -453,7 +453,7 @@ class Syncer:
 
     def _abandon(self, now: float, wakes: list[float]) -> None:
         """Who has been away for too long is not counted on any more: its data goes to others."""
-        for learner in [one for one in self.members.learners.values() if not one.connected and not one.closed]:
+        for learner in [one for one in self.members.learners.values() if one.state == "gone" and not one.closed]:
             learner.last_heard = learner.last_heard or now
             until = learner.last_heard + self.settings.abandon_s
             if now >= until:

@@ -93,11 +93,12 @@ class Invariants:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
         if reign is not self.world.reign:
             return
+        progress = machine.progress
         if machine.settings is not self._settings:
-            self._settings, self._progress = machine.settings, 0.0
-        elif machine.progress < self._progress:
-            raise Violation("clocks", f"progress goes back from {self._progress} to {machine.progress}")
-        self._progress = machine.progress
+            self._settings = machine.settings
+        elif progress < self._progress:
+            raise Violation("clocks", f"progress goes back from {self._progress} to {progress}")
+        self._progress = progress
         self.timing.check(reign, now)
         self._check_accounts(reign)
         if machine.peers.open:

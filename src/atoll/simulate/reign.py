@@ -89,8 +89,10 @@ class Reign:
         return self.world.tell(self, fx.Tick(), wake)
 
     def greet(self, name: str, connection: Connection, hello: Hello) -> None:
-        """An older channel of the same learner is replaced: nothing more is heard of it."""
+        """An older channel of the same learner is replaced: it is closed, and nothing more is heard of it."""
         if self.alive:
+            if self.channels.get(name) is not connection:
+                self.world.network.expel(self, name, "another connection took its place")
             self.channels[name] = connection
             self.world.tell(self, fx.Greeted(hello))
 
