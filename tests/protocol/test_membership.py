@@ -183,6 +183,18 @@ def test_nothing_is_heeded_before_the_welcome() -> None:
     assert learner.handle(0.0, Arrived(Ending(reason="asked to", term=1))) == [] and learner.phase == "out"
 
 
+def test_the_welcome_of_an_earlier_process_is_passed_over() -> None:
+    """Its process died while the welcome waited for the disk, and another has the name by the time it is sent."""
+    learner = Learner("learner-0", "second", ())
+    settings = Settings(learners=2, fragments=2, sync_every=4)
+    welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(1, 0), gathering=1)
+    merged = ((1, 1, 10), (-1, 0, 0))
+    assert learner.handle(0.0, Arrived(replace(welcome, session="first", merged=merged))) == []
+    assert learner.incarnation == 0
+    learner.handle(0.0, Arrived(replace(welcome, session="second", incarnation=2)))
+    assert learner.incarnation == 2 and learner.run == "run"
+
+
 def test_a_new_life_has_taken_none_of_its_samples() -> None:
     """Its first report spoke of the samples of the life before, as if they were of its own leases."""
     learner = Learner("learner-0", "session", ())

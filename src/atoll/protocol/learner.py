@@ -176,6 +176,8 @@ class Learner:
             return
         if not self._connected and not isinstance(message, msg.Welcome | msg.Refused):
             return  # it was meant for an earlier connection; the welcome will tell
+        if isinstance(message, msg.Welcome) and message.session not in ("", self.session):
+            return  # it was meant for an earlier process of this name; the own one comes behind it
         self.term = max(self.term, message.term)
         self._clock = merged(self._clock, message.clock)
         self._mark(message)

@@ -233,6 +233,8 @@ class Welcome(Message, frozen=True):
     """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
     taped: int = 0
     """Entries of its tape that are written down."""
+    session: str = ""
+    """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
 
 
 class Refused(Message, frozen=True):

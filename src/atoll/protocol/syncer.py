@@ -279,6 +279,7 @@ class Syncer:
             merged=learner.last_merged(),
             leases=self.accounts.held(learner),
             taped=self.history.lives[learner.name].taped,
+            session=learner.session,
         )
         self.out.send(learner.name, welcome)
 
