@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import look, replay, serve, simulate, simulate_scope, train  # they register their commands
+from atoll.cli import look, replay, serve, simulate, simulate_scope, tape, train  # they register their commands
 from atoll.cli.app import app
 from atoll.protocol.errors import AtollError
 
-__all__ = ["app", "look", "main", "replay", "serve", "simulate", "simulate_scope", "train"]
+__all__ = ["app", "look", "main", "replay", "serve", "simulate", "simulate_scope", "tape", "train"]
 
 
 @app.callback(invoke_without_command=True)

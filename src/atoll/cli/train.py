@@ -10,16 +10,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.app import app, close, document_of, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.data_parallel import DataParallelRun
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
+from atoll.launch.replay.conductor import Outcome
+from atoll.launch.replay.perform import Performance
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe.screen import EventTail, choose
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.records import Begun
 from atoll.store.rundir import RunDir
+from atoll.store.tapes import read_tape
 from atoll.workloads.settings import WorkloadSettings
 
 DEMO: dict[str, dict[str, Any]] = {
@@ -73,6 +78,10 @@ def train(
     kill: Annotated[
         list[str] | None,
         typer.Option(help="Kill a learner on the way: learner-2@0.4.", metavar="NAME@SHARE", rich_help_panel=RUN),
+    ] = None,
+    tape: Annotated[
+        Path | None,
+        typer.Option(help="Follow this scenario (atoll simulate tape).", metavar="FILE", rich_help_panel=RUN),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=RUN)] = False,
     sync: Annotated[
@@ -160,6 +169,9 @@ def train(
     if script is not None:
         settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *context.args))
     kills = tuple(_kill(text, settings) for text in kill or ()) or ((DEMO_KILL,) if demo else ())
+    if tape is not None:
+        _follow(tape, settings, changes["protocol"], out, force=force, as_json=json_, kills=bool(kills))
+        return
     run_dir = RunDir.create(out, force=force or demo)
     console = Console(stderr=json_)
     if algorithm == "data-parallel":
@@ -268,6 +280,42 @@ def _train(
         )
         asyncio.run(run.run())
     close(out, console, as_json)
+
+
+def _follow(
+    tape: Path,
+    config: Config,
+    rules: dict[str, Any],
+    out: Path | None,
+    *,
+    force: bool,
+    as_json: bool,
+    kills: bool,
+) -> None:
+    """`--tape`: the scenario says how many learners there are, how long it goes and by which rules."""
+    said = sorted(name for name, value in rules.items() if value is not None)
+    if said or kills:
+        raise ConfigError(f"--tape brings {', '.join(said) or 'its faults'} with it: make another tape for another")
+    lines = read_tape(tape)
+    assert isinstance(lines[0], Begun)
+    config = msgspec.structs.replace(config, protocol=lines[0].settings)
+    kernels.warm()
+    run_dir, console = RunDir.create(out, force=force), Console(stderr=True)
+    said_so_far = TextColumn("{task.fields[said]}")
+    columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), said_so_far)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("tape", total=None, said="starting the learners")
+
+        def watch(outcome: Outcome, rounds: int) -> None:
+            bar.update(task, total=rounds, completed=outcome.through + 1, said="")
+
+        summary = Performance(tape.absolute(), config, run_dir, watch=watch).run()
+    write_summary(run_dir, summary, as_json)
+    if not as_json:
+        Console(highlight=False, soft_wrap=True).print(
+            f"{summary['rounds']} rounds as the tape says, {summary['processes']} training processes, "
+            f"{summary['wall_s']:.0f} s. The model is in {run_dir.model}; atoll replay repeats it."
+        )
 
 
 def _train_data_parallel(config: Config, out: RunDir, console: Console, as_json: bool) -> None:

@@ -83,9 +83,9 @@ class House:
 
 
 class Actor:
-    def __init__(self, part: Part, acts: list[Act], house: House, child: Child) -> None:
+    def __init__(self, part: Part, acts: list[Act], child: Child) -> None:
         self.part, self.child = part, child
-        self._house = house
+        self._shared: House | None = None
         self._acts = acts
         self._next = 0
         self._channel: Channel | None = None
@@ -122,8 +122,13 @@ class Actor:
     def next_act(self) -> Act | None:
         return self._acts[self._next] if self._next < len(self._acts) else None
 
-    def connect(self, channel: Channel, start: Start) -> None:
-        self._channel = channel
+    @property
+    def _house(self) -> House:
+        assert self._shared is not None
+        return self._shared
+
+    def connect(self, channel: Channel, start: Start, house: House) -> None:
+        self._channel, self._shared = channel, house
         if not start.boxed:
             settings, plan = self._house.settings, self._house.plan
             channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments))
@@ -335,7 +340,7 @@ class Actor:
     def _compare_machine(self, entries: tuple[tape.AnyEntry, ...]) -> None:
         then = self.part.began
         for now in entries:
-            if isinstance(now, tape.Began) and then is not None:
+            if isinstance(now, tape.Began) and then is not None and then.torch:
                 for name in ("threads", "torch", "cpu", "device"):
                     if getattr(now, name) != getattr(then, name):
                         text = f"{name}: {getattr(then, name)} in the run, {getattr(now, name)} here"

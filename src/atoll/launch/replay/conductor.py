@@ -31,7 +31,9 @@ from atoll.launch.replay.score import Act, Copied, Decision, Part, Score
 from atoll.mailbox.channel import Channel, Start, decode_to_courier
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
+from atoll.numerics.fragments import difference
 from atoll.protocol import tape
+from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import Changed, Merged, Passed, Reset, Started
 from atoll.syncer.parameters import Parameters
 
@@ -60,6 +62,8 @@ class Outcome:
     stopped: str = ""
     """Why it ended before it was to."""
     remarks: list[str] = field(default_factory=list)
+    made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    """Per round, digest and marks of the version it made."""
 
 
 class Conductor:
@@ -68,8 +72,8 @@ class Conductor:
         score: Score,
         parts: Sequence[tuple[Part, list[Act]]],
         decisions: Sequence[Decision],
-        parameters: Parameters,
         *,
+        stage: Callable[[tuple[TensorSpec, ...]], Parameters],
         begun: bool,
         launch: Callable[[Part, str], Child],
         gradient: Callable[[Merged], memoryview | None],
@@ -77,9 +81,11 @@ class Conductor:
         until: int | None = None,
         watch: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        """`begun`: the parameters are those of a cut, and not to come from the first learner."""
+        """`stage` makes the parameters, once the first training process has said what its model is; `begun`: those of a
+        cut, and not of the first learner."""
         self.outcome = Outcome()
-        self._score, self._parameters, self._begun = score, parameters, begun
+        self._score, self._stage, self._begun = score, stage, begun
+        self._tensors: tuple[TensorSpec, ...] | None = None
         self._decisions, self._at = list(decisions), 0
         self._launch, self._gradient, self._jobs, self._until, self._watch = launch, gradient, jobs, until, watch
         self._waiting = [(part, acts) for part, acts in parts if acts]
@@ -92,9 +98,14 @@ class Conductor:
         self._states: dict[str, State] = {}
         self._actors: list[Actor] = []
         self._reasons: dict[str, str] = {}
-        settings = score.begun.settings
+        if begun:
+            self._furnish(score.begun.tensors)
+
+    def _furnish(self, tensors: tuple[TensorSpec, ...]) -> None:
+        settings = self._score.begun.settings
+        self._tensors, self._parameters = tensors, self._stage(tensors)
         self._house = House(
-            plan=parameters.plan,
+            plan=self._parameters.plan,
             settings=settings,
             codec=make_codec(settings.codec),
             version=lambda fragment, version: self._versions.get((fragment, version)),
@@ -103,10 +114,10 @@ class Conductor:
             owned=self._own,
             state=self._states.get,
             lent=self._lend,
-            leases=score.leases.__getitem__,
+            leases=self._score.leases.__getitem__,
             remark=self._remark,
         )
-        if begun:
+        if self._begun:
             self._keep_current(range(settings.fragments))
 
     # ---- the course of it -------------------------------------------------------------------------------------------
@@ -175,7 +186,7 @@ class Conductor:
         for part, acts in list(self._waiting):
             if working < self._jobs and self._is_due(part, acts):
                 self._waiting.remove((part, acts))
-                self._actors.append(Actor(part, acts, self._house, self._launch(part, path)))
+                self._actors.append(Actor(part, acts, self._launch(part, path)))
                 working += 1
 
     def _is_due(self, part: Part, acts: list[Act]) -> bool:
@@ -202,8 +213,12 @@ class Conductor:
             frames = channel.receive()
         start = decode_to_courier(frames[0])
         assert isinstance(start, Start)
+        if self._tensors is None:
+            self._furnish(start.tensors)
+        if (reason := difference(start.tensors, self._tensors or ())) is not None:
+            self.outcome.stopped = f"{start.learner} has another model than the run: {reason}"
         actor = next(one for one in self._actors if one.part.learner == start.learner and not one.connected)
-        actor.connect(channel, start)
+        actor.connect(channel, start, self._house)
         actor.hear(frames[1:])
         look.register(channel.sock, selectors.EVENT_READ, actor)
 
@@ -229,6 +244,10 @@ class Conductor:
         reasons = [f"{name}: {reason}" for name, reason in sorted(self._reasons.items()) if name in names]
         return f"the tape does not lead on to round {number}" + (f" ({'; '.join(reasons)})" if reasons else "")
 
+    @property
+    def parameters(self) -> Parameters:
+        return self._parameters
+
     def _close(self) -> None:
         for actor in self._actors:
             actor.child.kill_all()
@@ -239,7 +258,7 @@ class Conductor:
 
     def _decide(self) -> bool:
         """The next decision, if all it needs is there."""
-        if self._is_over():
+        if self._is_over() or self._tensors is None:
             return False
         decision = self._decisions[self._at]
         match decision:
@@ -274,13 +293,18 @@ class Conductor:
             for name in members:
                 self._given.pop((record.round, name), None)
             if (gradient := self._gradient(record)) is None:
-                self.outcome.stopped = f"round {record.round} has a member whose steps cannot be made again"
+                lacks = [name for name in members if (record.round, name) not in self._copied]
+                self.outcome.stopped = (
+                    f"the steps of {', '.join(lacks)} for round {record.round} cannot be made again, "
+                    "and the journal does not keep its outer gradient any more"
+                )
                 return False
             mark = self._parameters.stage_gradient(record.fragment, gradient)
             self.outcome.from_journal.append(record.round)
-        if mark != record.digest:
+        if record.digest and mark != record.digest:
             self.outcome.difference = self._difference(record)
             return False
+        self.outcome.made[record.round] = (mark, self._parameters.marks(record.fragment))
         self._parameters.commit(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self._keep_current([record.fragment])

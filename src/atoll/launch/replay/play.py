@@ -89,7 +89,7 @@ class Replay:
             score,
             parts,
             decisions,
-            parameters,
+            stage=lambda tensors: parameters,
             begun=self.cut is not None,
             launch=lambda part, path: self._launch(part, path, logs, states),
             gradient=gradient,
@@ -139,32 +139,37 @@ class Replay:
         return part.acts()
 
     def _launch(self, part: Part, path: str, logs: Path, states: dict[str, Path]) -> Child:
-        began, state = part.began, states.get(part.session)
-        threads = str(began.threads) if began is not None else "1"
-        env = {
-            "ATOLL_LEARNER": part.learner,
-            "ATOLL_ROLE": "learner",
-            "ATOLL_REPLAY": path,
-            "ATOLL_SYNCER": "replay",
-            "ATOLL_RUN_TOML": str(self.out.settings),
-            "ATOLL_SEED": str(self.config.seed),
-            "ATOLL_THREADS": threads,
-            "OMP_NUM_THREADS": threads,
-            "PYTHONUNBUFFERED": "1",
-        }
-        if self.config.init:
-            env["ATOLL_INIT"] = str(Path(self.config.init).absolute())
+        began, state, env = part.began, states.get(part.session), {}
         if state is None and began is not None and began.state:
             state = self.out.learners / part.learner / began.state
         if state is not None:
             exact = part.session in states or (began is not None and began.exact)
-            env |= {"ATOLL_STATE": str(state), "ATOLL_EXACT": "1" if exact else "0", "ATOLL_RUN": "replay"}
-        for name in ("ATOLL_FOLDER", "ATOLL_DIRECT"):
-            os.environ.pop(name, None)
-        script = [*RUNNER, *(self.config.script or WORKLOAD)]
-        child = Child(part.name, [sys.executable, *script], env, logs / f"{part.name}.log")
-        child.start()
-        return child
+            env = {"ATOLL_STATE": str(state), "ATOLL_EXACT": "1" if exact else "0", "ATOLL_RUN": "replay"}
+        return start_script(part, path, self.out, self.config, logs, env)
+
+
+def start_script(part: Part, path: str, out: RunDir, config: Config, logs: Path, more: dict[str, str]) -> Child:
+    """A training process that is told what to do by whoever listens at `path`."""
+    threads = str(part.began.threads) if part.began is not None else "1"
+    env = {
+        "ATOLL_LEARNER": part.learner,
+        "ATOLL_ROLE": "learner",
+        "ATOLL_REPLAY": path,
+        "ATOLL_SYNCER": "replay",
+        "ATOLL_RUN_TOML": str(out.settings),
+        "ATOLL_SEED": str(config.seed),
+        "ATOLL_THREADS": threads,
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if config.init:
+        env["ATOLL_INIT"] = str(Path(config.init).absolute())
+    for name in ("ATOLL_FOLDER", "ATOLL_DIRECT"):
+        os.environ.pop(name, None)
+    script = [*RUNNER, *(config.script or WORKLOAD)]
+    child = Child(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log")
+    child.start()
+    return child
 
 
 def _remarks(score: Score) -> list[str]:

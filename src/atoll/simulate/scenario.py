@@ -1,0 +1,133 @@
+"""A failure scenario as a tape: the shipped machines in virtual time, and what every training process was told.
+
+`atoll train --tape` follows it with real learners on one machine: the same members, weights and steps of adoption each
+time, whatever the machine. Data is not part of it: learners take theirs in a seeded order of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from atoll.protocol import effects as fx
+from atoll.protocol import tape
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.records import AnyRecord, Ended, Joined, Merged, Played
+from atoll.protocol.settings import Settings
+from atoll.simulate import inject
+from atoll.simulate.faults import Fault
+from atoll.simulate.island import Island
+from atoll.simulate.training import Training
+from atoll.simulate.world import World
+
+KINDS = ("kill", "leave", "pause", "suspend", "slow", "partition", "crash")
+SYNCER = "crash"
+"""The one kind that happens to the syncer."""
+_FAULT = re.compile(r"([a-z]+)(?::learner-(\d+))?@(\d+(?:\.\d+)?)\+(\d+(?:\.\d+)?)")
+MOST_S = 1e7
+
+
+class Taped(World):
+    """A world that keeps what its training processes are told."""
+
+    def __init__(self, settings: Settings, *, seed: int, latency_s: float) -> None:
+        super().__init__(settings, seed=seed, latency_s=latency_s)
+        self.tapes: dict[str, list[tape.AnyEntry]] = {}
+        self._heard: dict[str, tuple[float, int]] = {}
+        self._stopped: set[str] = set()
+
+    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
+        island = super().start_process(name, step_s, kept=kept)
+        began = tape.Began(0, 1, "", "", "cpu", True)
+        self.tapes[island.session] = [began, tape.Supplied(0, (), own=True)]
+        return island
+
+    def obey(self, island: Island, effect: fx.LearnerEffect) -> None:
+        match effect:
+            case fx.Own():
+                self._say(island, tape.Owned(island.t))
+            case fx.Forget(reset=reset):
+                self._say(island, tape.Forgot(island.t, reset))
+            case fx.Inform(progress, global_step):
+                self._heard[island.session] = (progress, global_step)
+            case _:
+                pass
+        super().obey(island, effect)
+
+    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+        match event:
+            case fx.Stepped(t, stopped=True) if island.session not in self._stopped:
+                self._stopped.add(island.session)
+                self._say(island, tape.Stopped(t))
+            case fx.Captured(t=t, reason=""):
+                self._say(island, tape.Gave(t))
+            case fx.Taken(ticket, t, ""):
+                self._say(island, tape.Took(t, ticket))
+            case _:
+                pass
+        super().learner_handled(island, event, effects)
+
+    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+        assert isinstance(island, Island)
+        gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in island.copies
+        rule = "overwrite" if adopt.rule == "carry" and gone else adopt.rule
+        copy_t = adopt.copy_t if rule == "carry" and adopt.copy_t is not None else -1
+        self._say(island, tape.Adopted(island.t, adopt.fragment, adopt.version, tape.RULES[rule], copy_t))
+        super().adopted(island, adopt, value, dropped)
+
+    def stepped(self, island: Training) -> None:
+        assert isinstance(island, Island)
+        if (heard := self._heard.pop(island.session, None)) is not None:
+            self._say(island, tape.Informed(island.t, *heard))
+
+    def _say(self, island: Island, entry: tape.AnyEntry) -> None:
+        self.tapes[island.session].append(entry)
+
+
+def make_tape(
+    settings: Settings, *, step_s: Sequence[float], faults: Sequence[Fault] = (), seed: int = 0, latency_s: float = 0.0
+) -> list[AnyRecord]:
+    """The records of a whole run. `step_s`: how long a step of each learner takes; times are in the same unit."""
+    world = Taped(settings, seed=seed, latency_s=latency_s)
+    world.network.redials = True
+    world.reign.beat()
+    for number, seconds in enumerate(step_s):
+        world.network.dial_later(world.join(f"learner-{number}", seconds))
+    inject.schedule(world, list(faults))
+    world.run(MOST_S)
+    if not world.finished:
+        raise ConfigError("this run does not come to an end: give it --steps, and faults that end")
+    return _records(world)
+
+
+def _records(world: Taped) -> list[AnyRecord]:
+    lives: dict[str, Joined] = {}
+    lines: list[AnyRecord] = []
+    for line in world.disk.journal:
+        if isinstance(line, Joined):
+            lives[line.session] = line
+        elif isinstance(line, Merged):
+            line = msgspec.structs.replace(line, digest="")
+        if isinstance(line, Ended) and line.final:
+            continue
+        lines.append(line)
+    for session, life in lives.items():
+        entries = tuple(sorted(world.tapes[session], key=lambda entry: entry.t))
+        lines.append(Played(life.learner, life.incarnation, 0, entries))
+    return [world.begun, *lines, Ended("the tape is over", final=True)]
+
+
+def parse_fault(text: str, learners: int) -> Fault:
+    """kill:learner-1@40+20: at 40, for 20. The syncer: crash@60+5."""
+    found = _FAULT.fullmatch(text)
+    if found is None or found[1] not in KINDS or (found[1] == SYNCER) == bool(found[2]):
+        kinds = ", ".join(kind for kind in KINDS if kind != SYNCER)
+        raise ConfigError(
+            f"{text!r} is not understood: write kill:learner-1@40+20 (kinds: {kinds}) or, for the syncer, crash@60+5"
+        )
+    if found[2] and int(found[2]) >= learners:
+        raise ConfigError(f"{text!r}: there is no such learner; they are learner-0 to learner-{learners - 1}")
+    target = int(found[2]) if found[2] else -1
+    return Fault(float(found[3]), found[1], target, float(found[4]), number=1)  # type: ignore[arg-type]
