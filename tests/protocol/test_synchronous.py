@@ -3,6 +3,10 @@
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol.effects import LearnerEffect
+from atoll.protocol.orders import Orders
+from atoll.protocol.settings import Settings
+
 
 def equal(world: World) -> None:
     steps = {island.t for island in world.islands.values() if island.alive}
@@ -112,3 +116,14 @@ def test_a_quarantined_learner_recovers_and_falls_into_step() -> None:
     world.run_until(seconds=60)
     assert world.said("quarantined")
     assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_a_learner_that_comes_back_again_and_again_orders_nothing_more() -> None:
+    orders: list[LearnerEffect] = []
+    book = Orders(orders.append)
+    book.settings = Settings(learners=1, fragments=2, sync_every=2, overlap=1, synchronous=True)
+    book.align(0)
+    first = list(orders)
+    for _ in range(10):
+        book.align(0)
+    assert first and orders == first

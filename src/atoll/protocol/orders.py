@@ -54,7 +54,7 @@ class Orders:
             self._shift, self._last = t - nominal, self.gathering - 1
             while schedule.read_step(self._last + 1, self.settings) <= nominal:
                 self._last += 1
-        self.plan(self._last + 1)
+        self.plan(min(self._holds, default=self._last + 1))  # one that comes back has its orders already
 
     def plan(self, oldest: int) -> None:
         """Order every copy that may be due before round `oldest` is adopted."""
