@@ -81,6 +81,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("export nowhere model.safetensors", "nowhere holds no run with parameters: there is no cuts/ in it"),
         ("set nowhere quorum=2", "holds no run with a syncer: name the folder that --out made"),
         ("set nowhere:7077 quorum=2", "holds no run with a syncer: name the folder that --out made"),
+        ("replay nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
+        ("replay old --jobs -1", "--jobs -1 is below 0; 0 takes one for each core"),
+        ("train --tape none.tape", "there is no tape none.tape: make one with atoll simulate tape"),
+        ("train --tape script.py", "script.py is not a whole tape: make it again with atoll simulate tape"),
+        ("train --tape none.tape --learners 3", "--tape brings learners with it: make another tape for another"),
+        ("train --tape none.tape --kill learner-0@0.5", "--tape brings its faults with it"),
+        ("train --tape none.tape --resume old", "leave --seed, --init, --kill, --demo, --algorithm, --tape out"),
+        ("simulate tape a.tape --steps 0", "--steps 0: a tape needs an end; give it 1 or more"),
+        ("simulate tape a.tape --step-s 1,2", "--step-s 1,2: give one number above 0, or 4 of them"),
+        ("simulate tape a.tape --step-s fast", "--step-s fast: write seconds, as in 1 or 1,1,2.5"),
+        ("simulate tape a.tape --fault melt:learner-0@1+1", "'melt:learner-0@1+1' is not understood"),
+        ("simulate tape a.tape --quorum 5", "quorum = 5 can never be reached by 4 learners"),
         ("set http:// quorum=2", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
     ],
 )
@@ -103,7 +115,7 @@ def test_a_run_that_is_over_has_no_status(
     assert "no syncer answers at http://127.0.0.1:9: is the run over?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "syncer", "learn", "status", "verify", "export", "set"])
+@pytest.mark.parametrize("command", ["train", "syncer", "learn", "status", "verify", "export", "set", "replay"])
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert atoll(monkeypatch, command, "--help") == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
@@ -56,3 +57,18 @@ def test_a_changed_byte_is_named(run: Run) -> None:
     done = run.command("replay", run.out)
     assert done.returncode != 0
     assert re.search(r"segment-000001.log is damaged at byte \d+, record \d+", done.stderr), done.stderr
+
+
+@pytest.mark.faults
+def test_a_synthetic_tape_is_followed_and_what_comes_of_it_is_repeated(run: Run, tmp_path: Path) -> None:
+    tape = tmp_path / "mixed.tape"
+    faults = ("--fault", "kill:learner-1@20+10", "--fault", "crash@30+3")
+    shape = ("--learners", "2", "--fragments", "2", "--sync-every", "4", "--overlap", "1", "--steps", "60")
+    assert run.command("simulate", "tape", tape, *shape, "--step-s", "1,2.5", *faults).returncode == 0
+    run.train(SCRIPTS / "line.py", "--tape", tape)
+    run.ended()
+    first = (run.out / "model.safetensors").read_bytes()
+    assert replayed(run)["identical"]
+    run.train(SCRIPTS / "line.py", "--tape", tape, "--force")
+    run.ended()
+    assert (run.out / "model.safetensors").read_bytes() == first

@@ -147,9 +147,9 @@ def train(
     if cut is not None and resume is None:
         raise ConfigError("--from-cut says where to go on, and needs --resume DIR to say with which run")
     if resume is not None:
-        if seed is not None or init is not None or kill or demo or algorithm != "decoupled":
+        if seed is not None or init is not None or kill or demo or tape or algorithm != "decoupled":
             raise ConfigError(
-                "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm out"
+                "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
         _go_on(resume, cut, out, script, config, changes, force=force, as_json=json_)
         return
