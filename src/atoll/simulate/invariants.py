@@ -99,7 +99,7 @@ class Invariants:
         elif progress < self._progress:
             raise Violation("clocks", f"progress goes back from {self._progress} to {progress}")
         self._progress = progress
-        self.timing.check(reign, now)
+        self.timing.check(reign, now, event)
         self._check_accounts(reign)
         if machine.peers.open:
             self._check_recoveries(reign)

@@ -11,6 +11,7 @@ Each of these holds once an event is dealt with; a look a virtual second is enou
     a cut waits no longer than it says, and holds every learner that was live, or says why not
     quorum                              a round asks K, or fewer once K could not be had for a while
     H is honest                         the median of steps between two syncs of a fragment
+    what is decided is written          in the same event, and nobody may contribute who lacks a fragment
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.membership import Learner
-from atoll.protocol.messages import Pull
+from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.round import Round
 from atoll.protocol.watch import PROBE_EVERY_S
 from atoll.simulate.promises import Violation
@@ -53,8 +54,13 @@ class Timing:
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[int] = deque(maxlen=SAMPLES)
 
-    def check(self, reign: Reign, now: float) -> None:
+    def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
         machine = reign.machine
+        if machine.committed != machine.history.committed:
+            said = f"{machine.committed} rounds are behind it, {machine.history.committed} by its records"
+            raise Violation("what is decided is written", said)
+        if isinstance(event, fx.Received) and isinstance(event.message, Progress):
+            self._reported(machine.members.learners[event.learner])
         for round_ in machine.rounds.open.values():
             if round_.stage == "pulling" and (round_.t, round_.attempt) > self._frozen.get(round_.fragment, (-1, 0)):
                 self._frozen[round_.fragment] = (round_.t, round_.attempt)
@@ -64,6 +70,11 @@ class Timing:
         if now >= self._next_look and machine.phase not in ("empty", "finished"):
             self._next_look = now + LOOK_S
             self._look(reign, now)
+
+    def _reported(self, one: Learner) -> None:
+        if one.state == "training" and one.versions and min(one.versions) < 0:
+            said = f"{one.name} may contribute with versions {one.versions}"
+            raise Violation("only the recovered contribute", said, one.name)
 
     def _look(self, reign: Reign, now: float) -> None:
         machine = reign.machine
