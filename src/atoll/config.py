@@ -54,16 +54,12 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     durability: Literal["round", "cut"] = "round"
     """round: every round is on disk before it is told. cut: the disk is only waited for at cuts, so that a crash of the
     whole machine (not of a process) may cost the rounds since the last one."""
-    keep_cuts: int = 3
-    """Complete cuts that are kept."""
     evaluate_every: int = 100
     """Rounds between two scores of the global model. 0: it is not scored."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
-        if self.keep_cuts < 1:
-            raise ConfigError(f"keep_cuts = {self.keep_cuts} is too small: the least is 1")
         if self.evaluate_every < 0:
             raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
 

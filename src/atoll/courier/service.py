@@ -282,8 +282,8 @@ class Courier:
                     self._link.send(message)
             case fx.Note(_, text):
                 _say(text)
-            case fx.Save(cut):
-                self._channel.send(SaveOrder(cut))
+            case fx.Save(cut, kept):
+                self._channel.send(SaveOrder(cut, kept))
             case fx.Supply(ranges, over, own):
                 self._channel.send(Supplies(ranges, over, own))
             case fx.HangUp(reason):

@@ -363,8 +363,8 @@ class Learner:
                 self._final = self._final or final
                 if failed:
                     raise ConfigError(reason) if mistake else RunFailed(reason)
-            case SaveOrder(cut):
-                self._save(cut)
+            case SaveOrder(cut, kept):
+                self._save(cut, kept)
             case Supplies(ranges, over, own):
                 self._tape.add(Supplied(self._t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.supplied(ranges, over, own)
@@ -406,7 +406,7 @@ class Learner:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def _save(self, cut: int) -> None:
+    def _save(self, cut: int, kept: tuple[int, ...]) -> None:
         """Between two steps: only copies are made here."""
         self._tape.add(Marked(self._t, cut))
         if reason := self._saver.reason_not_to():
@@ -417,7 +417,7 @@ class Learner:
         except AtollError as error:
             self._saver.refuse(cut, self._t, str(error))
         else:
-            self._saver.save(cut, self._t, snapshot)
+            self._saver.save(cut, self._t, snapshot, kept)
 
     def _captured(self) -> Snapshot:
         assert self._box is not None and self._boundary is not None

@@ -1,7 +1,8 @@
 """A learner's part of a cut: captured between two steps, written in the background, one at a time.
 
 The training process only copies; a thread writes the file and makes it durable. A cut that comes while the last one is
-still being written is left out, with that reason: training is never held up for a disk.
+still being written is left out, with that reason: training is never held up for a disk. Parts of cuts that the run
+keeps stay, and so do the newest few: whether their cuts will be complete is not known yet. All others are deleted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
 
-KEEP = 4
-"""Parts of cuts that are kept: one more than whole cuts are."""
+NEWEST = 2
+"""Parts that stay whatever became of their cuts: the one that is open, and the one before."""
 
 
 class Saver:
@@ -34,10 +35,11 @@ class Saver:
             return "it has no folder to save to (ATOLL_FOLDER)"
         return "its last part is still being written" if self.busy else ""
 
-    def save(self, cut: int, t: int, snapshot: Snapshot) -> None:
+    def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
+        """`kept`: the complete cuts that the run keeps."""
         assert not self.reason_not_to()
         # Not a daemon: an interpreter that ends waits for what is being written.
-        self._thread = threading.Thread(target=self._write, args=(cut, t, snapshot), name="atoll-cut")
+        self._thread = threading.Thread(target=self._write, args=(cut, t, snapshot, kept), name="atoll-cut")
         self._thread.start()
 
     def refuse(self, cut: int, t: int, reason: str) -> None:
@@ -55,14 +57,16 @@ class Saver:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def _write(self, cut: int, t: int, snapshot: Snapshot) -> None:
+    def _write(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...]) -> None:
         assert self._folder is not None
         path = self._folder / part_name(cut)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             mark = write(path, snapshot)
-            for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-KEEP]:
-                old.unlink(missing_ok=True)
+            wanted = {part_name(one) for one in kept}
+            for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-NEWEST]:
+                if old.name not in wanted:
+                    old.unlink(missing_ok=True)
         except (OSError, AtollError) as error:
             self.refuse(cut, t, f"its part could not be written: {error}")
         else:

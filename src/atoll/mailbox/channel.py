@@ -200,6 +200,8 @@ class SaveOrder(Frame, frozen=True):
     """Capture your state at this boundary: it is your part of the cut."""
 
     cut: int
+    kept: tuple[int, ...] = ()
+    """Cuts whose parts may still be asked for."""
 
 
 class CaptureOrder(Frame, frozen=True):

@@ -469,6 +469,8 @@ class Save(Fact, frozen=True):
     """Effect: save the training process's state at the next boundary, as its part of this cut."""
 
     cut: int
+    kept: tuple[int, ...] = ()
+    """Complete cuts whose parts may still be asked for."""
 
 
 class Capture(Fact, frozen=True):

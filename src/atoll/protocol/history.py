@@ -95,6 +95,11 @@ class History:
         return self.begun.run
 
     @property
+    def kept_cuts(self) -> tuple[int, ...]:
+        """Those whose parts may still be asked for."""
+        return tuple(self.cuts[-self.settings.keep_cuts :])
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.begun.tensors
 
@@ -130,7 +135,7 @@ class History:
                 if reopen:
                     self.ended, self.finished = "", False
             case CutDone(cut):
-                self.cuts = [*self.cuts[-7:], cut]
+                self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
             case Ended(reason, final):
                 self.ended, self.finished = reason, final
 

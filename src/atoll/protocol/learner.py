@@ -56,6 +56,8 @@ class Learner:
         self._data_of: fx.Registered | None = None
         self._marker = 0
         """The newest cut it has heard of."""
+        self._cuts: tuple[int, ...] = ()
+        """The complete ones that the run keeps."""
         self._effects: list[fx.LearnerEffect] = []
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
@@ -185,8 +187,10 @@ class Learner:
 
     def _mark(self, message: msg.FromSyncer) -> None:
         """The first message that names a cut is the marker. At a welcome it is old news: others have saved theirs."""
+        if isinstance(message, msg.Welcome | msg.Announce):
+            self._cuts = message.cuts
         if message.cut > self._marker and not isinstance(message, msg.Welcome) and self.phase == "training":
-            self._do(fx.Save(message.cut))
+            self._do(fx.Save(message.cut, self._cuts))
         self._marker = max(self._marker, message.cut)
 
     def _arrive(self, now: float, message: msg.FromSyncer) -> None:

@@ -233,6 +233,8 @@ class Welcome(Message, frozen=True):
     """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
     taped: int = 0
     """Entries of its tape that are written down."""
+    cuts: tuple[int, ...] = ()
+    """The complete cuts that the run keeps."""
     session: str = ""
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
 
@@ -328,6 +330,8 @@ class Announce(Message, frozen=True):
     digest: str = ""
     progress: float = 0.0
     global_step: int = 0
+    cuts: tuple[int, ...] = ()
+    """The complete cuts that the run keeps."""
 
 
 class Ending(Message, frozen=True):

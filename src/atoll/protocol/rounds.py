@@ -322,6 +322,7 @@ class Rounds:
             digest=digest,
             progress=self.spent(),
             global_step=self.global_step,
+            cuts=self.out.history.kept_cuts,
         )
         for learner in self.members.connected():
             self.out.send(learner.name, announce)

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     cut_every: int = -1
     """Rounds between two cuts of the whole run. −1: ten times over every fragment; 0: none but the first."""
+    keep_cuts: int = 3
+    """Complete cuts that are kept."""
     cut_wait_s: float = 60.0
     """A learner that has not saved its part of a cut by then is left out of it."""
     seed: int = 0
@@ -71,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _least("sync_every", self.sync_every, 0)
         _least("overlap", self.overlap, 0)
         _least("cut_every", self.cut_every, -1)
+        _least("keep_cuts", self.keep_cuts, 1)
         _least("quorum", self.quorum, 1)
         _least("steps", self.steps, 0)
         _least("tokens", self.tokens, 0)

@@ -205,9 +205,9 @@ class Syncer:
     def last_reason(self) -> str:
         return self.rounds.last_reason
 
-    def _change(self) -> None:
+    def _change(self, asked: ChangeAsked) -> None:
         """Other settings from now on, written down like a round."""
-        if (asked := self._asked) is None or any(round_.stage == "merging" for round_ in self.rounds.open.values()):
+        if any(round_.stage == "merging" for round_ in self.rounds.open.values()):
             return
         self._asked = None
         self.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
@@ -279,6 +279,7 @@ class Syncer:
             merged=learner.last_merged(),
             leases=self.accounts.held(learner),
             taped=self.history.lives[learner.name].taped,
+            cuts=self.history.kept_cuts,
             session=learner.session,
         )
         self.out.send(learner.name, welcome)
@@ -431,7 +432,8 @@ class Syncer:
         wakes: list[float] = []
         while moved:
             wakes.clear()
-            self._change()
+            if self._asked is not None:
+                self._change(self._asked)
             for silent in self.watch.turn(now, wakes):
                 self._expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
             self.rounds.gathering.watch(now)

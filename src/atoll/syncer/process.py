@@ -54,7 +54,7 @@ def serve(
             out,
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
             every_round=config.service.durability == "round",
-            keep=config.service.keep_cuts,
+            keep=config.protocol.keep_cuts,
         )
         begin = Beginning(changes, reopen, ready or (lambda url: None))
         asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
