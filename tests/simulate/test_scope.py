@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 
 import pytest
+from tests.simulate.mutants import planted
 from typer.testing import CliRunner
 
 from atoll.cli import app
 from atoll.protocol import effects as fx
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Hello
-from atoll.protocol.rounds import Rounds
 from atoll.simulate.scope import SCOPES, Scope, search
 from atoll.simulate.scope_calm import calmly
 from atoll.simulate.scope_form import clone, form
@@ -110,15 +110,25 @@ def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pyt
     assert found.violation.story[-1].startswith("!!!")
 
 
-def test_a_bug_that_a_calm_run_shows_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = Rounds.commit
+@pytest.mark.parametrize(
+    ("bug", "rule"),
+    [
+        ("a learner is welcomed before its incarnation is durable", "told only what is durable"),
+        ("a lease is sent before it is durable", "told only what is durable"),
+        ("what a version holds is counted as dropped too", "the ledger balances"),
+        ("a skipped round is not written down", "what is decided is written"),
+    ],
+)
+def test_planted_bugs_are_found_by_the_search_too(bug: str, rule: str) -> None:
+    with planted(bug):
+        scopes = [scope for scope in SCOPES if scope.name in ("a run begins", "the run ends")]
+        broken = [found.violation for found in (search(scope, states=400) for scope in scopes) if found.violation]
+    assert broken and broken[0].rule == rule
 
-    def early(self: Rounds, now: float, event: fx.Merged) -> None:
-        commit(self, now, event)
-        self.out._effects.sort(key=lambda effect: isinstance(effect, fx.Persist))
 
-    monkeypatch.setattr(Rounds, "commit", early)
-    found = search(Scope("rounds under way", rounds=3), states=5000)
+def test_a_bug_that_a_calm_run_shows_needs_no_search() -> None:
+    with planted("a round is announced before it is durable"):
+        found = search(Scope("rounds under way", rounds=3), states=5000)
     assert found.violation is not None and found.violation.rule == "durable, then committed"
 
 

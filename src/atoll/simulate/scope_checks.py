@@ -22,6 +22,7 @@ from atoll.protocol.messages import (
 )
 
 if TYPE_CHECKING:
+    from atoll.simulate.scope_learner import Island
     from atoll.simulate.scope_world import Party, Ruler, State
 
 
@@ -172,7 +173,7 @@ def contributes(party: Party, given: Contribution) -> None:
     holds(given.base >= 0, "only a learner that adopted a version contributes")
 
 
-def heard(party: Party, message: FromSyncer) -> None:
-    """A learner that knows of a newer term hangs up on an older one; that it does is seen from its machine."""
-    if not isinstance(message, Refused):
-        holds(message.term <= party.island.machine.term or message.term == party.link, "a term speaks for itself")
+def heard(island: Island, known: int, message: FromSyncer) -> None:
+    """`known`: the newest term it had heard of before."""
+    over = message.term < known and not isinstance(message, Refused)
+    holds(island.hung_up or not over, "no term that is over is heeded", f"{message.term} after {known}")

@@ -113,8 +113,9 @@ class Turn:
                 self._arrive(party, name)
                 return
             case "down":
-                checks.heard(party, party.down[0])
-                island.tell(now, fx.Arrived(party.down.pop(0)))
+                message, known = party.down.pop(0), island.machine.term
+                island.tell(now, fx.Arrived(message))
+                checks.heard(island, known, message)
             case "body":
                 number, attempt = island.uploads.pop(0)
                 self.ruler(party.link).bodies.add((name, number, attempt))
@@ -138,7 +139,9 @@ class Turn:
                 self._pass(island.machine.wake_at)
                 island.tell(self.state.now, fx.Tick())
             case "dial":
-                self._dial(name)
+                self._dial(name, self.state.term)
+            case "stray":
+                self._dial(name, min(self.state.rulers))
             case "kill":
                 party.alive = False
                 self._break(name)
@@ -154,8 +157,8 @@ class Turn:
             event = fx.Delivered(name, message)
         self._to_syncer(party.link, event)
 
-    def _dial(self, name: str) -> None:
-        party, term = self.party(name, island=True), self.state.term
+    def _dial(self, name: str, term: int) -> None:
+        party = self.party(name, island=True)
         for ruler in [r for r in self.state.rulers if name in self.state.rulers[r].lost]:
             self.ruler(ruler).lost.discard(name)
         party.link, party.up, party.down = term, [], []

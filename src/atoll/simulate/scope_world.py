@@ -12,7 +12,7 @@ that could happen next; the search tries them all. scope_turn.py carries a choic
     fsync        what was to be written is durable, and what waited for it is carried out
     merge, cut   the syncer's merge, or its part of a cut, is done
     timer        time passes up to the moment a machine wants to be woken at
-    dial         a learner without a connection says hello
+    dial, stray  a learner without a connection says hello; to a syncer whose term is over, while one still lives
     lost         the syncer notices that a connection is gone
     start        another process begins under the name of a dead one
 
@@ -164,6 +164,8 @@ def _of_party(state: State, name: str, party: Party) -> Iterator[Choice]:
             yield "whole", name
     elif not island.over:
         yield "dial", name
+        if len(state.rulers) > 1:
+            yield "stray", name
     if island.streams and not island.arrived:
         yield "state", name
     if island.saves:
