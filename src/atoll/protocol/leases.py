@@ -117,6 +117,8 @@ class Leases:
         """Came back, to be issued again; the oldest first."""
         self._holdings: dict[tuple[str, int], Holding] = {}
         self._taken: dict[tuple[str, int], int] = {}
+        self._ends: dict[tuple[str, int], int] = {}
+        """Per holding, how many samples were leased to it in all."""
 
     # ---- issuing ------------------------------------------------------------------------------------------------
 
@@ -150,6 +152,7 @@ class Leases:
         key = (lease.learner, lease.incarnation)
         held = self._holdings.get(key) or Holding(*key, first=0, merged_to=0, leases=())
         self._holdings[key] = replace(held, leases=(*held.leases, lease))
+        self._ends[key] = self._ends.get(key, 0) + lease.stop - lease.start
 
     def _fresh(self) -> Piece | None:
         """What is left of the pass under way over the dataset whose turn it is."""
@@ -170,7 +173,7 @@ class Leases:
     def taken(self, learner: str, incarnation: int, position: int) -> str | None:
         """It has taken this many samples, as it says; what is wrong with that, if anything is."""
         held = self._holdings.get((learner, incarnation))
-        leased = held.end if held is not None else 0
+        leased = self._ends.get((learner, incarnation), 0)
         if position > leased:
             return f"{learner} (incarnation {incarnation}) says it took {position} samples, {leased} were leased to it"
         if held is not None:
@@ -191,6 +194,7 @@ class Leases:
         """
         held = self._holdings.pop((learner, incarnation), None)
         self._taken.pop((learner, incarnation), None)
+        self._ends.pop((learner, incarnation), None)
         if held is not None:
             for piece in held.since(max(again_from, held.merged_to)):
                 _append(self._waiting, piece)
@@ -209,7 +213,7 @@ class Leases:
     def room(self, learner: str, incarnation: int) -> int:
         """Leased samples that it has not taken yet, as far as is known."""
         held = self._holdings.get((learner, incarnation))
-        return held.end - self._position(held) if held is not None else 0
+        return self._ends[learner, incarnation] - self._position(held) if held is not None else 0
 
     def merged_to(self, learner: str, incarnation: int) -> int:
         """The highest position of its merged contributions."""
@@ -241,6 +245,7 @@ class Leases:
         leases = cls(state.datasets, state.epochs)
         leases._count, leases._cursors, leases._waiting = state.leases, list(state.cursors), list(state.waiting)
         leases._holdings = {(held.learner, held.incarnation): held for held in state.holdings}
+        leases._ends = {key: held.end for key, held in leases._holdings.items()}
         return leases
 
 

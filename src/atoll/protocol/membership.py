@@ -204,7 +204,7 @@ class Membership:
         return middle(known) if known else None
 
     def tokens(self) -> int:
-        return sum(learner.tokens_before + learner.tokens_total for learner in self.learners.values())
+        return sum([one.tokens_before + one.tokens_total for one in self._by_name])
 
     def silence_limit(self, learner: Learner) -> float:
         return learner.last_heard + self.settings.lost_after_s

@@ -51,6 +51,7 @@ from atoll.protocol.messages import (
     Ending,
     Finish,
     FromLearner,
+    Heartbeat,
     Hello,
     Leave,
     Progress,
@@ -74,6 +75,10 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
 
 Phase = Literal["empty", "running", "ending", "finished"]
+
+
+RETURN_S = 2.0
+"""So long a new term's rounds wait for the learners it knows: whoever lives dials every second."""
 
 
 class Syncer:
@@ -161,8 +166,22 @@ class Syncer:
                     self._close(learner, "the run is over")
             case Tick():
                 pass
-        self._advance(now)
+        if not self._is_quiet(now, event):
+            self._advance(now)
         return self.out.take()
+
+    def _is_quiet(self, now: float, event: SyncerEvent) -> bool:
+        """Nothing can follow from it: a sign of life, or one answer of several that a round waits for."""
+        if self.wake_at is None or now >= self.wake_at:
+            return False
+        match event:
+            case Received(_, message):
+                return isinstance(message, Heartbeat)
+            case Delivered(_, given):
+                round_ = self.rounds.open.get(given.round)
+                return round_ is not None and round_.stage == "pulling" and bool(round_.asked)
+            case _:
+                return False
 
     @property
     def progress(self) -> float:
@@ -446,7 +465,7 @@ class Syncer:
             elif self.phase == "ending" and self.drain.step(now, wakes):
                 self._finish(self._end_reason)
             moved = self.rounds.turn(now, wakes)
-        self.wake_at = min((wake for wake in wakes if wake > now), default=None)
+        self.wake_at = min([wake for wake in wakes if wake > now], default=None)
 
     def _help(self, now: float, wakes: list[float]) -> None:
         if self.phase == "running":
@@ -467,8 +486,11 @@ class Syncer:
     def _open_next(self, now: float, wakes: list[float]) -> None:
         """A new term lets the learners come back first: who misses its rounds would drop what it trained on meanwhile.
         A synchronous run begins, and goes on in a new term, when all its learners are there, or a while later."""
-        if self._assembling:
-            return
+        if self._assembling and self._end_by is not None:
+            until = self._end_by - max(0.0, self.settings.patience_s - RETURN_S)
+            wakes.append(until)
+            if now < until:
+                return
         if self.settings.synchronous and not self._opened:
             self._started_at = self._started_at or now
             live, late_at = self.members.live(), self._started_at + self.settings.assemble_s

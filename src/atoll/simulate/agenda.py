@@ -21,7 +21,8 @@ class Agenda:
 
     def later(self, delay: float, action: Action, *arguments: Any) -> None:
         self._order += 1
-        heapq.heappush(self._queue, (self.now + max(0.0, delay), self._order, action, arguments))
+        at = self.now + delay if delay > 0.0 else self.now
+        heapq.heappush(self._queue, (at, self._order, action, arguments))
 
     @property
     def next_at(self) -> float:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from atoll.simulate.island import Island
 
 
+WATCHED = frozenset({fx.Say, fx.Upload, fx.Give, fx.Supply})
+
+
 class Conduct:
     def __init__(self, invariants: Invariants) -> None:
         self._invariants = invariants
@@ -37,23 +40,27 @@ class Conduct:
     def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
         """After an event, before its effects are carried out."""
         for effect in effects:
-            match effect:
-                case fx.Upload(fragment=fragment):
-                    self._contributes(island, fragment)
-                case fx.Give(number, ticket):
-                    self._gives(island, number, ticket)
-                case fx.Supply():
-                    self._is_supplied(island, effect)
-                case fx.Say(Leave(reason="the run is over")):
-                    self._leaves(island)
-                case _:
-                    pass
+            if type(effect) in WATCHED:
+                self._does(island, effect)
         if isinstance(event, fx.Arrived | fx.FetchFailed | fx.Fetched | fx.Adopted):
             self._lacks_nothing(island, event)
         machine = island.machine
         if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s:
             said = f"{island.name} has said nothing for {island.clock.last - machine._said_at:.1f} s"
             raise Violation("a heartbeat", said, island.name)
+
+    def _does(self, island: Island, effect: fx.LearnerEffect) -> None:
+        match effect:
+            case fx.Say(Leave(reason="the run is over")):
+                self._leaves(island)
+            case fx.Upload(fragment=fragment):
+                self._contributes(island, fragment)
+            case fx.Give(number, ticket):
+                self._gives(island, number, ticket)
+            case fx.Supply():
+                self._is_supplied(island, effect)
+            case _:
+                pass
 
     def _contributes(self, island: Island, fragment: int) -> None:
         if not any(f == fragment for f, _ in island.copies):

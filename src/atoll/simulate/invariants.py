@@ -165,11 +165,13 @@ class Invariants:
                 if number >= self.oracle.committed:
                     raise Violation("acknowledged = durable", f"round {number} is told, not written", learner, fragment)
                 self._telling(fragment, version, learner)
+                return
             case Welcome(versions=versions) | Finish(versions=versions):
                 for fragment, version in enumerate(versions):
                     self._telling(fragment, version, learner)
             case Pull():
                 self.timing.asked(reign, learner, message)
+                return
             case Help():
                 self.conduct.asked(message, self.oracle.versions)
             case _:

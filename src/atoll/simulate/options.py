@@ -78,7 +78,7 @@ def draw(dice: random.Random, learners: int | None) -> Options:
 def _settings(dice: random.Random, learners: int, delay_s: float) -> Settings:
     """Such that a link of that delay, in peace, makes nobody look dead."""
     fragments = dice.randint(1, 6)
-    every = fragments * dice.choice([1, 1, 2, 3]) + dice.choice([0, 0, 1])
+    every = fragments * dice.choice([1, 1, 1, 2]) + dice.choice([0, 0, 1])
     quorum = dice.random()
     return Settings(
         learners=learners,

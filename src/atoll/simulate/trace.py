@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,10 +17,10 @@ class Trace:
         self._buffer = bytearray()
         self._encode = msgspec.msgpack.Encoder().encode_into
 
-    def add(self, at: float, who: str, what: Any) -> None:
-        """An event or an effect, with the machine it belongs to."""
+    def add(self, at: float, who: str, event: Any, effects: Sequence[Any]) -> None:
+        """What a machine was told, and what it wants done."""
         buffer = self._buffer
-        self._encode((at, who, type(what).__name__, what), buffer, -1)
+        self._encode((at, who, type(event).__name__, event, effects), buffer, -1)
         if len(buffer) > FLUSH_BYTES:
             self._hash.update(buffer)
             buffer.clear()

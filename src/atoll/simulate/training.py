@@ -174,6 +174,7 @@ class Training:
         if turn != self._turn or not self.alive or self.stopped or self.paused or self.frozen or self.blocked:
             return False
         world = self.world
+        world.events += 1
         self.t += 1
         self.moments += 1
         self.tokens_total += self.tokens_per_step

@@ -54,7 +54,7 @@ class World:
         self.agenda, self.random = Agenda(), random.Random(seed)
         self.trace = trace
         self.events = 0
-        """Events that a machine handled, and other things that happened."""
+        """A machine is told something, a training process makes a step, or something else happens."""
         self.outer_lr, self.start_theta, self.gradient = outer_lr, theta, gradient
         self.direct = direct
         """Whether newcomers reach their peers without the syncer."""
@@ -113,17 +113,13 @@ class World:
     ) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(self.agenda.now, reign.name, event)
-            for effect in effects:
-                self.trace.add(now, reign.name, effect)
+            self.trace.add(now, reign.name, event, effects)
         self.invariants.check(reign, now, event)
 
     def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(self.agenda.now, island.session, event)
-            for effect in effects:
-                self.trace.add(0.0, island.session, effect)
+            self.trace.add(self.agenda.now, island.session, event, effects)
         self.invariants.heard(island, event, effects)
 
     def carry_out(self, reign: Reign, effect: fx.SyncerEffect) -> None:
