@@ -10,6 +10,7 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
+from atoll.protocol.syncer import RETURN_S
 
 
 class DieAt:
@@ -86,7 +87,7 @@ def test_learners_train_on_while_there_is_no_syncer() -> None:
 def test_a_new_term_waits_for_those_it_knows_so_that_nobody_drops_what_it_trained_meanwhile() -> None:
     world = World(3, fragments=2, sync_every=4, overlap=0, latency_s=0.01).run_until(round=8)
     world.run_until(seconds=1.0)  # its version is adopted everywhere
-    world.crash_syncer(down_s=20.0, apart_s=1.2)
+    world.crash_syncer(down_s=20.0, apart_s=0.7)
     first = world.syncer.committed
     world.run_until(round=first + 2)
     for number in (first, first + 1):
@@ -101,7 +102,7 @@ def test_a_new_term_does_not_wait_long_for_the_dead() -> None:
     world.crash_syncer(down_s=1.0)
     begun = world.now
     world.run_until(round=world.syncer.committed + 1)
-    assert world.settings.patience_s < world.now - begun < world.settings.patience_s + 6
+    assert RETURN_S < world.now - begun < RETURN_S + 4
 
 
 def test_an_ending_that_was_begun_is_gone_on_with() -> None:
