@@ -196,6 +196,7 @@ class TestInARun:
         with joined.learner as learner:
             joined.box.set_measure("progress", 0.5)
             joined.box.set_count("global_step", 77)
+            joined.box.set_count("committed", 70)
             assert (learner.progress, learner.global_step) == (0.0, 0), "what a step knows does not change under it"
             learner.step(tokens=3)
             assert (learner.progress, learner.global_step) == (0.5, 77)

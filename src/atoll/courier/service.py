@@ -326,9 +326,10 @@ class Courier:
                 bodies.upload_all()
             case fx.Drop(fragment, t):
                 bodies.outgoing.drop(fragment, t)
-            case fx.Inform(progress, global_step):
+            case fx.Inform(progress, global_step, committed):
                 box.set_measure("progress", progress)
                 box.set_count("global_step", global_step)
+                box.set_count("committed", committed)
 
     def _adopt_order(self, adopt: fx.Adopt, bodies: Bodies) -> AdoptOrder:
         assert self._machine is not None

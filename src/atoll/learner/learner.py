@@ -100,7 +100,7 @@ class Learner:
         self._tape = Recorder(self._partner)
         self._until: int | None = 0 if self._partner.replays else None
         """Replay: the step at which it waits."""
-        self._progress, self._global_step = 0.0, 0
+        self._progress, self._global_step, self._committed = 0.0, 0, 0
         self._boundary: Boundary | None = None
         self._box: Mailbox | None = None
         self._losses = Losses()
@@ -326,10 +326,10 @@ class Learner:
         """How far the run is, as the next step is to know it. It does not change while that step is under way."""
         if self._box is None:
             return
-        seen = (min(1.0, self._box.measure("progress")), self._box.count("global_step"))
-        if seen != (self._progress, self._global_step):
-            self._progress, self._global_step = seen
-            self._tape.add(Informed(self._t, *seen))
+        if (committed := self._box.count("committed")) != self._committed:
+            self._committed, self._global_step = committed, self._box.count("global_step")
+            self._progress = min(1.0, self._box.measure("progress"))
+            self._tape.add(Informed(self._t, committed))
 
     def _listen(self) -> None:
         if not self._final and self._partner.restart_if_dead():

@@ -27,7 +27,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
 
 PAGE = 4096
-COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step", "term")
+COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step", "term", "committed")
 MEASURES = ("busy_s", "loss", "progress")
 PER_FRAGMENT = ("steps", "tokens", "dropped", "adopted", "base_version")
 RUN_BYTES = 64

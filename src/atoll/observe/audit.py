@@ -107,8 +107,9 @@ class Audit:
                 self._changed(record)
             case CutDone():
                 self._cut_done(record)
-            case Played(learner, incarnation, first):
-                self._played(learner, incarnation, first)
+            case Played(tapes):
+                for one in tapes:
+                    self._played(one.learner, one.incarnation, one.first)
             case Ended() | Lent():
                 pass
 

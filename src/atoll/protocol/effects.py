@@ -543,10 +543,11 @@ class HangUp(Fact, frozen=True):
 
 
 class Inform(Fact, frozen=True):
-    """Effect: how far the run is, for `learner.progress` and `learner.global_step`."""
+    """Effect: how far the run is, for `learner.progress` and `learner.global_step`, after so many rounds."""
 
     progress: float
     global_step: int
+    committed: int = 0
 
 
 class Stop(Fact, frozen=True):

@@ -69,6 +69,7 @@ class State(msgspec.Struct, array_like=True):
     ended: str
     finished: bool
     began: list[tuple[int, tuple[int, ...]]] = []
+    progress: float = 0.0
 
 
 class History:
@@ -80,6 +81,8 @@ class History:
         self.started = False
         self.versions = [-1] * fragments
         self.committed = 0
+        self.progress = 0.0
+        """How much of its budget was spent with the last round; learners are told this and nothing newer."""
         self.lives: dict[str, Life] = {}
         self.ledger = Ledger(fragments)
         self.leases: Leases | None = None
@@ -117,12 +120,13 @@ class History:
             case Merged():
                 self._merged(record)
             case Passed():
-                self.committed = record.round + 1
+                self.committed, self.progress = record.round + 1, record.progress
             case Reset() | Lent():
                 pass  # concerns the numbers alone, or a reader of the tape
-            case Played(learner, _, first, entries):
-                if (life := self.lives.get(learner)) is not None:
-                    life.taped = max(life.taped, first + len(entries))
+            case Played(tapes):
+                for one in tapes:
+                    if (life := self.lives.get(one.learner)) is not None:
+                        life.taped = max(life.taped, one.first + len(one.entries))
             case Sources(datasets, epochs):
                 self.leases = Leases([DatasetSpec(*dataset) for dataset in datasets], epochs)
             case Granted():
@@ -155,6 +159,7 @@ class History:
 
     def _merged(self, record: Merged) -> None:
         self.committed, self.versions[record.fragment] = record.round + 1, record.version
+        self.progress = record.progress
         for share in record.members:
             life = self.lives.get(share.learner)
             if life is not None and life.incarnation == share.incarnation:
@@ -190,6 +195,7 @@ class History:
             self.ended,
             self.finished,
             list(self.began),
+            self.progress,
         )
 
     @classmethod
@@ -200,6 +206,7 @@ class History:
         history.versions, history.committed = list(state.versions), state.committed
         history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
         history.finished, history.began = state.finished, list(state.began)
+        history.progress = state.progress
         history.ledger = Ledger.restore(state.ledger)
         history.leases = Leases.restore(state.leases) if state.leases is not None else None
         return history

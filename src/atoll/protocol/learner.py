@@ -252,7 +252,7 @@ class Learner:
         self._orders.gathering = max(welcome.gathering, 0)
         if self.phase not in ("ending", "finished"):
             self.phase = "training" if self.recovered else "joining"
-        self._do(fx.Inform(welcome.progress, welcome.global_step))
+        self._do(fx.Inform(welcome.progress, welcome.global_step, welcome.committed))
         if welcome.upload:
             self._do(fx.UploadAll())
         self._keep_up(welcome.committed - 1)
@@ -299,7 +299,7 @@ class Learner:
     def _announced(self, now: float, announce: msg.Announce) -> None:
         mine = [m for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
         self._versions.announced(announce, mine[0] if mine else None)
-        self._do(fx.Inform(announce.progress, announce.global_step))
+        self._do(fx.Inform(announce.progress, announce.global_step, announce.round + 1))
         self._copies.committed(announce.fragment, announce.round)
         self._pulls.move_on(announce.gathering)
         if self._keep_up(announce.round):

@@ -15,7 +15,7 @@ place. Structs are written as arrays without names: a round of four members take
     Gone      an incarnation is over: what it had reported, what was dropped, what is lost
     Changed   settings that the operator changed while it ran
     Cut       a complete cut
-    Played    a part of a learner's tape: what its training process was told, and after which step (tape.py)
+    Played    parts of learners' tapes: what their training processes were told, and after which step (tape.py)
     Lent      a copy of a learner's state that a newcomer may take
     Ended     the run ends; and once more, final: its last round is behind it
 """
@@ -104,6 +104,8 @@ class Merged(Record, frozen=True, tag="m"):
     """Of the new version's values."""
     payload: Place | None = None
     """None where payloads are not kept (durability = "cut")."""
+    progress: float = 0.0
+    """How much of the run's budget is spent with it."""
     marks: bytes = b""
     """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
 
@@ -112,6 +114,7 @@ class Passed(Record, frozen=True, tag="p"):
     round: int
     fragment: int
     reason: str
+    progress: float = 0.0
 
 
 class Reset(Record, frozen=True, tag="reset"):
@@ -171,13 +174,19 @@ class CutDone(Record, frozen=True, tag="cut"):
     """Digest of its manifest."""
 
 
-class Played(Record, frozen=True, tag="t"):
+class Stretch(Record, frozen=True):
+    """Some entries of one learner's tape."""
+
     learner: str
     incarnation: int
     """One of those of the process that the entries are of."""
     first: int
     """The number of the first entry."""
     entries: tuple[AnyEntry, ...]
+
+
+class Played(Record, frozen=True, tag="t"):
+    tapes: tuple[Stretch, ...]
 
 
 class Lent(Record, frozen=True, tag="l"):

@@ -87,7 +87,8 @@ class Rounds:
     def skip(self) -> None:
         """The next round of the last cycle has nothing to collect."""
         fragment = schedule.fragment_of(self.next, self.settings)
-        self.out.persist(records.Passed(self.next, fragment, "nobody has steps left of it"))
+        passed = records.Passed(self.next, fragment, "nobody has steps left of it", self.out.history.progress)
+        self.out.persist(passed)
         self.next += 1
         self._count()
 
@@ -228,7 +229,7 @@ class Rounds:
             return
         del self.open[round_.t]
         self._count()
-        self.out.persist(records.Passed(round_.t, round_.fragment, reason))
+        self.out.persist(records.Passed(round_.t, round_.fragment, reason, self.spent()))
         text = f"round {round_.t} is passed over: {reason}"
         self.out.note("passed", text, round=round_.t, fragment=round_.fragment, reason=reason)
         self._announce(round_, ())
@@ -261,6 +262,7 @@ class Rounds:
             round_.reason,
             shares,
             event.digest,
+            progress=self.spent(),
             marks=event.marks,
         )
 
@@ -320,7 +322,7 @@ class Rounds:
             members=members,
             gathering=self.aim,
             digest=digest,
-            progress=self.spent(),
+            progress=self.out.history.progress,
             global_step=self.global_step,
             cuts=self.out.history.kept_cuts,
         )

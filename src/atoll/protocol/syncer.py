@@ -177,9 +177,10 @@ class Syncer:
         match event:
             case Received(_, message):
                 return isinstance(message, Heartbeat)
-            case Delivered(_, given):
-                round_ = self.rounds.open.get(given.round)
-                return round_ is not None and round_.stage == "pulling" and bool(round_.asked)
+            case Delivered(name, given):
+                learner, round_ = self._known(name), self.rounds.open.get(given.round)
+                taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
+                return taken and not given.probe and round_ is not None and bool(round_.asked)
             case _:
                 return False
 
@@ -292,7 +293,7 @@ class Syncer:
             gathering=self.rounds.aim,
             reset=learner.reset,
             upload=self.phase == "empty" and self._uploader == learner.name,
-            progress=self.progress,
+            progress=self.history.progress,
             global_step=self.global_step,
             committed=self.committed,
             merged=learner.last_merged(),

@@ -68,8 +68,8 @@ class Adopted(Entry, frozen=True, tag="a"):
 
 
 class Informed(Entry, frozen=True, tag="i"):
-    progress: float
-    global_step: int
+    committed: int
+    """Rounds that were behind the run; the last of them says how much of its budget was spent."""
 
 
 class Supplied(Entry, frozen=True, tag="s"):

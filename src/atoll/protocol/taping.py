@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.protocol.history import History
-from atoll.protocol.records import Lent, Played
+from atoll.protocol.records import Lent, Played, Stretch
 from atoll.protocol.tape import AnyEntry
 
 
 class Taping:
     def __init__(self, history: History) -> None:
         self._history = history
-        self._waiting: dict[str, list[Played]] = {}
+        self._waiting: dict[str, list[Stretch]] = {}
         """By learner; more than one only where entries are missing in between."""
         self._lent: list[Lent] = []
 
@@ -26,14 +26,14 @@ class Taping:
         if not entries or (life := self._history.lives.get(learner)) is None:
             return None
         waiting = self._waiting.setdefault(learner, [])
-        last = waiting[-1] if waiting else Played(learner, incarnation, life.taped, ())
+        last = waiting[-1] if waiting else Stretch(learner, incarnation, life.taped, ())
         end = last.first + len(last.entries)
         new = tuple(entries[max(0, end - first) :])
         if first > end:
-            waiting.append(Played(learner, incarnation, first, new))
+            waiting.append(Stretch(learner, incarnation, first, new))
             return f"entries {end} to {first - 1} of its tape are missing"
         if new:
-            waiting[-1:] = [Played(learner, last.incarnation, last.first, (*last.entries, *new))]
+            waiting[-1:] = [Stretch(learner, last.incarnation, last.first, (*last.entries, *new))]
         return None
 
     def lent(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
@@ -41,7 +41,7 @@ class Taping:
 
     def take(self) -> list[Played | Lent]:
         """All that waits, to be written down now."""
-        found: list[Played | Lent] = [played for name in sorted(self._waiting) for played in self._waiting[name]]
-        found += self._lent
+        tapes = tuple(stretch for name in sorted(self._waiting) for stretch in self._waiting[name])
+        found: list[Played | Lent] = [*([Played(tapes)] if tapes else []), *self._lent]
         self._waiting, self._lent = {}, []
         return found

@@ -154,7 +154,7 @@ class Island(Training):
         match effect:
             case fx.Say(message):
                 self._say(message)
-            case fx.Inform(progress, _):
+            case fx.Inform(progress):
                 self.world.informed(self, progress)
             case fx.Read(round=number):
                 if not self.world.settings.synchronous:

@@ -14,7 +14,7 @@ import msgspec
 from atoll.protocol import effects as fx
 from atoll.protocol import tape
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, Ended, Joined, Merged, Played
+from atoll.protocol.records import AnyRecord, Ended, Joined, Merged, Played, Stretch
 from atoll.protocol.settings import Settings
 from atoll.simulate import inject
 from atoll.simulate.faults import Fault
@@ -35,7 +35,7 @@ class Taped(World):
     def __init__(self, settings: Settings, *, seed: int, latency_s: float) -> None:
         super().__init__(settings, seed=seed, latency_s=latency_s)
         self.tapes: dict[str, list[tape.AnyEntry]] = {}
-        self._heard: dict[str, tuple[float, int]] = {}
+        self._heard: dict[str, int] = {}
         self._stopped: set[str] = set()
 
     def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
@@ -50,8 +50,8 @@ class Taped(World):
                 self._say(island, tape.Owned(island.t))
             case fx.Forget(reset=reset):
                 self._say(island, tape.Forgot(island.t, reset))
-            case fx.Inform(progress, global_step):
-                self._heard[island.session] = (progress, global_step)
+            case fx.Inform(committed=committed):
+                self._heard[island.session] = committed
             case _:
                 pass
         super().obey(island, effect)
@@ -80,7 +80,7 @@ class Taped(World):
     def stepped(self, island: Training) -> None:
         assert isinstance(island, Island)
         if (heard := self._heard.pop(island.session, None)) is not None:
-            self._say(island, tape.Informed(island.t, *heard))
+            self._say(island, tape.Informed(island.t, heard))
 
     def _say(self, island: Island, entry: tape.AnyEntry) -> None:
         self.tapes[island.session].append(entry)
@@ -113,10 +113,12 @@ def _records(world: Taped) -> list[AnyRecord]:
         if isinstance(line, Ended) and line.final:
             continue
         lines.append(line)
-    for session, life in lives.items():
-        entries = tuple(sorted(world.tapes[session], key=lambda entry: entry.t))
-        lines.append(Played(life.learner, life.incarnation, 0, entries))
-    return [world.begun, *lines, Ended("the tape is over", final=True)]
+    tapes = tuple(_stretch(life, world.tapes[session]) for session, life in lives.items())
+    return [world.begun, *lines, Played(tapes), Ended("the tape is over", final=True)]
+
+
+def _stretch(life: Joined, entries: list[tape.AnyEntry]) -> Stretch:
+    return Stretch(life.learner, life.incarnation, 0, tuple(sorted(entries, key=lambda entry: entry.t)))
 
 
 def parse_fault(text: str, learners: int) -> Fault:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from atoll.launch.replay.score import Copied, Part, read_score
-from atoll.protocol.records import Begun, Joined, Lent, Merged, Passed, Played, Share, Started
+from atoll.protocol.records import Begun, Joined, Lent, Merged, Passed, Played, Share, Started, Stretch
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Adopted, Began, Forgot, Informed, Marked, Owned
+from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
 
 BEGUN = Begun("run", Settings(learners=2, fragments=2, sync_every=2), {}, (), "plan")
 BEGAN = Began(0, 1, "2.13", "DEFAULT", "cpu", False)
+
+
+def played(learner: str, incarnation: int, first: int, *entries: AnyEntry) -> Played:
+    return Played((Stretch(learner, incarnation, first, entries),))
 
 
 def part(*entries: object, copies: list[Copied]) -> Part:
@@ -26,7 +30,7 @@ def test_and_before_the_one_that_took_its_base_away() -> None:
 
 
 def test_other_fragments_and_other_orders_do_not_matter() -> None:
-    acts = [Adopted(1, 0, 7), Adopted(3, 1, 8), Informed(3, 0.5, 5)]
+    acts = [Adopted(1, 0, 7), Adopted(3, 1, 8), Informed(3, 5)]
     copy = Copied(3, 10, 0, base=7, steps=2)
     assert part(*acts, copies=[copy]).acts() == [*acts, copy]
 
@@ -56,13 +60,13 @@ def test_a_journal_becomes_a_score() -> None:
             BEGUN,
             Joined("a", 1, "one", 0),
             Joined("b", 1, "two", 0),
-            Played("a", 1, 0, (BEGAN, Owned(0))),
+            played("a", 1, 0, BEGAN, Owned(0)),
             Started("a"),
             merged,
             Lent("ticket", "a", 1, 2),
             Joined("a", 2, "one", 2),
             Joined("b", 2, "three", 0),
-            Played("a", 2, 2, (Forgot(2, True),)),
+            played("a", 2, 2, Forgot(2, True)),
             Passed(1, 1, "nobody"),
         ]
     )
@@ -74,6 +78,6 @@ def test_a_journal_becomes_a_score() -> None:
 
 
 def test_what_is_missing_of_a_tape_is_known() -> None:
-    score = read_score([BEGUN, Joined("a", 1, "one", 0), Played("a", 1, 0, (BEGAN,)), Played("a", 1, 4, (Owned(0),))])
+    score = read_score([BEGUN, Joined("a", 1, "one", 0), played("a", 1, 0, BEGAN), played("a", 1, 4, Owned(0))])
     assert score.parts[0].missing == "its tape lacks entries 1 to 3"
     assert score.parts[0].entries == [BEGAN]

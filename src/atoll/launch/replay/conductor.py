@@ -115,6 +115,7 @@ class Conductor:
             state=self._states.get,
             lent=self._lend,
             leases=self._score.leases.__getitem__,
+            progress=lambda committed: self._score.progress.get(committed, 0.0),
             remark=self._remark,
         )
         if self._begun:

@@ -89,6 +89,8 @@ class Score:
     lent: dict[str, tuple[Part, int]] = field(default_factory=dict)
     """Ticket → whose state it stands for, and after which step the copy was made."""
     rounds: int = 0
+    progress: dict[int, float] = field(default_factory=dict)
+    """How much of the budget was spent, by the rounds behind the run."""
     of: dict[tuple[str, int], Part] = field(default_factory=dict)
     """Learner and incarnation → its training process."""
 
@@ -107,21 +109,16 @@ def _take(score: Score, record: AnyRecord) -> None:
     match record:
         case Joined(learner, incarnation, session):
             score.of[learner, incarnation] = _part(score, learner, session)
-        case Played(learner, incarnation, first, entries):
-            part = score.of[learner, incarnation]
-            if first > len(part.entries) and not part.missing:
-                part.missing = f"its tape lacks entries {len(part.entries)} to {first - 1}"
-            if not part.missing:
-                part.entries.extend(entries)
+        case Played(tapes):
+            for one in tapes:
+                _add(score.of[one.learner, one.incarnation], one.first, one.entries)
         case Merged():
             for share in record.members:
                 copy = Copied(share.t, record.round, record.fragment, share.base, share.steps)
                 score.of[share.learner, share.incarnation].copies.append(copy)
-            score.decisions.append(record)
-            score.rounds = record.round + 1
+            _decided(score, record)
         case Passed():
-            score.decisions.append(record)
-            score.rounds = record.round + 1
+            _decided(score, record)
         case Started() | Reset() | Changed():
             score.decisions.append(record)
         case Granted():
@@ -131,6 +128,19 @@ def _take(score: Score, record: AnyRecord) -> None:
             score.lent[ticket] = (score.of[learner, incarnation], t)
         case _:
             pass
+
+
+def _decided(score: Score, record: Merged | Passed) -> None:
+    score.decisions.append(record)
+    score.rounds = record.round + 1
+    score.progress[score.rounds] = record.progress
+
+
+def _add(part: Part, first: int, entries: tuple[AnyEntry, ...]) -> None:
+    if first > len(part.entries) and not part.missing:
+        part.missing = f"its tape lacks entries {len(part.entries)} to {first - 1}"
+    if not part.missing:
+        part.entries.extend(entries)
 
 
 def _part(score: Score, learner: str, session: str) -> Part:
