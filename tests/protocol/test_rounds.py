@@ -3,7 +3,10 @@
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol.gathering import Gathering
+from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
+from atoll.protocol.settings import Settings
 
 
 def test_round_t_takes_fragment_t_mod_p() -> None:
@@ -124,3 +127,14 @@ def test_weights_are_tokens_times_tokens_per_step() -> None:
     weights = {m["learner"]: (m["tokens"], m["steps"], m["weight"]) for m in world.round_note(0)["members"]}
     for tokens, steps, weight in weights.values():
         assert weight == pytest.approx(tokens * tokens / steps)
+
+
+def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() -> None:
+    """now − since could round to just under the patience; nothing would happen then until somebody says something."""
+    settings = Settings(learners=2, fragments=2, sync_every=4, quorum=2, patience_s=3.2)
+    for number in range(1000):
+        gathering = Gathering(settings, Membership(settings))
+        gathering.watch(number / 7)
+        wakes: list[float] = []
+        assert gathering._quorum(number / 7, wakes) == 2
+        assert gathering._quorum(wakes[0], []) == 1

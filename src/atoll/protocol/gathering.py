@@ -97,9 +97,10 @@ class Gathering:
     def _quorum(self, now: float, wakes: list[float]) -> int:
         if self._short_since is None:
             return self.settings.quorum
-        wakes.append(self._short_since + self.settings.patience_s)
-        live, waited_s = len(self.members.stepping()), now - self._short_since
-        return effective_quorum(self.settings.quorum, live, waited_s, self.settings.patience_s)
+        patience_s, until = self.settings.patience_s, self._short_since + self.settings.patience_s
+        wakes.append(until)
+        waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
+        return effective_quorum(self.settings.quorum, len(self.members.stepping()), waited_s, patience_s)
 
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:

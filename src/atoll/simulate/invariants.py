@@ -170,7 +170,8 @@ class Invariants:
                 for fragment, version in enumerate(versions):
                     self._telling(fragment, version, learner)
             case Pull():
-                self.timing.asked(reign, learner, message)
+                if reign is self.world.reign:
+                    self.timing.asked(reign, learner, message)
                 return
             case Help():
                 self.conduct.asked(message, self.oracle.versions)
