@@ -142,7 +142,7 @@ class Timing:
     def _least(self, reign: Reign, now: float) -> int:
         gathering, settings = reign.machine.rounds.gathering, reign.machine.settings
         short = gathering._short_since
-        if short is None or now - short < settings.patience_s:
+        if short is None or now < short + settings.patience_s:
             return settings.quorum
         return max(1, min(settings.quorum, len(reign.machine.members.stepping())))
 
