@@ -6,6 +6,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.learner import Learner
 from atoll.protocol.messages import Announce, Member, Welcome
 from atoll.protocol.settings import Settings
+from atoll.protocol.versions import Versions
 
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
 
@@ -143,3 +144,16 @@ def test_overwrite_drops_the_steps_since_the_copy() -> None:
     while not [a for a in island.adoptions if a[2] == 1]:
         world.run_until(seconds=0.05)
     assert island.theta == world.theta and island.steps == [0]
+
+
+def test_a_contribution_that_the_disk_did_not_keep_is_owed_no_more() -> None:
+    """It was announced as merged, its round was lost with the machine, and the number of its version given again."""
+    versions = Versions(lambda effect: None, held=[9], counted=[9], newest=[9])
+    versions.announced(
+        Announce(round=9, fragment=0, version=10, members=(), gathering=10), Member("learner-0", 1, 34, tokens=10)
+    )
+    assert versions.owed(0) == 10
+    settings = Settings(learners=1, fragments=1, sync_every=3)
+    known = {"fingerprint": "plan", "gathering": 9, "committed": 9, "merged": ((9, 29, 50),)}
+    versions.welcomed(Welcome(run="run", incarnation=1, settings=settings, versions=(9,), **known))
+    assert versions.owed(0) is None and versions.tokens_in(0, 10) == 0

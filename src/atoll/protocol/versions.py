@@ -61,9 +61,11 @@ class Versions:
     def welcomed(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
         fragments = len(self.newest)
-        for fragment, merged in enumerate(welcome.merged):
-            if merged[0] > min(self.held[fragment], self.counted[fragment]):
-                self._merged[fragment] = merged
+        self._merged = {  # what was announced before may be of rounds that the disk did not keep
+            fragment: merged
+            for fragment, merged in enumerate(welcome.merged)
+            if merged[0] > min(self.held[fragment], self.counted[fragment])
+        }
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number
 
