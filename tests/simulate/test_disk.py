@@ -1,0 +1,67 @@
+"""The simulated run directory: what counts, and what a crash leaves of it."""
+
+from __future__ import annotations
+
+import random
+
+from atoll.protocol.history import History
+from atoll.protocol.records import Begun, Joined, Merged, Passed, Reigned, Share, Started
+from atoll.protocol.settings import Settings
+from atoll.simulate.disk import Disk, Entry
+
+BEGUN = Begun("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
+
+
+def disk(*, every_round: bool = True, seed: int = 0) -> Disk:
+    made = Disk(BEGUN, random.Random(seed), sync_s=0.1, every_round=every_round)
+    made.claim, made.start = 1, [1.0]
+    return made
+
+
+def entries(count: int) -> list[Entry]:
+    return [(Passed(number, 0, "nobody"), None) for number in range(count)]
+
+
+def test_what_is_being_written_does_not_count_yet() -> None:
+    one = disk()
+    assert one.begin(1, entries(2)) == 0.1
+    assert one.journal == []
+    assert one.end(1) and len(one.journal) == 2
+
+
+def test_a_crash_in_the_middle_leaves_a_prefix() -> None:
+    left = set()
+    for seed in range(30):
+        one = disk(seed=seed)
+        one.begin(1, entries(3))
+        one.abandon(1)
+        assert one.journal == [record for record, _ in entries(3)][: len(one.journal)]
+        left.add(len(one.journal))
+    assert left == {0, 1, 2, 3}
+
+
+def test_a_term_that_was_claimed_past_writes_nothing_that_counts() -> None:
+    one = disk()
+    one.begin(1, entries(1))
+    one.reign(History(BEGUN))
+    assert not one.end(1)
+    assert [type(record) for record in one.journal] == [Reigned]
+
+
+def test_a_power_cut_takes_what_was_never_synced() -> None:
+    one = disk(every_round=False)
+    one.append(entries(2))
+    one.keep(0, History(BEGUN).state(), [1.0], place=1)
+    assert one.power_cut() == 1 and len(one.journal) == 1 and one.losses == 1
+    kept = disk()
+    kept.append(entries(2))
+    assert kept.power_cut() == 0 and len(kept.journal) == 2
+
+
+def test_recovery_gives_the_values_that_the_gradients_make() -> None:
+    one = disk()
+    share = Share("learner-0", 1, 2, 2, 20, 200.0, 0)
+    merged = Merged(0, 0, 1, 1, "all", (share,), "digest")
+    one.append([(Joined("learner-0", 1, "session", 0), None), (Started("learner-0"), None), (merged, 2.0)])
+    history, theta = one.recover(0.5)
+    assert history.versions == [1] and theta == [0.0]

@@ -1,0 +1,79 @@
+"""Drawn worlds: every promise holds, the same seed is the same world, and all that can be drawn is drawn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from atoll.simulate import campaign
+from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, Fault
+from atoll.simulate.inject import _LEARNERS, _REST
+
+TRACES = """
+from atoll.simulate import campaign
+print([campaign.run(campaign.plan(seed, learners)).trace for seed in (3, 11) for learners in (None, 3)])
+"""
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_whatever_is_drawn_every_promise_holds(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        outcome = campaign.run(campaign.plan(seed))
+        assert not outcome.invariant, f"atoll simulate faults --seed {seed}: {outcome.invariant}: {outcome.message}"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("block", range(50))
+def test_thousands_of_worlds(block: int) -> None:
+    for seed in range(10_000 + 100 * block, 10_000 + 100 * block + 100):
+        outcome = campaign.run(campaign.plan(seed))
+        assert not outcome.invariant, f"atoll simulate faults --seed {seed}: {outcome.invariant}: {outcome.message}"
+
+
+def test_the_same_seed_is_the_same_world_in_any_process() -> None:
+    """Nothing depends on the order of a set, or on where an object lies."""
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", TRACES],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=100,
+        ).stdout
+        for hash_seed in ("0", "4242")
+    ]
+    assert traces[0] == traces[1] and traces[0].count(",") == 3
+
+
+def test_the_number_of_learners_that_was_drawn_gives_the_same_world_when_it_is_given() -> None:
+    drawn = campaign.plan(7)
+    assert campaign.plan(7, drawn.options.settings.learners) == drawn
+    assert campaign.plan(7, 9).options.settings.learners == 9
+
+
+def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
+    drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
+    assert drawn == {*_LEARNERS, *_REST} == {*OF_LEARNERS, *OF_THE_REST, "end"}
+
+
+@pytest.mark.parametrize("kind", sorted({*_LEARNERS, *_REST} - {"end"}))
+def test_each_fault_alone_is_lived_through(kind: str) -> None:
+    plan = campaign.plan(1, 3)
+    target = 1 if kind in _LEARNERS else -1
+    faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
+    outcome = campaign.run(campaign.Plan(1, plan.options, faults))
+    assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
+
+
+def test_settings_of_all_kinds_are_drawn() -> None:
+    drawn = [campaign.plan(seed).options for seed in range(200)]
+    settings = [one.settings for one in drawn]
+    assert {one.learners for one in settings} == {1, 2, 3, 4, 5, 6}
+    assert {one.adopt for one in settings} == {"overwrite", "blend", "carry"}
+    assert {one.synchronous for one in settings} == {one.every_round for one in drawn} == {True, False}
+    assert {bool(one.steps) for one in settings} == {bool(one.tokens) for one in settings} == {True, False}
+    assert max(one.quorum for one in settings) > 2 and {len(one.data) for one in drawn} == {0, 1, 2}
