@@ -89,7 +89,7 @@ def _breaks(seed: int, kind: str) -> bool:
 def test_workers_report_every_seed_once_whatever_the_order() -> None:
     found: list[Any] = list(many.run(range(5), 2, workers=2))
     assert sorted(one.outcome.seed for one in found) == [0, 1, 2, 3, 4]
-    alone = {one.outcome.seed: one.outcome.trace for one in found}
+    alone = {one.outcome.seed: one.outcome.events for one in found}
     for line in reports(iter(["1\n", "4\n"]), 2):
         outcome = json.loads(line)["outcome"]
-        assert outcome["trace"] == alone[outcome["seed"]], "the same in this process"
+        assert outcome["events"] == alone[outcome["seed"]], "the same in this process"

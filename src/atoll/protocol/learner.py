@@ -125,7 +125,6 @@ class Learner:
         )
 
     def handle(self, now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
-        self._effects.clear()
         match event:
             case fx.Arrived(message):
                 self._hear(now, message)
@@ -168,7 +167,8 @@ class Learner:
                 pass
         self._seeking.conclude()  # behind the orders that the training process goes on with
         self._by_time(now)
-        return list(self._effects)
+        effects, self._effects = self._effects, []
+        return effects
 
     # ---- messages ---------------------------------------------------------------------------------------------
 

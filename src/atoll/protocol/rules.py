@@ -13,8 +13,8 @@ from atoll.protocol.round import Round
 def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
     """An honest learner never sends such a report: its channel is closed."""
     fragments = len(versions)
-    per_fragment = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
-    if any(len(row) != fragments for row in per_fragment):
+    rows = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
+    if {*map(len, rows)} != {fragments}:
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
     if min(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total) < 0:
         return "a report with counters below zero"

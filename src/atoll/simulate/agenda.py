@@ -13,22 +13,22 @@ Action = Callable[..., object]
 class Agenda:
     def __init__(self) -> None:
         self.now = 0.0
-        self._queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []
+        self.queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []
         self._order = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def later(self, delay: float, action: Action, *arguments: Any) -> None:
         self._order += 1
         at = self.now + delay if delay > 0.0 else self.now
-        heapq.heappush(self._queue, (at, self._order, action, arguments))
+        heapq.heappush(self.queue, (at, self._order, action, arguments))
 
     @property
     def next_at(self) -> float:
-        return self._queue[0][0] if self._queue else float("inf")
+        return self.queue[0][0] if self.queue else float("inf")
 
     def step(self) -> bool:
         """Let the next thing happen; False when it was out of date."""
-        self.now, _, action, arguments = heapq.heappop(self._queue)
+        self.now, _, action, arguments = heapq.heappop(self.queue)
         return action(*arguments) is not False

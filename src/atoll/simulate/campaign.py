@@ -55,8 +55,8 @@ def plan(seed: int, learners: int | None = None) -> Plan:
     return Plan(seed, drawn, tuple(drawn_faults.draw(dice, drawn.settings.learners, drawn.faults_s)))
 
 
-def make(plan: Plan, world: type[World] = World) -> World:
-    """The world of a plan, before anything has happened in it."""
+def make(plan: Plan, world: type[World] = World, *, traced: bool = True) -> World:
+    """The world of a plan, before anything has happened in it; `traced`: with a hash of all that will."""
     drawn = plan.options
     made = world(
         drawn.settings,
@@ -71,7 +71,7 @@ def make(plan: Plan, world: type[World] = World) -> World:
         down_s=drawn.down_s,
         merge_s=drawn.merge_s,
         data=drawn.registered,
-        trace=Trace(),
+        trace=Trace() if traced else None,
     )
     made.network.redials = True
     made.reign.beat()
@@ -129,10 +129,9 @@ def _is_running(world: World) -> bool:
 
 
 def _until(world: World, moment: float) -> None:
-    while not world.finished and world.agenda.next_at <= moment:
-        world.step()
-        if world.events > MOST_EVENTS:
-            raise Violation("the run can end", f"{world.events} events are not enough")
+    world.run(moment, MOST_EVENTS)
+    if world.events >= MOST_EVENTS:
+        raise Violation("the run can end", f"{world.events} events are not enough")
     world.agenda.now = max(world.agenda.now, moment) if not world.finished else world.agenda.now
 
 

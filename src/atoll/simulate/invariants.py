@@ -288,7 +288,7 @@ class Invariants:
 
     def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
         """A learner heeds no term below the newest it has heard of."""
-        if isinstance(event, fx.Arrived):
+        if type(event) is fx.Arrived and event.message.term != island.term:
             term = event.message.term
             if term < island.term and any(not isinstance(one, fx.HangUp | fx.Note | fx.Say) for one in effects):
                 said = f"{island.name} heeds term {term} after term {island.term}: {effects}"

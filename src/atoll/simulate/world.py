@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from heapq import heappop
+from math import inf
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
@@ -98,10 +100,14 @@ class World:
         if self.agenda.step() and self.events == before:
             self.events += 1
 
-    def run(self, until: float) -> None:
-        """To this moment, or the end."""
-        while not self.finished and self.agenda.next_at <= until:
-            self.step()
+    def run(self, until: float, most_events: float = inf) -> None:
+        """To this moment, the end, or so many events."""
+        agenda, queue = self.agenda, self.agenda.queue
+        while queue and queue[0][0] <= until and not self.finished and self.events < most_events:
+            before = self.events
+            agenda.now, _, action, arguments = heappop(queue)
+            if action(*arguments) is not False and self.events == before:
+                self.events += 1
 
     # ---- machines -----------------------------------------------------------------------------------------------
 
