@@ -63,7 +63,8 @@ class Network:
         self._backoff: dict[str, float] = {}
 
     def delay(self, times: float = 1.0) -> float:
-        return times * self.slow * self.latency_s * (1 + self.jitter * self.random.random())
+        delay = times * self.slow * self.latency_s * (1 + self.jitter * self.random.random())
+        return delay if delay < STUCK_S else STUCK_S
 
     # ---- control ------------------------------------------------------------------------------------------------
 

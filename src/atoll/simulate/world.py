@@ -186,7 +186,8 @@ class World:
 
     def crash_syncer(self, down_s: float | None = None, *, power: bool = False) -> None:
         """Its process dies (`power`: with its machine); a new one reads what is durable, in a new term."""
-        self.reign.end("the syncer died")
+        for reign in self.reigns if power else [self.reign]:
+            reign.end("the syncer died")
         self.reigns = [reign for reign in self.reigns if reign.alive]
         if power:
             self.disk.power_cut()
