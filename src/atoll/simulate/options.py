@@ -10,7 +10,7 @@ import msgspec
 from atoll.protocol.effects import Registered
 from atoll.protocol.settings import Settings
 
-MOST_LEARNERS = 6
+MOST_LEARNERS = 5
 """Drawn, where nobody says how many."""
 
 
@@ -70,7 +70,7 @@ def draw(dice: random.Random, learners: int | None) -> Options:
         outer_lr=dice.choice([1.0, 0.7]),
         **_data(dice),
         merge_s=dice.choice([0.0, 0.0, 0.05]),
-        faults_s=dice.choice([60.0, 120.0, 180.0]),
+        faults_s=dice.choice([60.0, 120.0, 160.0]),
         calm_steps=60,
     )
 
