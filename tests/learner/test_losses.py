@@ -34,7 +34,7 @@ def test_a_step_without_a_loss_keeps_the_last() -> None:
 class TestOnCuda:
     def test_adding_waits_for_nothing(self) -> None:
         losses, value = Losses(), torch.tensor(4.0, device="cuda")
-        losses.add(value)  # the first allocation of pinned memory may wait
+        losses.add(value + 0)  # the first allocation of pinned memory may wait, and so may loading a kernel
         torch.cuda.synchronize()
         assert losses.latest() == 4.0
         torch.cuda._sleep(2_000_000_000)
