@@ -74,10 +74,10 @@ SCOPES = (
     Scope("three learners", learners=3, faults=3, rounds=2),
     Scope("synchronous", rounds=3, synchronous=True),
     Scope("the run ends", rounds=6, steps=6),
-    Scope("deep: from the beginning to the end", length=60, steps=4, cut_every=2),
-    Scope("deep: two must be there", length=40, rounds=2, quorum=2, faults=3),
-    Scope("deep: three learners", length=40, learners=3, rounds=2, faults=3),
-    Scope("deep: synchronous", length=40, rounds=2, synchronous=True),
+    Scope("deep: from the beginning to the end", length=40, steps=4, cut_every=2),
+    Scope("deep: two must be there", length=24, rounds=2, quorum=2, faults=3),
+    Scope("deep: three learners", length=18, learners=3, rounds=2, faults=3),
+    Scope("deep: synchronous", length=24, rounds=2, synchronous=True),
 )
 
 
@@ -106,7 +106,8 @@ class Found:
     violation: Violation | None = None
 
     def __str__(self) -> str:
-        to = f"{self.depth} departures in {self.scope.length} choices" if self.scope.length else f"depth {self.depth}"
+        departures = f"{self.depth} departure{'' if self.depth == 1 else 's'}"
+        to = f"{departures} in {self.scope.length} choices" if self.scope.length else f"depth {self.depth}"
         what = f"{self.scope.name}: {self.states:,} states, {self.choices:,} choices, complete to {to}"
         return f"{what}; broken: {self.violation.rule}" if self.violation else what
 

@@ -127,7 +127,7 @@ class Turn:
                 fragment = island.fetches.pop(0)
                 island.tell(now, fx.Fetched(fragment, self.state.rulers[party.link].published[fragment]))
             case "state":
-                ticket = island.streams[0]
+                ticket = island.streams.pop(0)
                 there = any(ticket in given for one in self._alive() for given in one.island.given.values())
                 island.tell(now, fx.StateCame(ticket) if there else fx.StateFailed(ticket, "the connection broke"))
             case "save":

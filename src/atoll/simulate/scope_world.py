@@ -166,7 +166,7 @@ def _of_party(state: State, name: str, party: Party) -> Iterator[Choice]:
         yield "dial", name
         if len(state.rulers) > 1:
             yield "stray", name
-    if island.streams and not island.arrived:
+    if island.streams:
         yield "state", name
     if island.saves:
         yield "save", name
