@@ -279,6 +279,17 @@ def test_a_run_that_is_not_well_fails_with_the_first_thing_that_is_wrong(
     assert json.loads(out)["ok"] is False and "theta-001.bin is damaged" in err
 
 
+def test_a_tape_with_a_changed_byte_is_not_replayed_and_its_record_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: WrittenRun
+) -> None:
+    segment = stopped.dir.journal / "segment-000001.log"
+    flip(segment, segment.stat().st_size // 2)
+    assert atoll(monkeypatch, "replay", "run") == 4
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert re.search(r"segment-000001.log is damaged at byte \d+, record \d+", err), err
+
+
 def test_weights_are_exported_with_the_moment_they_are_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stopped: WrittenRun, folder: Path
 ) -> None:
