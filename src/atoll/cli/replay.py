@@ -104,6 +104,7 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "identical": difference is None and not outcome.stopped,
         "through": outcome.through,
         "compared": outcome.compared,
+        "digest": outcome.digest(),
         "from_journal": outcome.from_journal,
         "difference": None
         if difference is None

@@ -11,6 +11,7 @@ the replay ends there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import selectors
@@ -64,6 +65,11 @@ class Outcome:
     remarks: list[str] = field(default_factory=list)
     made: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     """Per round, digest and marks of the version it made."""
+
+    def digest(self) -> str:
+        """Of all versions that were made, in their order."""
+        marks = "".join(mark for mark, _ in self.made.values())
+        return hashlib.blake2b(marks.encode(), digest_size=16).hexdigest()
 
 
 class Conductor:
