@@ -105,9 +105,12 @@ class Account(Record, frozen=True):
 
     def is_older(self, total: int, versions: Sequence[int]) -> bool:
         """Whether such a report was made before what is known already."""
-        if total < self.total or not any(self.pending):
-            return total < self.total
-        return any(p is not None and held < p.base for p, held in zip(self.pending, versions, strict=True))
+        if total < self.total:
+            return True
+        for pending, held in zip(self.pending, versions, strict=True):
+            if pending is not None and held < pending.base:
+                return True
+        return False
 
     def adopted(self, versions: Sequence[int]) -> Account:
         """What these versions contain is on its way no more."""

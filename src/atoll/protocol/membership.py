@@ -193,7 +193,11 @@ class Membership:
 
     def stepping(self) -> list[Learner]:
         """Live, and more steps will come."""
-        return [learner for learner in self.live() if not learner.stopped]
+        return [
+            one
+            for one in self._by_name
+            if one.state == "training" and not one.muted and not one.stalled and not one.stopped
+        ]
 
     def connected(self) -> list[Learner]:
         return [one for one in self._by_name if one.state != "gone"]

@@ -34,7 +34,7 @@ class Pace:
     def stepped(self, learner: str, t: int) -> None:
         if learner in self._anchors:
             self._steps[learner] = t
-            self.clock = max(self.clock, middle([self._position(name) for name in self._anchors]))
+            self.clock = max(self.clock, middle(self._positions()))
 
     def is_due(self) -> bool:
         return self.clock >= self.due - 1e-9
@@ -43,9 +43,9 @@ class Pace:
         """A round has used its turn."""
         self.due = max(self.due + self.interval, self.clock - self.interval)
 
-    def _position(self, learner: str) -> float:
-        t, clock = self._anchors[learner]
-        return clock + self._steps[learner] - t
+    def _positions(self) -> list[float]:
+        """Where each learner stands on the clock."""
+        return [clock + self._steps[learner] - t for learner, (t, clock) in self._anchors.items()]
 
 
 def middle(values: list[float]) -> float:

@@ -49,8 +49,17 @@ class Bodies(Network):
         if why:
             stuck = STUCK_S if why == "it got stuck" else 0.0
             self.agenda.later(stuck, self.if_same, island, machine, fx.UploadFailed(number, attempt, why))
-            return False
-        return island.hear(fx.Uploaded(number, attempt, "digest"))
+        elif self.apart:
+            self.agenda.later(self.delay(), self._received, island, machine, reign, number, attempt)
+        else:
+            return self._received(island, machine, reign, number, attempt)
+        return None
+
+    def _received(self, island: Island, machine: Learner, reign: Reign, number: int, attempt: int) -> object:
+        """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
+        if self.apart and (why := self._breaks(island, reign)):
+            return self.if_same(island, machine, fx.UploadFailed(number, attempt, f"no receipt: {why}"))
+        return self.if_same(island, machine, fx.Uploaded(number, attempt, "digest"))
 
     def upload_all(self, island: Island) -> None:
         """Version 0; sent again and again until it is there, or the connection is gone."""
@@ -71,24 +80,40 @@ class Bodies(Network):
     # ---- down ---------------------------------------------------------------------------------------------------
 
     def fetch(self, island: Island, fragment: int) -> None:
-        connection = island.connection
-        delay = self.delay(2.0)
+        """The request travels, then what was committed when it came."""
+        connection, machine = island.connection, island.machine
+        delay = self.delay(1.0 if self.apart else 2.0)
         if connection is not None:
-            self.agenda.later(delay, self._fetched, island, island.machine, connection.reign, fragment)
+            self.agenda.later(delay, self._serve, island, machine, connection.reign, fragment)
         else:
-            self.agenda.later(delay, self.if_same, island, island.machine, fx.FetchFailed(fragment, "unreachable"))
+            self.agenda.later(delay, self.if_same, island, machine, fx.FetchFailed(fragment, "unreachable"))
 
-    def _fetched(self, island: Island, machine: Learner, reign: Reign, fragment: int) -> object:
+    def _serve(self, island: Island, machine: Learner, reign: Reign, fragment: int) -> object:
         if island.machine is not machine or not island.alive:
             return False
-        why = self._breaks(island, reign)
-        if why or reign.served[fragment] < 0:
-            stuck = STUCK_S if why == "it got stuck" else 0.0
-            failed = fx.FetchFailed(fragment, why or "the run has no parameters yet")
-            self.agenda.later(stuck, self.if_same, island, machine, failed)
+        why = self._breaks(island, reign) or ("the run has no parameters yet" if reign.served[fragment] < 0 else "")
+        if why:
+            return self._not_fetched(island, machine, fragment, why)
+        value, version = reign.theta[fragment], reign.served[fragment]
+        if not self.apart:
+            return self._fetched(island, machine, reign, fragment, version, value)
+        self.agenda.later(self.delay(), self._fetched, island, machine, reign, fragment, version, value)
+        return None
+
+    def _fetched(
+        self, island: Island, machine: Learner, reign: Reign, fragment: int, version: int, value: float
+    ) -> object:
+        if island.machine is not machine or not island.alive:
             return False
-        island.fetched[fragment] = reign.theta[fragment]
-        return island.hear(fx.Fetched(fragment, reign.served[fragment]))
+        if self.apart and (why := self._breaks(island, reign)):
+            return self._not_fetched(island, machine, fragment, why)
+        island.fetched[fragment] = value
+        return island.hear(fx.Fetched(fragment, version))
+
+    def _not_fetched(self, island: Island, machine: Learner, fragment: int, why: str) -> object:
+        stuck = STUCK_S if why == "it got stuck" else 0.0
+        self.agenda.later(stuck, self.if_same, island, machine, fx.FetchFailed(fragment, why))
+        return None
 
     def if_same(self, island: Island, machine: Learner, event: fx.LearnerEvent) -> object:
         return island.hear(event) if island.machine is machine else False

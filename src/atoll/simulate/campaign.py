@@ -23,6 +23,9 @@ from atoll.simulate.world import World
 
 CALM_S = 40.0
 """After the last fault: time to notice the dead, to dial again, to recover (two tries of 10 s and H rounds)."""
+RECOVERY_S = 10.0
+"""What is allowed where H rounds pass sooner."""
+LOOK_S = 0.5
 END_S = 2000.0
 """The most virtual seconds a run may take to end."""
 MOST_EVENTS = 400_000
@@ -73,7 +76,7 @@ def make(plan: Plan, world: type[World] = World, *, traced: bool = True) -> Worl
         data=drawn.registered,
         trace=Trace() if traced else None,
     )
-    made.network.redials = True
+    made.network.redials = made.network.apart = True
     made.reign.beat()
     for number, late_s in enumerate(drawn.late_s):
         made.agenda.later(late_s, _first_join, made, number, drawn)
@@ -156,15 +159,17 @@ def heal(world: World) -> None:
 
 
 def _becomes_current(world: World) -> None:
-    """Within H rounds everybody holds what was committed when the faults stopped; in time rounds go on."""
+    """Once everybody is back, within H rounds (or RECOVERY_S) all hold what was committed then; and rounds go on."""
     settings = world.settings
     _until(world, world.now + CALM_S)
-    if not _is_running(world):
-        return
-    versions, first = list(world.syncer.versions), world.syncer.committed
+    versions, first, since = list(world.syncer.versions), world.syncer.committed, world.now
     slowest = max(island.step_s for island in world.islands.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
-    _until(world, world.now + 2 * slowest * (steps + settings.sync_every) + CALM_S)
+    least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
+    while _is_running(world) and world.now < since + most_s:
+        if world.syncer.committed >= first + settings.sync_every and world.now >= since + least_s:
+            break
+        _until(world, world.now + LOOK_S)
     if not _is_running(world):
         return
     if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):

@@ -125,7 +125,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
     """None, a few or many, some of them close to each other; all are mended before `until`."""
-    count = dice.choice([0, 3, 8, 16, 28])
+    count = dice.choice([0, 4, 10, 20, 32])
     rest, near = dice.choice([0.2, 0.4, 0.7]), dice.choice([0.0, 0.3, 0.7])
     faults: list[Fault] = []
     for _ in range(count):

@@ -58,6 +58,8 @@ class Network:
         """The share of bodies that break on their way."""
         self.doubles = 0.0
         """The share of control messages that come twice."""
+        self.apart = False
+        """Whether a request and its answer travel one after the other, so that things may happen in between."""
         self.redials = False
         """Whether a learner that lost its syncer dials again by itself."""
         self._backoff: dict[str, float] = {}

@@ -10,8 +10,8 @@ import msgspec
 from atoll.protocol.effects import Registered
 from atoll.protocol.settings import Settings
 
-MOST_LEARNERS = 5
-"""Drawn, where nobody says how many."""
+LEARNERS = (1, 2, 2, 3, 3, 4, 5)
+"""One of these, where nobody says how many."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -40,8 +40,6 @@ class Options(msgspec.Struct, frozen=True):
     merge_s: float
     faults_s: float
     """Faults begin before this moment, and are over by then."""
-    calm_steps: int
-    """Learner steps that follow in peace."""
 
     @property
     def registered(self) -> Registered | None:
@@ -50,7 +48,7 @@ class Options(msgspec.Struct, frozen=True):
 
 def draw(dice: random.Random, learners: int | None) -> Options:
     """The same draws whether the number of learners is given or drawn: the same number gives the same world."""
-    drawn = dice.randint(1, MOST_LEARNERS)
+    drawn = dice.choice(LEARNERS)
     names = learners if learners is not None else drawn
     per_learner = random.Random(dice.getrandbits(64))
     latency_s, jitter = dice.choice([0.0, 0.002, 0.02, 0.2, 0.5]), dice.choice([0.0, 0.5, 2.0])
@@ -70,8 +68,7 @@ def draw(dice: random.Random, learners: int | None) -> Options:
         outer_lr=dice.choice([1.0, 0.7]),
         **_data(dice),
         merge_s=dice.choice([0.0, 0.0, 0.05]),
-        faults_s=dice.choice([60.0, 120.0, 160.0]),
-        calm_steps=60,
+        faults_s=dice.choice([100.0, 180.0, 250.0]),
     )
 
 
@@ -89,8 +86,8 @@ def _settings(dice: random.Random, learners: int, delay_s: float) -> Settings:
         synchronous=dice.random() < 0.3,
         grace=dice.random() < 0.8,
         adopt=dice.choice(["overwrite", "overwrite", "blend", "carry", "carry"]),
-        steps=dice.choice([0, 0, 150, 400]),
-        tokens=dice.choice([0, 0, 0, 2000 * learners]),
+        steps=dice.choice([0, 0, 200, 600]),
+        tokens=dice.choice([0, 0, 0, 3000 * learners]),
         cut_every=dice.choice([-1, 0, 3, 3 * fragments]),
         cut_wait_s=dice.choice([3.0, 20.0]),
         assemble_s=dice.choice([5.0, 15.0]),
