@@ -10,7 +10,9 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
-from atoll.protocol.syncer import RETURN_S
+from atoll.protocol.messages import Hello, Welcome
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import RETURN_S, Syncer
 
 
 class DieAt:
@@ -156,3 +158,26 @@ def test_one_that_was_there_in_the_term_before_goes_on_as_it_was() -> None:
         world.crash_syncer()
         world.run_until(round=number)
     assert {one.incarnation for one in world.syncer.members.learners.values()} == {1}
+
+
+def greeted(syncer: Syncer, now: float, **known: Any) -> Welcome:
+    hello = Hello(protocol=1, learner="learner-0", session="session", **known)
+    sent = [effect.message for effect in syncer.handle(now, fx.Greeted(hello)) if isinstance(effect, fx.Send)]
+    return next(message for message in sent if isinstance(message, Welcome))
+
+
+def test_a_life_that_the_disk_did_not_keep_is_not_given_its_number_again() -> None:
+    """The learner would take itself for the one that is meant, and its counters for those of that account."""
+    settings = Settings(learners=1, fragments=2, sync_every=4)
+    empty = Syncer.fresh(settings, run="run", fingerprint="plan")
+    assert greeted(empty, 0.0, run="run", incarnation=1, versions=(0, 0)).incarnation == 2
+    other = Syncer.fresh(settings, run="another run", fingerprint="plan")
+    assert greeted(other, 0.0, run="run", incarnation=7, versions=(0, 0)).incarnation == 1
+
+
+def test_one_that_knows_of_a_later_life_than_the_disk_begins_another() -> None:
+    syncer = Syncer.fresh(Settings(learners=1, fragments=2, sync_every=4), run="run", fingerprint="plan")
+    assert greeted(syncer, 0.0).incarnation == 1
+    syncer.handle(1.0, fx.Lost("learner-0", "connection reset"))
+    assert greeted(syncer, 2.0, run="run", incarnation=2).incarnation == 3
+    assert syncer.history.lives["learner-0"].incarnation == 3 and len(syncer.history.ledger.open) == 1

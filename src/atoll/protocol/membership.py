@@ -108,7 +108,8 @@ class Membership:
         """In the order of their names."""
 
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
-        """The learner of this hello, and whether it is a new incarnation."""
+        """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
+        did not keep that it was given."""
         known = self.learners.get(hello.learner)
         if known is not None and known.session == hello.session and not known.closed:
             self._come_back(now, known, hello, run)
@@ -116,7 +117,7 @@ class Membership:
         learner = Learner(
             name=hello.learner,
             session=hello.session,
-            incarnation=known.incarnation + 1 if known else 1,
+            incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
             joined_at=now,
             fragments=self.settings.fragments,
             last_heard=now,

@@ -252,10 +252,10 @@ class Syncer:
             self._lose(before, "lost", "it dialled again" if same else "another process took its name")
         if before is not None and not same:
             self._close(before, "another process took its name")
-        elif before is not None and self._is_ahead(hello):
-            text = f"{before.name} holds versions that the disk did not keep: it takes the run's parameters anew"
+        elif before is not None and (self._is_ahead(hello) or hello.incarnation > before.incarnation):
+            text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
             self.out.note("warning", text, before)
-            self._close(before, "it held versions that the disk did not keep")
+            self._close(before, "it knew what the disk did not keep")
         learner, new = self.members.greet(now, hello, self.run)
         if new:
             self.accounts.open(learner)

@@ -224,7 +224,10 @@ class World:
         self.agenda.later(20 * self.network.latency_s + 2.0, self.close, reign)
 
     def close(self, reign: Reign) -> object:
-        if not reign.alive or reign.paused:
+        if not reign.alive:
+            return False
+        if reign.paused:
+            self.agenda.later(1.0, self.close, reign)
             return False
         self.tell(reign, fx.Over())
         self.finished = True
