@@ -119,6 +119,18 @@ class Reigning:
 # ---- a term ends, another begins -------------------------------------------------------------------------------------
 
 
+def test_a_cut_that_was_complete_before_its_syncer_could_say_so_is_known_to_the_next(tmp_path: Path) -> None:
+    """Learners keep their parts of the cuts that they are told of: one that nobody tells of would lose them."""
+    one = Reigning(tmp_path / "run").start().round(5)
+    cut = one.cut()
+    one.books.complete("r1", CompleteCut(cut, (), ()))
+    one.books.close()
+    two = Reigning(tmp_path / "run")
+    assert two.history.kept_cuts == (5,)
+    two.books.close()
+    assert Reigning(tmp_path / "run").history.cuts == [5], "said once"
+
+
 def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     one = Reigning(tmp_path / "run").start().round(5)
     one.whole_cut()

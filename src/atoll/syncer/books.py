@@ -14,8 +14,19 @@ import numpy as np
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import State
-from atoll.protocol.records import Reigned
-from atoll.store.cuts import LearnerPart, Manifest, digest, folder_of, prune, write_manifest, write_syncer_part
+from atoll.protocol.records import AnyRecord, CutDone, Reigned
+from atoll.store.cuts import (
+    BadCut,
+    LearnerPart,
+    Manifest,
+    complete_cuts,
+    digest,
+    folder_of,
+    prune,
+    read_manifest,
+    write_manifest,
+    write_syncer_part,
+)
 from atoll.store.disk import Disk, LocalDisk, make_durable, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
@@ -43,10 +54,23 @@ class Books:
         if self.recovered is not None:
             end, history = self.recovered.end, self.recovered.history
             reigned = Reigned(reign.term, end.offset, end.hash, history.committed)
-            self._journal.append([(reigned, None)])
-            history.apply(reigned)
+            lines: list[AnyRecord] = [reigned, *self._unsaid(history.cuts, self.recovered.cut)]
+            self._journal.append([(line, None) for line in lines])
+            for line in lines:
+                history.apply(line)
             if self.recovered.cut is not None:
                 self._kept.append(self.recovered.kept)
+
+    def _unsaid(self, known: list[int], cut: int | None) -> list[CutDone]:
+        """A cut whose manifest an earlier term wrote, and died before it could say so in the journal."""
+        if cut is None or (known and cut <= known[-1]) or cut not in complete_cuts(self._out.cuts) or cut == 0:
+            return []
+        try:
+            manifest = read_manifest(self._out.cuts, cut)
+        except BadCut:
+            return []
+        mark = digest((folder_of(self._out.cuts, cut) / "manifest.json").read_bytes())
+        return [CutDone(cut, cut, tuple(sorted(manifest.learners)), mark)]
 
     @property
     def term(self) -> int:
