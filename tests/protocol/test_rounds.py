@@ -138,3 +138,14 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
         wakes: list[float] = []
         assert gathering._quorum(number / 7, wakes) == 2
         assert gathering._quorum(wakes[0], []) == 1
+
+
+def test_one_that_falls_mute_is_probed_at_once() -> None:
+    """Not only when somebody happens to say something next."""
+    world = World(2, fragments=2, sync_every=4, quorum=1, latency_s=0.1).run_until(round=5)
+    world.islands["learner-1"].answers = False
+    while not world.said("muted"):
+        world.run_until(seconds=0.01)
+    (muted_at,) = [at for at, note in world.notes if note.kind == "muted"]
+    probes = [at for at, pull in world.sent(Pull, "learner-1") if pull.probe]
+    assert probes[0] == muted_at

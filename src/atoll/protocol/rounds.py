@@ -178,7 +178,8 @@ class Rounds:
 
     def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """Wait for the members' answers; merge once it is this round's turn."""
-        if now >= round_.deadline and round_.asked:
+        missed = now >= round_.deadline and bool(round_.asked)
+        if missed:
             if not round_.given:  # for all we know the deadline was too short: learn from it
                 self.gathering.estimates.sync_s.add(now - round_.frozen_at)
             for seat in round_.asked:
@@ -195,7 +196,7 @@ class Rounds:
             round_.stage = "merging"
             parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
             self.out.add(Merge(round_.t, round_.fragment, parts))
-        return False
+        return missed  # whoever fell mute is to be probed
 
     def _miss(self, round_: Round, seat: Seat) -> None:
         self.leave_out(round_, seat, "missed its deadline")

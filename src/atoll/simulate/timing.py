@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 SAMPLES = 40
 """Behind a judgement about H."""
-HONEST = 0.6
+HONEST = 0.45
 """The least share of H: slow learners make fewer steps between two syncs than the median that sets the pace."""
 
 
