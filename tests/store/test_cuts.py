@@ -309,3 +309,14 @@ def put(path: Path, offset: int, byte: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(bytes([byte]))
+
+
+def test_a_cut_that_is_being_deleted_is_never_half_there(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may die in the middle of it: what is left has no name that anybody looks for, and goes later."""
+    for cut in (10, 20):
+        shelf.whole(cut)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuts.shutil, "rmtree", lambda path: (path / "state.bin").unlink())
+        assert prune(shelf.cuts, 1) == [10]
+    assert known_cuts(shelf.cuts) == complete_cuts(shelf.cuts) == [20]
+    assert prune(shelf.cuts, 1) == [] and len(list(shelf.cuts.iterdir())) == 1

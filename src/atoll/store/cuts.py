@@ -34,6 +34,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """A learner and its file are named by a peer: a name that leads anywhere else is none."""
 
 
+GONE = "gone-"
+"""What a cut that is being deleted is called."""
+
+
 class BadCut(AtollError):
     """A cut that cannot be used, with what is wrong and where."""
 
@@ -151,13 +155,18 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
 
 
 def prune(root: Path, keep: int) -> list[int]:
-    """Remove all but the newest complete cuts, and whatever lies before them; which cuts went."""
+    """Remove all but the newest complete cuts, and whatever lies before them; which cuts went.
+
+    A cut goes as a whole: it loses its name first, so that nobody finds half of one.
+    """
     kept = complete_cuts(root)[:keep]
     if not kept or not root.is_dir():
         return []
     old = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < min(kept)]
     for cut in old:
-        shutil.rmtree(folder_of(root, cut))
+        folder_of(root, cut).rename(root / f"{GONE}{cut}")
+    for entry in root.glob(f"{GONE}*"):
+        shutil.rmtree(entry)
     return sorted(old)
 
 
