@@ -222,7 +222,7 @@ def test_one_that_is_gone_is_remembered_as_such() -> None:
 def test_a_new_term_changes_the_term_alone_and_notes_what_it_found() -> None:
     run = eventful()
     state = run.history.state()
-    began = [*state.began, (7, tuple(state.versions))]
+    began = [*state.began, (7, state.committed, tuple(state.versions))]
     before = msgspec.structs.replace(state, term=7, began=began)
     run.add(Reigned(7, 0, "", run.history.committed))
     assert run.history.state() == before

@@ -9,6 +9,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Welcome
 from atoll.protocol.settings import Settings
@@ -181,3 +182,17 @@ def test_one_that_knows_of_a_later_life_than_the_disk_begins_another() -> None:
     syncer.handle(1.0, fx.Lost("learner-0", "connection reset"))
     assert greeted(syncer, 2.0, run="run", incarnation=2).incarnation == 3
     assert syncer.history.lives["learner-0"].incarnation == 3 and len(syncer.history.ledger.open) == 1
+
+
+def test_one_that_heard_of_a_round_the_disk_did_not_keep_begins_another_life() -> None:
+    """It may be about to adopt what came of that round, under a number that is given again."""
+    syncer = Syncer.fresh(Settings(learners=1, fragments=2, sync_every=4), run="run", fingerprint="plan")
+    greeted(syncer, 0.0)
+    syncer.handle(1.0, fx.Lost("learner-0", "the machine went down"))
+    history = History.restore(syncer.history.state())
+    history.apply(records.Reigned(2, 0, "", 0))
+    known = {"run": "run", "incarnation": 1, "term": 1}
+    assert greeted(Syncer(history), 2.0, **known, clock={SYNCER: 1}).incarnation == 2
+    again = History.restore(syncer.history.state())
+    again.apply(records.Reigned(2, 0, "", 0))
+    assert greeted(Syncer(again), 2.0, **known, clock={SYNCER: 0}).incarnation == 1

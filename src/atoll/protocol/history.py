@@ -68,7 +68,7 @@ class State(msgspec.Struct, array_like=True):
     cuts: list[int]
     ended: str
     finished: bool
-    began: list[tuple[int, tuple[int, ...]]] = []
+    began: list[tuple[int, int, tuple[int, ...]]] = []
     progress: float = 0.0
 
 
@@ -90,8 +90,8 @@ class History:
         """Complete ones, the newest last; only a few are remembered."""
         self.ended = ""
         self.finished = False
-        self.began: list[tuple[int, tuple[int, ...]]] = []
-        """Terms, and the versions that each found; only those of late are remembered."""
+        self.began: list[tuple[int, int, tuple[int, ...]]] = []
+        """Terms, and the rounds and versions that each found; only those of late are remembered."""
 
     @property
     def run(self) -> str:
@@ -112,7 +112,7 @@ class History:
                 raise AssertionError("a run begins once")
             case Reigned(term):
                 self.term = term
-                self.began = [*self.began[1 - TERMS :], (term, tuple(self.versions))]
+                self.began = [*self.began[1 - TERMS :], (term, self.committed, tuple(self.versions))]
             case Joined():
                 self._joined(record)
             case Started():

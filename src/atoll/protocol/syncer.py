@@ -14,10 +14,12 @@ makes no steps is not waited for; one that says nothing is gone.
 
 from __future__ import annotations
 
+from operator import gt
 from typing import Literal
 
 from atoll.protocol import schedule
 from atoll.protocol.accounts import Accounts
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.cut import Cuts
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import (
@@ -273,10 +275,13 @@ class Syncer:
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
-        have taken their place: what it holds must have been there when each term began that it has not heard of."""
-        found = [versions for term, versions in self.history.began if 0 < hello.term < term]
-        return hello.run == self.run and any(
-            held > kept for known in (self.versions, *found) for held, kept in zip(hello.versions, known, strict=False)
+        have taken their place: what it knows must have been there when each term began that it has not heard of."""
+        found = [(rounds, versions) for term, rounds, versions in self.history.began if 0 < hello.term < term]
+        heard = hello.clock.get(SYNCER, 0)
+        return hello.run == self.run and (
+            any(heard > rounds for rounds, _ in found)
+            or any(map(gt, hello.versions, self.versions))
+            or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
         )
 
     def _is_better_uploader(self, hello: Hello) -> bool:

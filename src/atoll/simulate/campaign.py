@@ -166,6 +166,7 @@ def _becomes_current(world: World) -> None:
     slowest = max(island.step_s for island in world.islands.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
     least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
+    most_s += 8 * settings.sync_every * world.network.latency_s * (1 + world.network.jitter)
     while _is_running(world) and world.now < since + most_s:
         if world.syncer.committed >= first + settings.sync_every and world.now >= since + least_s:
             break
