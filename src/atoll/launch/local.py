@@ -198,7 +198,7 @@ class LocalRun:
         self._say_exited(self._syncer, code)
         if self._interrupts > 1:
             raise Killed("everything was killed, as asked; the last steps are not in the model")
-        if self._interrupts or code == UNWRITABLE or not self._syncer.restart_later():
+        if code == UNWRITABLE or not self._syncer.restart_later():
             raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._words(self._syncer)}")
 
     def _mend(self) -> None:
