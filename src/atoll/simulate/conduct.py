@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from atoll.simulate.island import Island
 
 
-WATCHED = frozenset({fx.Say, fx.Upload, fx.Give, fx.Supply})
+WATCHED = frozenset({fx.Upload, fx.Give, fx.Supply})
+OF_VERSIONS = frozenset({fx.Arrived, fx.FetchFailed, fx.Fetched, fx.Adopted})
 
 
 class Conduct:
@@ -40,9 +41,9 @@ class Conduct:
     def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
         """After an event, before its effects are carried out."""
         for effect in effects:
-            if type(effect) in WATCHED:
+            if type(effect) in WATCHED or (isinstance(effect, fx.Say) and isinstance(effect.message, Leave)):
                 self._does(island, effect)
-        if isinstance(event, fx.Arrived | fx.FetchFailed | fx.Fetched | fx.Adopted):
+        if type(event) in OF_VERSIONS:
             self._lacks_nothing(island, event)
         machine = island.machine
         if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s:

@@ -68,7 +68,7 @@ def draw(dice: random.Random, learners: int | None) -> Options:
         outer_lr=dice.choice([1.0, 0.7]),
         **_data(dice),
         merge_s=dice.choice([0.0, 0.0, 0.05]),
-        faults_s=dice.choice([80.0, 150.0, 210.0]),
+        faults_s=dice.choice([80.0, 140.0, 205.0]),
     )
 
 
