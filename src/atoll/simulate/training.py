@@ -281,8 +281,8 @@ class Training:
         self.dropped[f] += dropped
         self.base[f], self.adopted[f] = value, adopt.version
         self.steps[f], self.tokens[f] = steps, tokens
-        for key in [key for key in self.copies if key[0] == f and key[1] < self.t]:
-            del self.copies[key]
+        for key in [key for key, made in self.copies.items() if key[0] == f and made.fact.base < adopt.version]:
+            del self.copies[key]  # it was made on another base
         for number in [n for n in self.holds if n % self.fragments == f and n <= adopt.round]:
             del self.holds[number]
         self.hear(fx.Adopted(f, adopt.version, self.t, steps, tokens, self.dropped[f]))
