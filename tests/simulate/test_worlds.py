@@ -10,7 +10,7 @@ import pytest
 
 from atoll.simulate import campaign
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, Fault
-from atoll.simulate.inject import _LEARNERS, _REST
+from atoll.simulate.inject import LEARNERS, REST
 
 TRACES = """
 from atoll.simulate import campaign
@@ -57,13 +57,13 @@ def test_the_number_of_learners_that_was_drawn_gives_the_same_world_when_it_is_g
 
 def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
-    assert drawn == {*_LEARNERS, *_REST} == {*OF_LEARNERS, *OF_THE_REST, "end"}
+    assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *OF_THE_REST, "end"}
 
 
-@pytest.mark.parametrize("kind", sorted({*_LEARNERS, *_REST} - {"end"}))
+@pytest.mark.parametrize("kind", sorted({*LEARNERS, *REST} - {"end"}))
 def test_each_fault_alone_is_lived_through(kind: str) -> None:
     plan = campaign.plan(1, 3)
-    target = 1 if kind in _LEARNERS else -1
+    target = 1 if kind in LEARNERS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
     outcome = campaign.run(campaign.Plan(1, plan.options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
