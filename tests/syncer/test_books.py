@@ -140,7 +140,7 @@ def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert two.bits() == one.bits()
     assert two.parameters.rounds() == one.parameters.rounds()
     assert two.history.versions == one.history.versions == [4, 4]
-    assert two.history.began == [(2, (4, 4))]
+    assert two.history.began == [(2, 8, (4, 4))]
     assert msgspec.structs.replace(two.history.state(), term=1, began=[]) == one.history.state()
     assert two.books.recovered is not None and two.books.recovered.cut == 5
 
