@@ -354,14 +354,14 @@ class TestNewcomer:
             assert "goes on with the inner optimizer of learner-1" in capsys.readouterr().err
 
     def test_past_its_patience_it_trains_without(self, capsys: pytest.CaptureFixture[str]) -> None:
-        joined = Joined(small(), join_wait_s=0.01)
+        joined = Joined(small(), join_wait_s=0.5)
         self.seeking(joined)
         with joined.learner as learner:
-            assert "no state of a peer's for 0.01 s: training goes on" in capsys.readouterr().err
+            assert "no state of a peer's for 0.5 s: training goes on" in capsys.readouterr().err
             learner.step(tokens=1)
 
     def test_a_new_courier_hears_that_it_waits(self) -> None:
-        joined = Joined(small(), join_wait_s=0.01)
+        joined = Joined(small(), join_wait_s=0.5)
         self.seeking(joined)
         with joined.learner as learner:
             joined.courier.sent.clear()
