@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.batch import next_batch
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Pull
 from atoll.protocol.syncer import Syncer
@@ -157,7 +158,7 @@ class Reign:
 
     def _write(self) -> bool:
         """Start to write what waits; True when that is done already."""
-        batch = self._batch()
+        batch = next_batch(self._waiting)
         entries = [entry for persist in batch for entry in self._entries(persist)]
         takes_s = self.world.disk.begin(self.term, entries)
         if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
@@ -165,18 +166,6 @@ class Reign:
         self._writing = True
         self.world.agenda.later(takes_s, self._end_write, len(batch))
         return False
-
-    def _batch(self) -> list[fx.Persist]:
-        """From the front, in order: whatever waits, up to an outer gradient or a cut."""
-        batch: list[fx.Persist] = []
-        for effect in self._waiting:
-            if isinstance(effect, fx.TakeCut):
-                break
-            if isinstance(effect, fx.Persist):
-                if effect.round >= 0 and batch:
-                    break
-                batch.append(effect)
-        return batch
 
     def _entries(self, persist: fx.Persist) -> list[Entry]:
         return [

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from atoll.protocol import effects as fx
+from atoll.protocol.batch import next_batch
 from atoll.protocol.errors import RunFailed
 from atoll.protocol.records import AnyRecord
 from atoll.store.disk import NoRoom
@@ -98,20 +99,8 @@ class Scribe:
                     await self._insist(self._first_cut, self._waiting[0])
                     self._waiting.popleft()
                 else:
-                    await self._write(self._batch())
+                    await self._write(next_batch(self._waiting))
                 self._turn()
-
-    def _batch(self) -> list[fx.Persist]:
-        """From the front, in order: whatever waits, up to an outer gradient that is not made yet or a cut."""
-        batch: list[fx.Persist] = []
-        for effect in self._waiting:
-            if isinstance(effect, fx.TakeCut):
-                break
-            if isinstance(effect, fx.Persist):
-                if effect.round >= 0 and batch:
-                    break
-                batch.append(effect)
-        return batch
 
     async def _write(self, batch: list[fx.Persist]) -> None:
         entries: list[Entry] = []
