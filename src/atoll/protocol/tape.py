@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -127,8 +128,8 @@ class Numbered:
     def since(self, number: int, most: int = KEPT) -> tuple[int, tuple[AnyEntry, ...]]:
         """Entries from this number on, or from the oldest that is kept; and the number of the first."""
         start = min(max(number, self.begin), self.end)
-        skip = start - self.begin
-        return start, tuple(list(self._kept)[skip : skip + most] if skip < len(self._kept) else ())
+        newest = list(islice(reversed(self._kept), self.end - start))  # a few: this is asked after every step
+        return start, tuple(newest[::-1][:most])
 
 
 class Spoken:
