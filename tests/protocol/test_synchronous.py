@@ -127,3 +127,29 @@ def test_a_learner_that_comes_back_again_and_again_orders_nothing_more() -> None
     for _ in range(10):
         book.align(0)
     assert first and orders == first
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_steps_that_take_longer_than_the_usual_patience_are_waited_for(overlap: int) -> None:
+    """From the first on, which nobody knows the length of; waiting for a round is no step and no stall."""
+    world = World(
+        3,
+        fragments=4,
+        sync_every=4,
+        overlap=overlap,
+        synchronous=True,
+        step_s=[12.0, 25.0, 14.0],
+        latency_s=0.1,
+        stalled_after_s=10.0,
+    ).run_until(round=12)
+    assert not world.said("stalled")
+    assert all(world.members(number) == set(world.islands) for number in range(12))
+    known = world.syncer.members.learners["learner-0"].step_s.value
+    assert known is not None and 12.0 <= known < 27.0, "its own steps, and what it waits for the slowest"
+
+
+def test_a_first_step_that_never_ends_is_not_waited_for_for_ever() -> None:
+    world = World(2, fragments=2, sync_every=4, synchronous=True, step_s=[1.0, 1e6], assemble_s=30.0)
+    world.run_until(round=3)
+    assert world.said("stalled") and 30.0 <= world.now < 60.0
+    assert world.members(2) == {"learner-0"}

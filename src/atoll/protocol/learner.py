@@ -139,8 +139,8 @@ class Learner:
                 self._data_of = event
                 self._register(now)
             case fx.Copied():
-                if self._pulls.copied(now, event):
-                    self._report(now)
+                if self._pulls.copied(now, event) and event.t <= self.t:
+                    self._report(now)  # otherwise the report of that step is on its way, and says both
                 if not self._orders.pending:
                     self._pulls.order_next(event.t + 1)
             case fx.Adopted():

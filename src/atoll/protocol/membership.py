@@ -37,6 +37,8 @@ class Learner:
     stalled: bool = False
     last_heard: float = 0.0
     last_step_at: float = 0.0
+    idle_at: float = 0.0
+    """When it last owed us no step: it had stopped, or (synchronous) it waited for a round."""
     t: int = 0
     included_t: int = -1
     offer: int = -1
@@ -215,8 +217,11 @@ class Membership:
         return learner.last_heard + self.settings.lost_after_s
 
     def stall_limit(self, learner: Learner) -> float:
-        """After this moment without a step a learner is not waited for."""
-        return learner.last_step_at + max(self.settings.stalled_after_s, 8 * (learner.step_s.value or 0.0))
+        """After this moment without a step a learner is not waited for. How long its first takes nobody knows: where
+        all wait for it, it has the time that a run gives to assemble."""
+        step_s, unknown_s = learner.step_s.value, self.settings.assemble_s if self.settings.synchronous else 0.0
+        patience_s = max(self.settings.stalled_after_s, unknown_s if step_s is None else 8 * step_s)
+        return max(learner.last_step_at, learner.idle_at) + patience_s
 
 
 def _tokens_before(known: Learner | None, session: str) -> int:

@@ -43,7 +43,7 @@ class Watch:
 
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):
-            learner.last_step_at = now  # it waits for us, not we for it
+            learner.idle_at = now  # it waits for us, not we for it
         limit = self.members.stall_limit(learner)
         if (now >= limit) != learner.stalled:
             learner.stalled = not learner.stalled

@@ -31,7 +31,18 @@ T = TypeVar("T")
 
 CLOCKS = {
     *("now", "wake_at", "deadline", "until", "since", "value", "retry_at", "joined_at", "last_heard", "last_step_at"),
-    *("probed_at", "opened_at", "quorum_at", "due_at", "frozen_at", "answered_at", "grace_s", "busy_s", "merge_s"),
+    *(
+        "idle_at",
+        "probed_at",
+        "opened_at",
+        "quorum_at",
+        "due_at",
+        "frozen_at",
+        "answered_at",
+        "grace_s",
+        "busy_s",
+        "merge_s",
+    ),
     *("asked_at", "deadline_s", "_short_since", "_said_at", "_started_at", "_idle_since", "_end_by", "_stop_by"),
     *("_moved_at",),
 }
