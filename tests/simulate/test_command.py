@@ -10,8 +10,7 @@ import pytest
 
 from atoll import cli
 from atoll.protocol.rounds import Rounds
-from atoll.simulate import many
-from atoll.simulate.worker import reports
+from atoll.simulate.worker import all_of, reports
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -87,7 +86,7 @@ def _breaks(seed: int, kind: str) -> bool:
 
 
 def test_workers_report_every_seed_once_whatever_the_order() -> None:
-    found: list[Any] = list(many.run(range(5), 2, workers=2))
+    found: list[Any] = list(all_of(range(5), 2, workers=2))
     assert sorted(one.outcome.seed for one in found) == [0, 1, 2, 3, 4]
     alone = {one.outcome.seed: one.outcome.events for one in found}
     for line in reports(iter(["1\n", "4\n"]), 2):

@@ -8,11 +8,37 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import look, replay, serve, simulate, simulate_scope, tape, train  # they register their commands
+from atoll.cli import (  # they register their commands
+    look,
+    replay,
+    serve,
+    simulate,
+    simulate_bandwidth,
+    simulate_calibrate,
+    simulate_goodput,
+    simulate_scope,
+    simulate_upsizing,
+    tape,
+    train,
+)
 from atoll.cli.app import app
 from atoll.protocol.errors import AtollError
 
-__all__ = ["app", "look", "main", "replay", "serve", "simulate", "simulate_scope", "tape", "train"]
+__all__ = [
+    "app",
+    "look",
+    "main",
+    "replay",
+    "serve",
+    "simulate",
+    "simulate_bandwidth",
+    "simulate_calibrate",
+    "simulate_goodput",
+    "simulate_scope",
+    "simulate_upsizing",
+    "tape",
+    "train",
+]
 
 
 @app.callback(invoke_without_command=True)

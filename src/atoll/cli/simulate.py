@@ -15,7 +15,7 @@ from atoll.cli.app import app
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import campaign, many
 from atoll.simulate.story import Told
-from atoll.simulate.worker import Report, report
+from atoll.simulate.worker import Report, all_of, report
 
 simulate = typer.Typer(
     name="simulate",
@@ -90,7 +90,7 @@ def _check(seeds: int, learners: int | None, seed: int | None) -> None:
 def _reports(wanted: list[int], learners: int | None) -> Iterable[Report]:
     if len(wanted) == 1:
         return iter([report(wanted[0], learners)])
-    return many.run(wanted, learners, many.cores())
+    return all_of(wanted, learners, many.cores())
 
 
 def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterator[Report]:

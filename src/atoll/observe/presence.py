@@ -36,8 +36,8 @@ class Presence:
     def of(cls, timeline: Iterable[Event], part: Span) -> Presence:
         events = list(timeline)
         return cls(
-            tuple(span.within(part) for span in _stays(events, ("joined", "recovered"), part.end)),
-            tuple(span.within(part) for span in _stays(events, ("recovered",), part.end)),
+            tuple(span.within(part) for _, span in stays(events, ("joined", "recovered"), part.end)),
+            tuple(span.within(part) for _, span in stays(events, ("recovered",), part.end)),
         )
 
     def alive_s(self) -> float:
@@ -61,8 +61,9 @@ class Presence:
         return most
 
 
-def _stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[Span]:
-    stays: list[Span] = []
+def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[tuple[str, Span]]:
+    """Every learner's, from one of these events to the next that says it is gone."""
+    found: list[tuple[str, Span]] = []
     open_since: dict[str, tuple[float, int]] = {}
     for event in events:
         match event["kind"]:
@@ -70,13 +71,13 @@ def _stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> lis
                 learner, incarnation = event["learner"], event["incarnation"]
                 since, before = open_since.get(learner, (event["at"], incarnation))
                 if before < incarnation:
-                    stays.append(Span(since, event["at"]))
+                    found.append((learner, Span(since, event["at"])))
                     since = event["at"]
                 open_since[learner] = (since, incarnation)
             case "lost" | "left":
                 # What is said of an old incarnation does not end the stay of a newer one.
                 if open_since.get(event["learner"], (0.0, -1))[1] == event["incarnation"]:
-                    stays.append(Span(open_since.pop(event["learner"])[0], event["at"]))
-            case "killed" | "exited" if event.get("process") in open_since:
-                stays.append(Span(open_since.pop(event["process"])[0], event["at"]))
-    return stays + [Span(since, max(since, end)) for since, _ in open_since.values()]
+                    found.append((event["learner"], Span(open_since.pop(event["learner"])[0], event["at"])))
+            case "killed" | "exited" if (name := event.get("process")) in open_since:
+                found.append((name, Span(open_since.pop(name)[0], event["at"])))
+    return found + [(name, Span(since, max(since, end))) for name, (since, _) in open_since.items()]

@@ -168,7 +168,7 @@ class Training:
     def _set_going(self) -> None:
         self._turn += 1
         self.stepped_at = self.world.agenda.now
-        self.world.agenda.later(self.step_s, self._train, self._turn)
+        self.world.agenda.later(self.world.step_s(self), self._train, self._turn)
 
     def _train(self, turn: int) -> object:
         if turn != self._turn or not self.alive or self.stopped or self.paused or self.frozen or self.blocked:

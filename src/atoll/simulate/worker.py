@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from atoll.simulate import campaign
+from atoll.simulate import campaign, many
 from atoll.simulate.campaign import Outcome
 from atoll.simulate.story import Told, tell
 
@@ -28,17 +26,20 @@ def report(seed: int, learners: int | None, *, traced: bool = True) -> Report:
     return Report(outcome, tell(outcome, plan) if outcome.invariant else None)
 
 
+def all_of(seeds: Sequence[int], learners: int | None, workers: int) -> Iterator[Report]:
+    """On so many cores."""
+    arguments = () if learners is None else (str(learners),)
+    for line in many.run("atoll.simulate.worker", [str(seed) for seed in seeds], workers, *arguments):
+        yield msgspec.json.decode(line, type=Report)
+
+
 def reports(lines: Iterator[str], learners: int | None) -> Iterator[bytes]:
     for line in lines:
         yield msgspec.json.encode(report(int(line), learners, traced=False)) + b"\n"
 
 
 def main(arguments: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us ends us
-    gc.set_threshold(100_000)  # a world lasts for a moment
-    for line in reports(iter(sys.stdin.readline, ""), int(arguments[0]) if arguments else None):
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+    many.serve(lambda lines: reports(lines, int(arguments[0]) if arguments else None))
 
 
 if __name__ == "__main__":

@@ -250,6 +250,10 @@ class World:
     def blocks(self, island: Training) -> None:
         self.invariants.blocks(island)
 
+    def step_s(self, island: Training) -> float:
+        """How long the step takes that begins now."""
+        return island.step_s
+
     def stepped(self, island: Training) -> None:
         """A step is behind it."""
 

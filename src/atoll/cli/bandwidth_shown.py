@@ -1,0 +1,96 @@
+"""The answers of the bandwidth calculator for a person: a table, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from atoll.cli.rows import significant
+from atoll.simulate.bandwidth import LEAST, MOST
+from atoll.simulate.bandwidth_cases import Answer, Case
+
+Cell = Callable[[Answer], str]
+POINTS = 160
+"""Of a curve."""
+
+
+def print_table(answers: Sequence[Answer], by: Literal["utilization", "gbit_s"]) -> None:
+    """A row for each case and a column for each of what was asked for."""
+    console = Console(highlight=False)
+    if by == "utilization":
+        console.print(_table("Gbit/s that a utilization takes", answers, _percent, _width))
+        return
+    console.print(_table("Utilization that a bandwidth gives", answers, _link, _percent))
+    decoupled = [one for one in answers if one.method == "decoupled"]
+    if decoupled:
+        title = "Freshness instead of waiting: effective H, steps late"
+        console.print(_table(title, decoupled, _link, _freshness))
+
+
+def _table(title: str, answers: Sequence[Answer], head: Cell, cell: Cell) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "codec", "step", "n"):
+        table.add_column(name, justify="right" if name in ("step", "n") else "left", no_wrap=True)
+    rows = [list(row) for _, row in groupby(answers, _case)]
+    for one in rows[0]:
+        table.add_column(head(one), justify="right")
+    for row in rows:
+        table.add_row(*_case(row[0]), *map(cell, row))
+    return table
+
+
+def _case(one: Answer) -> tuple[str, str, str, str]:
+    return one.method, one.codec, f"{one.step_s:g} s", str(one.datacenters)
+
+
+def _percent(one: Answer) -> str:
+    return f"{100 * one.utilization:.3g} %"
+
+
+def _width(one: Answer) -> str:
+    return significant(one.gbit_s)
+
+
+def _link(one: Answer) -> str:
+    return f"{one.gbit_s:g} Gbit/s"
+
+
+def _freshness(one: Answer) -> str:
+    assert one.effective_h is not None and one.late_steps is not None
+    return f"{one.effective_h:.3g}, {significant(one.late_steps)}"
+
+
+def check_plot(path: Path) -> None:
+    from atoll.observe import plots
+
+    plots.check(path)
+
+
+def draw(path: Path, asked: Sequence[Case], answers: Sequence[Answer], provenance: str) -> None:
+    """Utilization over bandwidth, a decade beyond the answers."""
+    from atoll.observe import plots
+
+    widths = [one.gbit_s for one in answers if one.gbit_s > 0] or [1.0]
+    low, high = max(LEAST, min(widths) / 10), min(MOST / 10, max(widths) * 10)
+    grid = [low * (high / low) ** (point / (POINTS - 1)) for point in range(POINTS)]
+    picture = plots.Curves(
+        title="Compute utilization over the bandwidth between data centers",
+        note=provenance,
+        lines=tuple(
+            plots.Line(
+                name=f"{case.method} {case.codec}, {case.run.step_s:g} s, {case.run.datacenters} data centers",
+                points=tuple((width, case.at(width).utilization) for width in grid),
+                family=f"{case.method} {case.codec}",
+            )
+            for case in asked
+        ),
+        x_label="Gbit/s",
+        y_label="compute utilization",
+    )
+    plots.write(picture, path)
+    Console(stderr=True, highlight=False).print(f"drawn: {path}", soft_wrap=True, markup=False)

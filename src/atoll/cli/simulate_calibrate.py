@@ -1,0 +1,165 @@
+"""`atoll simulate calibrate`: constants from a table, or from a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import tomli_w
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from atoll.cli.lists import words
+from atoll.cli.simulate import simulate
+from atoll.cli.simulate_goodput import run_all
+from atoll.observe import clusters
+from atoll.observe.measured import Measured, measure
+from atoll.protocol.errors import ConfigError
+from atoll.simulate.goodput import fit as fitting
+from atoll.simulate.goodput import profile as profiles
+from atoll.simulate.goodput.cell import Cell, Job
+from atoll.simulate.goodput.fit import Fit
+from atoll.simulate.goodput.profile import Profile
+from atoll.store.atomic import write_atomic
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import parse
+
+
+@simulate.command()
+def calibrate(
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV: method,learners,chips,goodput,uptime in percent. Without it: the published table.",
+            metavar="FILE.csv",
+        ),
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(help="Take the constants from a real run instead.", metavar="DIR")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="Where to begin: paper, spot, or FILE.toml.")] = "paper",
+    free: Annotated[
+        str, typer.Option(help="Keys to fit; those joined by + move together. none: only compare.")
+    ] = ",".join(fitting.FREE),
+    hours: Annotated[float, typer.Option(help="Simulated time of each experiment.")] = 24.0,
+    seeds: Annotated[
+        int | None, typer.Option(help="Experiments per cell: 3 for a table, 100 for a run unless given.")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the profile down.", metavar="FILE.toml")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Fit the goodput simulator's free constants to a table, or take them from a real run.
+
+    A table: the constants are turned until the mean error is least; every cell is printed beside its figure.
+    A run: step times, failures and recoveries come from its events, its goodput is predicted from these and held
+    against what was measured. `--write` keeps the profile for `atoll simulate goodput --profile FILE.toml`.
+
+    Examples:
+
+      atoll simulate calibrate --free none
+
+      atoll simulate calibrate --table mine.csv --free step_s,elasticity.outage_s --write mine.toml
+
+      atoll simulate calibrate --from-run atoll-runs/first
+    """
+    if from_run is not None and table is not None:
+        raise ConfigError("--table and --from-run: take one of them")
+    if hours <= 0 or (seeds is not None and seeds < 1):
+        raise ConfigError(f"--hours {hours:g} --seeds {seeds}: both must be above 0")
+    if write is not None and not (write.suffix == ".toml" and write.parent.is_dir()):
+        raise ConfigError(f"--write {write}: name a file that ends in .toml, in a folder that exists")
+    if from_run is not None:
+        found = _from_run(from_run, seeds or 100, json_)
+    else:
+        known = fitting.published() if table is None else fitting.read(table)
+        constants = [] if free.strip() == "none" else words("--free", free)
+        found = _from_table(profiles.load(profile), known, constants, hours, seeds or 3, json_)
+    if write is not None:
+        write_atomic(write, tomli_w.dumps(msgspec.to_builtins(found)).encode())
+
+
+# ---- from a table -------------------------------------------------------------------------------------------------
+
+
+def _from_table(
+    start: Profile, known: list[fitting.Known], free: list[str], hours: float, seeds: int, json_: bool
+) -> Profile:
+    for key in (key for constant in free for key in constant.split("+")):
+        fitting.value_of(start, key)
+    columns = (TextColumn("fitting"), BarColumn(), TextColumn("{task.fields[mean]}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("fitting", total=None, mean="")
+
+        def show(done: int, of: int, mean: float) -> None:
+            progress.update(task, completed=done, total=of, mean=f"mean error {mean:.2f} points")
+
+        best = fitting.fit(start, known, free, hours=hours, seeds=seeds, progress=show)
+    constants = {key: fitting.value_of(best.profile, key) for constant in free for key in constant.split("+")}
+    if free:
+        fitted = (
+            f"fitted to {len(best.misses)} figures, mean error {best.mean:.2f} points; begun at: {start.provenance}"
+        )
+        best = Fit(msgspec.structs.replace(best.profile, provenance=fitted), best.misses)
+    if json_:
+        print(msgspec.json.encode(_document(best, constants)).decode())
+    else:
+        console = Console()
+        console.print(clusters.miss_table(best.misses))
+        for key, value in constants.items():
+            console.print(f"{key} = {value:.4g}", highlight=False)
+        console.print(
+            f"mean error {best.mean:.2f} points, worst {best.worst:.1f}; {best.profile.provenance}", highlight=False
+        )
+    return best.profile
+
+
+def _document(best: Fit, constants: dict[str, float]) -> dict[str, Any]:
+    cells = [msgspec.to_builtins(miss) | {"error_points": round(miss.error, 3)} for miss in best.misses]
+    return {
+        "mean_error_points": best.mean,
+        "worst_error_points": best.worst,
+        "constants": constants,
+        "provenance": best.profile.provenance,
+        "cells": cells,
+    }
+
+
+# ---- from a run ---------------------------------------------------------------------------------------------------
+
+
+def _from_run(folder: Path, seeds: int, json_: bool) -> Profile:
+    events = RunDir(folder).events
+    try:
+        lines = events.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} holds no run: {events} cannot be read ({error.strerror})") from error
+    measured = measure(parse(lines), str(folder))
+    job = Job(measured.profile, "decoupled", measured.learners, measured.learners, 0, measured.wall_s / 3600, rounds=0)
+    predicted = run_all([job], seeds)[0]
+    if json_:
+        print(msgspec.json.encode(_prediction(measured, predicted)).decode())
+    else:
+        Console().print(clusters.prediction_table(measured, predicted))
+    return measured.profile
+
+
+def _prediction(measured: Measured, predicted: Cell) -> dict[str, Any]:
+    profile = measured.profile
+    return {
+        "learners": measured.learners,
+        "wall_s": measured.wall_s,
+        "deaths": measured.deaths,
+        "step_s": profile.step_s,
+        "mtbi_s": profile.failures.mtbi_s if measured.deaths else None,
+        "recoveries_s": profile.failures.observed_s,
+        "measured": {"goodput": measured.goodput, "uptime": measured.uptime},
+        "predicted": {
+            "goodput": predicted.goodput,
+            "goodput_interval": predicted.goodput_interval,
+            "uptime": predicted.uptime,
+        },
+        "error_points": 100 * (predicted.goodput - measured.goodput),
+        "lost": predicted.lost,
+    }

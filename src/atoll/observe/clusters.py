@@ -1,0 +1,165 @@
+"""How the goodput simulator's results look: as a table in the terminal, as rows, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from atoll.observe import plots
+from atoll.observe.measured import Measured
+from atoll.simulate.goodput.cell import Cell, Job
+from atoll.simulate.goodput.chips import Stretch
+from atoll.simulate.goodput.fit import Miss
+from atoll.simulate.goodput.profile import Profile
+
+NAMES = {
+    "data-parallel": "data-parallel",
+    "elastic-data-parallel": "elastic data-parallel",
+    "synchronous-diloco": "synchronous DiLoCo",
+    "streaming-diloco": "streaming DiLoCo",
+    "decoupled": "decoupled",
+}
+HEADLINE_LOSSES = 2
+"""The largest reasons that a line of the terminal names."""
+LANES = 64
+
+
+def rows(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Flat, for CSV: an interval is two columns, every reason for lost time one."""
+    found: list[dict[str, Any]] = []
+    reasons = sorted({reason for cell in cells for reason in cell.lost})
+    for cell in cells:
+        row: dict[str, Any] = {}
+        for name, value in msgspec.to_builtins(cell).items():
+            if name.endswith("_interval"):
+                low, high = value or (None, None)
+                row[name.replace("_interval", "_low")], row[name.replace("_interval", "_high")] = low, high
+            elif name != "lost":
+                row[name] = value
+        found.append(row | {f"lost: {reason}": cell.lost.get(reason, 0.0) for reason in reasons})
+    return found
+
+
+def tables(cells: Sequence[Cell]) -> list[Table]:
+    """Goodput and uptime over sizes; what is behind them, for the largest."""
+    largest = max(cell.chips for cell in cells)
+    return [
+        _over_sizes("goodput % by chips, ± its 95 % interval", cells, _goodput),
+        _over_sizes("uptime % by chips", cells, lambda cell: f"{100 * cell.uptime:.1f}"),
+        _behind(f"on {short(largest)} chips", [cell for cell in cells if cell.chips == largest]),
+    ]
+
+
+def _over_sizes(title: str, cells: Sequence[Cell], text: Callable[[Cell], str]) -> Table:
+    sizes = sorted({cell.chips for cell in cells})
+    table = _table(title, "method", "M", *(short(size) for size in sizes))
+    for method, learners in dict.fromkeys((cell.method, cell.learners) for cell in cells):
+        found = {cell.chips: cell for cell in cells if (cell.method, cell.learners) == (method, learners)}
+        table.add_row(NAMES[method], str(learners), *(text(found[size]) if size in found else "" for size in sizes))
+    return table
+
+
+def _behind(title: str, cells: Sequence[Cell]) -> Table:
+    table = _table(title, "method", "M", "in rounds %", "H", "tokens/h", "lost, % of the time")
+    table.columns[-1].justify = "left"
+    for cell in cells:
+        inside = "" if cell.participation is None else f"{100 * cell.participation:.0f}"
+        steps = "" if cell.effective_h is None else f"{cell.effective_h:.0f}"
+        table.add_row(NAMES[cell.method], str(cell.learners), inside, steps, short(cell.tokens_per_hour), losses(cell))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", no_wrap=place == 0)
+    return table
+
+
+def losses(cell: Cell) -> str:
+    largest = sorted(cell.lost.items(), key=lambda item: -item[1])[:HEADLINE_LOSSES]
+    return ", ".join(f"{reason} {100 * share:.1f}" for reason, share in largest if share >= 0.0005)
+
+
+def _goodput(cell: Cell) -> str:
+    half = _half(cell)
+    return f"{100 * cell.goodput:.1f}" + (f" ±{100 * half:.1f}" if half is not None else "")
+
+
+def heat(cells: Sequence[Cell], profile: Profile) -> plots.Heat:
+    sizes = sorted({cell.chips for cell in cells})
+    ways = list(dict.fromkeys((cell.method, cell.learners) for cell in cells))
+    by = {(cell.method, cell.learners, cell.chips): cell for cell in cells}
+    grid = [[by.get((*way, size)) for size in sizes] for way in ways]
+    return plots.Heat(
+        title="Goodput under failures",
+        note=f"constants: {profile.provenance}",
+        columns=tuple(short(size) for size in sizes),
+        rows=tuple(_way(*way) for way in ways),
+        values=tuple(tuple(None if cell is None else cell.goodput for cell in line) for line in grid),
+        spreads=tuple(tuple(_half(cell) for cell in line) for line in grid),
+        column_label="chips",
+        row_label="learners",
+    )
+
+
+def lanes(job: Job, lives: Sequence[Sequence[Stretch]]) -> plots.Lanes:
+    """Every learner's life, with a mark where it lost slices."""
+    many = f", the first {LANES} of {len(lives)} learners" if len(lives) > LANES else ""
+    return plots.Lanes(
+        title=f"{_way(job.method, job.learners)} on {short(job.chips)} chips{many}",
+        note=f"constants: {job.profile.provenance}",
+        lanes=tuple(_lane(f"learner-{number}", life) for number, life in enumerate(lives[:LANES])),
+    )
+
+
+def _lane(name: str, life: Sequence[Stretch]) -> plots.Lane:
+    stretches = tuple(plots.Stretch(one.start, one.end, one.kind, one.share) for one in life)
+    down = ("scaling down", "outage", "gone")
+    return plots.Lane(name, stretches, tuple(plots.Mark(one.start, one.kind) for one in life if one.kind in down))
+
+
+def _way(method: str, learners: int) -> str:
+    return f"{NAMES[method]}, M = {learners}"
+
+
+def _half(cell: Cell | None) -> float | None:
+    if cell is None or cell.goodput_interval is None:
+        return None
+    return (cell.goodput_interval[1] - cell.goodput_interval[0]) / 2
+
+
+def short(value: float) -> str:
+    """150000 as 150k, 1200000 as 1.2M."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:g}"
+
+
+def miss_table(misses: Sequence[Miss]) -> Table:
+    table = _table(
+        "the table, and what the simulator gives", "method", "M", "chips", "figure", "table", "here", "error"
+    )
+    for miss in misses:
+        known, here = f"{100 * miss.known:.0f}", f"{100 * miss.simulated:.1f}"
+        size = short(miss.chips)
+        table.add_row(NAMES[miss.method], str(miss.learners), size, miss.figure, known, here, f"{miss.error:+.1f}")
+    return table
+
+
+def prediction_table(measured: Measured, predicted: Cell) -> Table:
+    profile = measured.profile
+    table = _table(profile.provenance, "", "measured", "predicted")
+    table.add_row("learners", str(measured.learners))
+    table.add_row("seconds", f"{measured.wall_s:.1f}")
+    table.add_row("step", f"{1000 * profile.step_s:.1f} ms, {100 * (1 - profile.speed.idle):.1f} % of it work")
+    times = ", ".join(f"{seconds:.1f}" for seconds in profile.failures.observed_s[:6])
+    table.add_row("deaths", f"{measured.deaths}" + (f" ({times} s)" if times else ""))
+    table.add_row("goodput %", f"{100 * measured.goodput:.1f}", _goodput(predicted))
+    table.add_row("uptime %", f"{100 * measured.uptime:.1f}", f"{100 * predicted.uptime:.1f}")
+    return table

@@ -1,0 +1,188 @@
+"""Pictures as pages: plotly's traces as plain JSON, so that its large Python half is never imported."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+from atoll.observe.figures import clock, percent
+from atoll.observe.plots.axes import decimal_ticks, digits, unit_of, x_range
+from atoll.observe.plots.page import page
+from atoll.observe.plots.palette import HEAT, KIND_COLOURS, heat_range, ink_on_heat, see_through, strokes
+from atoll.observe.plots.pictures import KINDS, Curves, Heat, Kind, Lane, Lanes, Picture, Stretch
+from atoll.observe.plots.stretches import fitted, noted
+
+Json = dict[str, Any]
+
+
+def render(picture: Picture) -> bytes:
+    match picture:
+        case Heat():
+            return page(picture.title, picture.note, *_heat(picture))
+        case Curves():
+            return page(picture.title, picture.note, *_curves(picture))
+        case Lanes():
+            shown, grain_s = fitted(picture)
+            return page(picture.title, noted(picture.note, grain_s), *_lanes(shown))
+
+
+def _heat(picture: Heat) -> tuple[list[Json], Json]:
+    rows, columns = range(len(picture.rows)), range(len(picture.columns))
+    values = [[picture.value(row, column) for column in columns] for row in rows]
+    low, high = heat_range([value for row in values for value in row if value is not None])
+    trace: Json = {
+        "type": "heatmap",
+        "z": [[None if value is None else round(100 * value, 4) for value in row] for row in values],
+        "customdata": [[_told(picture, row, column) for column in columns] for row in rows],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "hoverongaps": False,
+        "colorscale": [[index / (len(HEAT) - 1), colour] for index, colour in enumerate(HEAT)],
+        "zmin": 100 * low,
+        "zmax": 100 * high,
+        "xgap": 2,
+        "ygap": 2,
+        "colorbar": {"ticksuffix": " %", "dtick": 10 if high - low < 0.65 else 20, "thickness": 12, "outlinewidth": 0},
+    }
+    layout = _layout(height=46 * len(rows) + 90) | {
+        "xaxis": _names(picture.column_label, picture.columns),
+        "yaxis": _names(picture.row_label, picture.rows) | {"autorange": "reversed"},
+        "annotations": [_cell(row, column, values[row][column], low, high) for row in rows for column in columns],
+    }
+    return [trace], layout
+
+
+def _cell(row: int, column: int, value: float | None, low: float, high: float) -> Json:
+    font: Json = {"size": 15} if value is None else {"size": 15, "color": ink_on_heat(value, low, high)}
+    return {"x": column, "y": row, "text": percent(value), "font": font, "showarrow": False}
+
+
+def _told(picture: Heat, row: int, column: int) -> str:
+    value, spread = picture.value(row, column), picture.spread(row, column)
+    figure = percent(None) if value is None else f"{100 * value:.2f} %"
+    about = "" if value is None or spread is None else f" ± {100 * spread:.2f} %"
+    return f"{escape(picture.rows[row])}<br>{escape(picture.columns[column])}<br><b>{figure}{about}</b>"
+
+
+def _curves(picture: Curves) -> tuple[list[Json], Json]:
+    low, high = x_range(picture.lines)
+    ticks = decimal_ticks(low, high)
+    figures = f"<br>{escape(picture.x_label)}: %{{x:.3~g}}<br>{escape(picture.y_label)}: <b>%{{y:.1f}} %</b>"
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": escape(line.name),
+            "x": [x for x, _ in line.points],
+            "y": [round(100 * y, 4) if math.isfinite(y) else None for _, y in line.points],
+            "line": {"color": stroke.colour, "dash": stroke.dash, "width": 2.5},
+            "hovertemplate": f"{escape(line.name)}{figures}<extra></extra>",
+        }
+        for line, stroke in zip(picture.lines, strokes(picture.lines), strict=True)
+    ]
+    layout = _layout(height=max(520, 22 * len(traces) + 120)) | {
+        "xaxis": _titled(picture.x_label)
+        | {"type": "log", "range": [math.log10(low), math.log10(high)]}
+        | {"tickvals": ticks, "ticktext": [digits(tick) for tick in ticks]},
+        "yaxis": _titled(picture.y_label) | {"range": [0, 103], "ticksuffix": " %", "dtick": 10},
+        "legend": {"x": 1.02, "y": 1, "font": {"size": 13}, "itemwidth": 45},
+        "showlegend": True,
+    }
+    return traces, layout
+
+
+def _lanes(picture: Lanes) -> tuple[list[Json], Json]:
+    unit = unit_of(picture.end_s)
+    lane_px = 34 if len(picture.lanes) <= 16 else 15
+    traces = [trace for kind in KINDS for full in (True, False) if (trace := _stretches(picture, kind, full))]
+    height = lane_px * max(1, len(picture.lanes)) + 150
+    layout = _layout(height) | {
+        "xaxis": _titled(f"time in {unit.name}") | {"range": [0, picture.end_s / unit.seconds or 1.0], "nticks": 14},
+        "yaxis": _names("", tuple(lane.name for lane in picture.lanes))
+        | {"range": [len(picture.lanes) - 0.5, -0.5], "tickfont": {"size": 13 if lane_px > 20 else 11}},
+        "margin": {"l": 10, "r": 10, "t": 62, "b": 10},  # the legend stands under the buttons
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1 + 8 / (height - 150),
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
+        "showlegend": True,
+    }
+    return [*traces, *_marks(picture, lane_px)], layout
+
+
+def _stretches(picture: Lanes, kind: Kind, full: bool) -> Json | None:
+    """All of one kind in one trace; stepping has a second one for those in which slices are missing."""
+    unit = unit_of(picture.end_s)
+    found = [
+        (index, lane, stretch)
+        for index, lane in enumerate(picture.lanes)
+        for stretch in lane.stretches
+        if stretch.kind == kind and full == (stretch.share >= 1.0 or kind != "stepping")
+    ]
+    if not found:
+        return None
+    if not full:
+        found.sort(key=lambda one: one[2].share)  # the legend shows the first one: let it be the lightest
+    colours = [see_through(KIND_COLOURS[kind], stretch.share) for _, _, stretch in found]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": kind if full else f"{kind}, slices missing",
+        "y": [index for index, _, _ in found],
+        "base": [round(stretch.start_s / unit.seconds, 6) for _, _, stretch in found],
+        "x": [round((stretch.end_s - stretch.start_s) / unit.seconds, 6) for _, _, stretch in found],
+        "text": [_when(lane, stretch) for _, lane, stretch in found],
+        "textposition": "none",
+        "hovertemplate": f"%{{text}}<br>{kind}<extra></extra>",
+        "marker": {"color": KIND_COLOURS[kind] if full else colours, "line": {"width": 0}},
+    }
+
+
+def _when(lane: Lane, stretch: Stretch) -> str:
+    slices = f"<br>{percent(stretch.share)} of its slices" if stretch.share < 1.0 else ""
+    return f"{escape(lane.name)}, {clock(stretch.start_s)} – {clock(stretch.end_s)}{slices}"
+
+
+def _marks(picture: Lanes, lane_px: int) -> list[Json]:
+    unit = unit_of(picture.end_s)
+    found = [(index, lane, mark) for index, lane in enumerate(picture.lanes) for mark in lane.marks]
+    trace: Json = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "failure",
+        "x": [round(mark.at_s / unit.seconds, 6) for _, _, mark in found],
+        "y": [index - 0.38 for index, _, _ in found],
+        "text": [f"{escape(lane.name)}, {clock(mark.at_s)}<br>{escape(mark.text)}" for _, lane, mark in found],
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"symbol": "triangle-down", "size": 9 if lane_px > 20 else 6, "opacity": 1},
+        "cliponaxis": False,
+    }
+    return [trace] if found else []
+
+
+def _layout(height: int) -> Json:
+    return {
+        "height": height,
+        "autosize": True,
+        "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "hovermode": "closest",
+        "hoverlabel": {"align": "left"},
+    }
+
+
+def _titled(label: str) -> Json:
+    """An axis with its label and a little air between its ticks and the data."""
+    air = {"ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)"}
+    return {"title": {"text": escape(label), "standoff": 12}, "automargin": True} | air
+
+
+def _names(label: str, names: tuple[str, ...]) -> Json:
+    """An axis of names that does not zoom: two of the same name are still two."""
+    ticks = {"tickvals": list(range(len(names))), "ticktext": [escape(name) for name in names]}
+    return _titled(label) | ticks | {"fixedrange": True, "showgrid": False, "zeroline": False}

@@ -1,0 +1,193 @@
+"""How much of its time a run spread over data centers computes, at a bandwidth between them; and the inverse.
+
+Compute utilization is CU = T / (T + exposed): T is the time of a learner step, exposed the time per step in which the
+network is not hidden behind computing. Over a link of B Gbit/s every method here has an exposed time of the form
+
+    exposed(B) = max(0, gᵢ/B + fᵢ  for every bound i)
+
+so that the bandwidth for a utilization is exact: B = max(gᵢ / (exposed − fᵢ)). S is the model in Gbit, l the latency.
+
+Data-parallel: gradients go around a ring of n data centers, 2(n−1)/n of S in all, layer after layer as the backward
+pass (2/3 of the step) makes them. The layers follow each other without a gap, so that only the last one's latency
+shows. With L layers and C = S·ring/B:
+
+    exposed = max(C − (2/3)·T·(1 − 1/L),  C/L) + 2(n−1)·l
+
+Decoupled: P fragments per H steps, each hidden for τ steps. One is under way for w = legs·f·S/(P·B) + latency:
+
+    exposed = max(0,  (P/H)·(w − τT) / max(1, Pτ/H),  f·S/(H·B) − T)
+
+On a ring f = 2(n−1)/n and legs = 1; without latency this is max(0, S·ring/(H·B·T) − min(1, Pτ/H)) in steps. The
+min(1, ·) is ours: a link cannot carry more than a second of traffic per second, so where Pτ > H the overlap cannot
+hide more than everything. Then Pτ/H fragments are under way at the same time, and one wait serves them all.
+
+In a star, which is what Atoll does, the link of a data center carries one copy for every learner in it, both ways at
+the same time: f = ⌈M/n⌉, and legs = 2 as a fragment comes down after it went up. The syncer's own link carries M
+copies; it is taken to be wide enough.
+
+A step of Atoll never waits for the network: a link that is too slow costs freshness, not time. `effective_h` and
+`late_steps` say how much. Utilization is as if exposed time were waited for, so that methods compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from atoll.protocol.errors import ConfigError
+
+Codec = Literal["fp32", "bf16", "int8", "int4"]
+Topology = Literal["ring", "star"]
+BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+GRADIENT_BITS = BITS["bf16"]
+BACKWARD = 2 / 3
+"""The backward pass's share of a step."""
+LEAST, MOST = 1e-9, 1e18
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """One model trained in several data centers: what the traffic between them depends on."""
+
+    step_s: float = 1.0
+    """T: seconds of a learner step."""
+    datacenters: int = 2
+    """n. One needs no link to another."""
+    learners: int = 8
+    """M, dealt evenly to the data centers."""
+    parameters: float = 5e9
+    """Of the model."""
+    layers: int = 60
+    """L: how finely data-parallel overlaps its gradients with the backward pass."""
+    fragments: int = 24
+    """P."""
+    sync_every: int = 24
+    """H: steps between two syncs of a fragment."""
+    overlap: int = 2
+    """τ: steps a fragment may be under way."""
+    codec: Codec = "bf16"
+    """How fragments travel; gradients of data-parallel are bf16."""
+    topology: Topology = "ring"
+    """How fragments travel; gradients of data-parallel go around a ring."""
+    latency_s: float = 0.0
+    """l: from one data center to the next, one way."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "datacenters", "learners", "parameters", "layers", "fragments", "sync_every"):
+            above_0(name, getattr(self, name))
+        for name in ("overlap", "latency_s"):
+            value = getattr(self, name)
+            if not 0 <= value <= MOST:
+                raise ConfigError(f"{name} = {value:g} must not be below 0, nor above {MOST:g}")
+        _one_of("codec", self.codec, get_args(Codec))
+        _one_of("topology", self.topology, get_args(Topology))
+        if self.fragments > self.sync_every:
+            raise ConfigError(
+                f"fragments = {self.fragments} is more than sync_every = {self.sync_every}: one round per step would "
+                f"not be enough; set fragments to {self.sync_every} or less, or sync_every to {self.fragments} or more"
+            )
+        if self.overlap >= self.sync_every and self.overlap > 0:
+            raise ConfigError(
+                f"overlap = {self.overlap} is not below sync_every = {self.sync_every}: a fragment would be sent again "
+                f"before it came back; set overlap to {self.sync_every - 1} or less"
+            )
+
+    def gbit(self, bits: int) -> float:
+        """S."""
+        return self.parameters * bits / 1e9
+
+    @property
+    def hops(self) -> int:
+        """Of a reduction around the ring."""
+        return 2 * (self.datacenters - 1)
+
+
+def above_0(name: str, value: float) -> None:
+    """And such that no figure computed from it leaves what a float can hold."""
+    if not value > 0:
+        raise ConfigError(f"{name} = {value:g} must be above 0")
+    if not LEAST <= value <= MOST:
+        raise ConfigError(f"{name} = {value:g} is beyond reason: take {LEAST:g} to {MOST:g}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"there is no {name} {value!r}: take {', '.join(known)}")
+
+
+class Bound(NamedTuple):
+    """The exposed time of a step is at least gbit / B + fixed_s."""
+
+    gbit: float
+    fixed_s: float
+
+
+def data_parallel(run: Spread) -> list[Bound]:
+    gbit = run.gbit(GRADIENT_BITS) * run.hops / run.datacenters
+    latency_s = run.hops * run.latency_s
+    hidden_s = BACKWARD * run.step_s * (1 - 1 / run.layers)
+    return [Bound(gbit, latency_s - hidden_s), Bound(gbit / run.layers, latency_s)]
+
+
+def decoupled(run: Spread) -> list[Bound]:
+    rate = run.fragments / run.sync_every
+    at_once = max(1.0, rate * run.overlap)
+    way = under_way(run)
+    wait = Bound(rate * way.gbit / at_once, rate * (way.fixed_s - run.overlap * run.step_s) / at_once)
+    return [wait, Bound(load_gbit(run) / run.sync_every, -run.step_s)]
+
+
+def under_way(run: Spread) -> Bound:
+    """The time from the sending of a fragment to its return."""
+    legs, hops = (1, run.hops) if run.topology == "ring" else (2, 2 if run.datacenters > 1 else 0)
+    return Bound(legs * load_gbit(run) / run.fragments, hops * run.latency_s)
+
+
+def load_gbit(run: Spread) -> float:
+    """What the link of a data center carries per direction in H steps: f·S."""
+    if run.datacenters > run.learners:
+        raise ConfigError(
+            f"{run.learners} learners cannot be in {run.datacenters} data centers: every learner is in one; "
+            f"take {run.learners} data centers or fewer, or more learners"
+        )
+    if run.topology == "ring":
+        copies = run.hops / run.datacenters
+    else:
+        copies = math.ceil(run.learners / run.datacenters) if run.datacenters > 1 else 0
+    return copies * run.gbit(BITS[run.codec])
+
+
+def utilization(bounds: Sequence[Bound], step_s: float, gbit_s: float) -> float:
+    """CU = T / (T + exposed)."""
+    above_0("gbit_s", gbit_s)
+    exposed_s = max(0.0, *(bound.gbit / gbit_s + bound.fixed_s for bound in bounds))
+    return step_s / (step_s + exposed_s)
+
+
+def bandwidth(bounds: Sequence[Bound], step_s: float, wanted: float) -> float:
+    """The least B, in Gbit/s, at which the utilization is as wanted."""
+    if not 0 < wanted < 1:
+        raise ConfigError(f"a utilization of {wanted:g} cannot be asked for: take one above 0 and below 1")
+    exposed_s = step_s * (1 / wanted - 1)
+    least_s = max(0.0, *(bound.fixed_s for bound in bounds))
+    if exposed_s <= least_s:
+        raise ConfigError(
+            f"no bandwidth gives a utilization of {wanted:g}: with this latency it stays below "
+            f"{step_s / (step_s + least_s):.3g}; ask for less, lower latency_s, or raise step_s (decoupled: or overlap)"
+        )
+    return max(bound.gbit / (exposed_s - bound.fixed_s) for bound in bounds)
+
+
+def effective_h(run: Spread, gbit_s: float) -> float:
+    """H where the link keeps up with it, otherwise the H that it keeps up with."""
+    load = load_gbit(run)
+    return max(float(run.sync_every), load / (gbit_s * run.step_s) if load else 0.0)
+
+
+def late_steps(run: Spread, gbit_s: float) -> float:
+    """By how many steps a fragment returns later than τ."""
+    way = under_way(run)
+    way_s = (way.gbit / gbit_s if way.gbit else 0.0) + way.fixed_s
+    return max(0.0, way_s / run.step_s - run.overlap)

@@ -1,0 +1,206 @@
+"""One experiment: a method, so many learners on so many chips, one seed; and what several seeds come to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Literal, get_args
+
+import msgspec
+
+from atoll.protocol.errors import ConfigError
+from atoll.simulate.goodput.chips import Chips, Plan, Stretch, strikes
+from atoll.simulate.goodput.played import Played, Rounds, settings_of
+from atoll.simulate.goodput.profile import Profile
+from atoll.simulate.goodput.tally import Tally, count
+
+Method = Literal["data-parallel", "elastic-data-parallel", "synchronous-diloco", "streaming-diloco", "decoupled"]
+METHODS: tuple[Method, ...] = get_args(Method)
+ALONE: frozenset[Method] = frozenset({"data-parallel", "elastic-data-parallel"})
+"""One learner: the whole cluster steps together."""
+WAITING: frozenset[Method] = frozenset({"synchronous-diloco", "streaming-diloco"})
+"""Learners wait for rounds, so all of the time is played round by round."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t for 95 % in the middle, by degrees of freedom from 1 on."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    profile: Profile
+    method: Method
+    learners: int
+    chips: int
+    seed: int
+    hours: float
+    rounds: int
+    """How many are played through the protocol; where nobody waits, the rest of the time needs no rounds."""
+
+    def __post_init__(self) -> None:
+        slices = self.profile.slices
+        for name, value in (("learners", self.learners), ("chips", self.chips), ("hours", self.hours)):
+            if value <= 0:
+                raise ConfigError(f"{name} = {value:g} is too small: it must be above 0")
+        if self.chips < slices:
+            raise ConfigError(f"{self.chips} chips cannot make {slices} slices: take --slices {self.chips} or fewer")
+        if slices % self.learners:
+            near = min((n for n in range(1, slices + 1) if slices % n == 0), key=lambda n: abs(n - self.learners))
+            raise ConfigError(
+                f"{slices} slices cannot be dealt evenly to {self.learners} learners: "
+                f"take --learners {near}, or --slices {slices - slices % self.learners or self.learners}"
+            )
+        if self.profile.rules.quorum > self.learners and self.method not in ALONE:
+            raise ConfigError(
+                f"a quorum of {self.profile.rules.quorum} can never be reached by {self.learners} learners"
+            )
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    tally: Tally
+    rounds: Rounds | None
+    failures_per_hour: float
+    tokens_per_hour: float
+
+
+def run(job: Job) -> Outcome:
+    return live(job)[0]
+
+
+def live(job: Job) -> tuple[Outcome, list[list[Stretch]]]:
+    """The experiment, and every learner's life in it."""
+    learners = islands(job)
+    span_s = job.hours * 3600
+    lives = [[_begin(job, one)] for one in learners]
+    rounds = _play(job, learners, lives, span_s)
+    if job.method in WAITING and rounds is not None:
+        span_s = min(span_s, rounds.seconds)
+    else:
+        for chips, life in zip(learners, lives, strict=True):
+            _live_on(chips, life, span_s)
+    tally = count(lives, span_s, job.profile.step_s)
+    seconds = tally.learner_steps * job.profile.step_s
+    tokens = seconds * (job.chips / job.learners) * job.profile.tokens_per_chip_s
+    failures = sum(one.failures for one in learners)
+    return Outcome(tally, rounds, failures / span_s * 3600, tokens / span_s * 3600), lives
+
+
+def _begin(job: Job, chips: Chips) -> Stretch:
+    """In the middle of things, or with the start of a run where it was measured how that goes."""
+    starts = job.profile.elasticity.start_s
+    return chips.start(chips.dice.choice(starts)) if starts else chips.settle(-job.profile.settled_s)
+
+
+def islands(job: Job) -> list[Chips]:
+    """The learners, each with its chips, its speed and its own dice; those of a region share what strikes it."""
+    profile, alone = job.profile, job.method in ALONE
+    dice = random.Random(f"{job.seed}/{job.method}/{job.learners}/{job.chips}")
+    regions = [
+        strikes(profile.regions.mtbi_s, profile.regions.repair_s, -profile.settled_s, job.hours * 3600, dice)
+        for _ in range(profile.regions.count)
+    ]
+    if alone:  # one learner that lies in every region: it has what strikes any of them
+        everywhere = sorted((one for region in regions for one in region), key=lambda one: one.at)
+        return [_island(job, dice, 1.0 + profile.speed.spread, 1.0 + profile.speed.spread / 2, None, everywhere)]
+    extra, plan = profile.scavenged, Plan(profile.scavenged.from_h, profile.scavenged.to_h)
+    return [
+        _island(
+            job, dice, _slowness(profile, number % job.learners, job.learners), None, by, regions[number % len(regions)]
+        )
+        for number in range(job.learners + extra.learners)
+        for by in (plan if number >= job.learners else None,)
+    ]
+
+
+def _island(
+    job: Job, dice: random.Random, slowness: float, own: float | None, plan: Plan | None, regional: Sequence[object]
+) -> Chips:
+    return Chips(
+        job.profile,
+        slices=job.profile.slices // job.learners,
+        chips=job.chips / job.learners,
+        dice=random.Random(dice.getrandbits(64)),
+        elastic=job.method != "data-parallel",
+        slowness=slowness,
+        own_slowness=own,
+        plan=plan,
+        regional=regional,  # type: ignore[arg-type]
+    )
+
+
+def _slowness(profile: Profile, number: int, learners: int) -> float:
+    """Evenly from the fastest, 1, to the slowest, 1 + spread."""
+    return 1.0 + profile.speed.spread * (number / (learners - 1) if learners > 1 else 0.0)
+
+
+def _play(job: Job, learners: list[Chips], lives: list[list[Stretch]], span_s: float) -> Rounds | None:
+    if job.method in ALONE or job.rounds == 0:
+        return None
+    whole, synchronous = job.method == "synchronous-diloco", job.method in WAITING
+    settings = settings_of(job.profile, len(learners), synchronous=synchronous, whole=whole)
+    return Played(job.profile, settings, learners, lives, job.seed).play(job.rounds, span_s)
+
+
+def _live_on(chips: Chips, life: list[Stretch], until: float) -> None:
+    now = life[-1].end
+    while now < until:
+        life.append(chips.next(now, until))
+        now = life[-1].end
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """Of several seeds: means, and the 95 % interval of each."""
+
+    method: Method
+    learners: int
+    chips: int
+    goodput: float
+    goodput_interval: tuple[float, float] | None
+    uptime: float
+    uptime_interval: tuple[float, float] | None
+    liveness: float
+    participation: float | None
+    participation_interval: tuple[float, float] | None
+    effective_h: float | None
+    tokens_per_hour: float
+    tokens_per_hour_interval: tuple[float, float] | None
+    failures_per_hour: float
+    lost: dict[str, float]
+    seeds: int
+
+
+def gather(job: Job, outcomes: Sequence[Outcome]) -> Cell:
+    """What the seeds of one experiment come to."""
+    tallies = [one.tally for one in outcomes]
+    rounds = [one.rounds for one in outcomes if one.rounds is not None]
+    goodput, uptime = [t.goodput for t in tallies], [t.uptime for t in tallies]
+    tokens = [one.tokens_per_hour for one in outcomes]
+    inside = [r.participation for r in rounds if r.participation is not None]
+    steps = [r.effective_h for r in rounds if r.effective_h is not None]
+    reasons = {reason for t in tallies for reason in t.lost}
+    return Cell(
+        method=job.method,
+        learners=job.learners,
+        chips=job.chips,
+        goodput=fmean(goodput),
+        goodput_interval=interval(goodput, most=1.0),
+        uptime=fmean(uptime),
+        uptime_interval=interval(uptime, most=1.0),
+        liveness=fmean([t.liveness for t in tallies]),
+        participation=fmean(inside) if inside else None,
+        participation_interval=interval(inside, most=1.0),
+        effective_h=fmean(steps) if steps else None,
+        tokens_per_hour=fmean(tokens),
+        tokens_per_hour_interval=interval(tokens),
+        failures_per_hour=fmean([one.failures_per_hour for one in outcomes]),
+        lost={reason: fmean([t.lost.get(reason, 0.0) for t in tallies]) for reason in sorted(reasons)},
+        seeds=len(outcomes),
+    )
+
+
+def interval(values: Sequence[float], most: float = float("inf")) -> tuple[float, float] | None:
+    """Mean ± t·s/√n; None with fewer than two."""
+    if len(values) < 2:
+        return None
+    t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 1.96 + 2.4 / (len(values) - 1)
+    half = t * stdev(values) / sqrt(len(values))
+    return max(0.0, fmean(values) - half), min(most, fmean(values) + half)

@@ -1,0 +1,134 @@
+"""The shipped protocol between such learners: who is in which round, and who waits for whom.
+
+It is the world of the fault simulator (both state machines, network, journal, every promise checked at every event), in
+which a step takes as long as the learner's chips need for it. A learner without slices is a dead process; one that
+scales down or up is a slow step. In a synchronous run learners wait for rounds, and that is found here too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+
+from atoll.protocol import effects as fx
+from atoll.protocol.settings import Settings
+from atoll.simulate.goodput.chips import Chips, Stretch
+from atoll.simulate.goodput.profile import Profile
+from atoll.simulate.training import Training
+from atoll.simulate.world import World
+
+NEVER_S = 1e9
+"""A step that its process does not live to end."""
+WITHIN = 50
+"""The rounds asked for come within so many times their usual time, or whoever can be waited for is not there."""
+
+
+class Rounds(msgspec.Struct, frozen=True):
+    """What the protocol made of it."""
+
+    count: int
+    seconds: float
+    participation: float | None
+    """Mean over rounds of members over learners alive and recovered."""
+    effective_h: float | None
+
+
+def settings_of(profile: Profile, learners: int, *, synchronous: bool = False, whole: bool = False) -> Settings:
+    """The run's rules. `whole`: the model is one fragment and nothing overlaps, as in DiLoCo.
+
+    Learners say that they live once a step instead of once a second: 10 s steps would be drowned in heartbeats.
+    """
+    rules = profile.rules
+    heartbeat_s = max(1.0, profile.step_s)
+    return Settings(
+        learners=learners,
+        fragments=1 if whole else rules.fragments,
+        sync_every=rules.sync_every,
+        overlap=0 if whole else rules.overlap,
+        quorum=min(rules.quorum, learners),
+        grace=rules.grace,
+        synchronous=synchronous,
+        cut_every=0,
+        heartbeat_s=heartbeat_s,
+        lost_after_s=6 * heartbeat_s,
+        abandon_s=max(300.0, 12 * heartbeat_s),
+    ).resolved(rules.fragments)
+
+
+class Played(World):
+    def __init__(
+        self,
+        profile: Profile,
+        settings: Settings,
+        learners: Sequence[Chips],
+        lives: Sequence[list[Stretch]],
+        seed: int,
+    ) -> None:
+        """Each learner goes on where its life so far ends."""
+        super().__init__(settings, seed=seed, latency_s=profile.rules.latency_s)
+        self.chips = {f"learner-{number}": chips for number, chips in enumerate(learners)}
+        self.lives = dict(zip(self.chips, lives, strict=True))
+        self._shares: list[float] = []
+        self._profile = profile
+        self.network.redials = True
+        self.reign.beat()
+        for name, life in self.lives.items():
+            self.agenda.later(life[-1].end, self._come_back, name)
+        self._crash_later(random.Random(seed))
+
+    def play(self, rounds: int, until: float) -> Rounds:
+        """So many rounds, or to that moment."""
+        step_s = self._profile.step_s * self.settings.sync_every / self.settings.fragments
+        limit = min(until, WITHIN * rounds * step_s)
+        while self.committed < rounds and self.now < limit:
+            self.run(min(limit, self.now + step_s))
+        participation = fmean(self._shares) if self._shares else None
+        return Rounds(self.committed, self.now, participation, self.syncer.effective_h)
+
+    @property
+    def committed(self) -> int:
+        return self.syncer.committed
+
+    def step_s(self, island: Training) -> float:
+        """How long it is to the end of the step that begins now."""
+        name, now = island.name, self.now
+        chips, life = self.chips[name], self.lives[name]
+        if now > (reached := life[-1].end):
+            life.append(Stretch(reached, now, "waiting" if self.settings.synchronous else "recovering"))
+        gone_at = None
+        while (stretch := chips.standing(now)) is not None:
+            life.append(stretch)
+            if stretch.kind in ("gone", "away") and gone_at is None:
+                gone_at = stretch.start
+            now = stretch.end
+        if gone_at is not None:
+            self.agenda.later(gone_at - self.now, self._vanish, name)
+            self.agenda.later(now - self.now, self._come_back, name)
+            return now - self.now + NEVER_S
+        life.append(chips.step(now, most=1))
+        return life[-1].end - self.now
+
+    def _vanish(self, name: str) -> None:
+        self.kill(self.islands[name], "it lost its last slice")
+
+    def _come_back(self, name: str) -> None:
+        """Another process takes its place."""
+        self.network.dial_later(self.join(name, self._profile.step_s))
+
+    def _crash_later(self, dice: random.Random) -> None:
+        outages = self._profile.syncer
+        if outages.mtbf_s:
+            self.agenda.later(dice.expovariate(1 / outages.mtbf_s), self._crash, dice)
+
+    def _crash(self, dice: random.Random) -> None:
+        self.crash_syncer(self._profile.syncer.down_s)
+        self._crash_later(dice)
+
+    def noted(self, note: fx.Note) -> None:
+        if note.kind == "round":
+            members, live = note.data["members"], note.data["live"]
+            assert isinstance(members, tuple) and isinstance(live, int)
+            self._shares.append(len(members) / live)
