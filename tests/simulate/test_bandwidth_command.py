@@ -50,7 +50,9 @@ def test_the_usual_question_covers_the_published_tables(asked: Ask) -> None:
 
 def test_a_person_gets_a_table_and_where_it_is_from(asked: Ask) -> None:
     printed = asked("")
-    assert "│ decoupled     │ bf16  │  1 s │ 2 │  0.59 │   1.2 │   1.7 │   1.9 │  2.2 │" in printed
+    assert ["decoupled", "bf16", "1", "s", "2", "0.59", "1.2", "1.7", "1.9", "2.2"] in [
+        line.split() for line in printed.splitlines()
+    ]
     assert "a fit, not the authors' values" in printed
 
 
@@ -68,7 +70,7 @@ def test_the_other_way_round_gives_the_utilization_back(asked: Ask) -> None:
 
 def test_freshness_is_shown_where_bandwidth_is_given(asked: Ask) -> None:
     printed = asked("--profile atoll --gbit-s 1,100")
-    assert "effective H, steps late" in printed and "│ 320, 25 │" in printed.replace("  ", " ")
+    assert "effective H, steps late" in printed and " 320, 25 " in printed
 
 
 def test_csv_leaves_out_what_data_parallel_has_not(asked: Ask) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.cli.rows import significant
+from atoll.observe.tables import table
 from atoll.simulate.bandwidth import LEAST, MOST
 from atoll.simulate.bandwidth_cases import Answer, Case
 
@@ -33,15 +34,11 @@ def print_table(answers: Sequence[Answer], by: Literal["utilization", "gbit_s"])
 
 
 def _table(title: str, answers: Sequence[Answer], head: Cell, cell: Cell) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("method", "codec", "step", "n"):
-        table.add_column(name, justify="right" if name in ("step", "n") else "left", no_wrap=True)
     rows = [list(row) for _, row in groupby(answers, _case)]
-    for one in rows[0]:
-        table.add_column(head(one), justify="right")
+    found = table(title, "method", "codec", "step", "n", *map(head, rows[0]), words=2)
     for row in rows:
-        table.add_row(*_case(row[0]), *map(cell, row))
-    return table
+        found.add_row(*_case(row[0]), *map(cell, row))
+    return found
 
 
 def _case(one: Answer) -> tuple[str, str, str, str]:
@@ -89,7 +86,7 @@ def draw(path: Path, asked: Sequence[Case], answers: Sequence[Answer], provenanc
             )
             for case in asked
         ),
-        x_label="Gbit/s",
+        x_label="bandwidth in Gbit/s",
         y_label="compute utilization",
     )
     plots.write(picture, path)

@@ -6,6 +6,7 @@ import csv
 import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -21,12 +22,14 @@ def print_json(document: object) -> None:
     print(msgspec.json.encode(document).decode())
 
 
-def print_csv(rows: Sequence[msgspec.Struct]) -> None:
+def print_csv(rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:
     """A header and a line for each row; nothing stands where a row has no such figure."""
-    fields = dict.fromkeys(name for row in rows for name in row.__struct_fields__)
-    table = csv.DictWriter(sys.stdout, list(fields), lineterminator="\n")
+    lines = [row if isinstance(row, dict) else msgspec.structs.asdict(row) for row in rows]
+    table = csv.DictWriter(
+        sys.stdout, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n"
+    )
     table.writeheader()
-    table.writerows(msgspec.structs.asdict(row) for row in rows)
+    table.writerows(lines)
 
 
 def significant(value: float) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.lists import words
+from atoll.cli.rows import print_json
 from atoll.cli.simulate import simulate
 from atoll.cli.simulate_goodput import run_all
 from atoll.observe import clusters
@@ -103,7 +104,7 @@ def _from_table(
         )
         best = Fit(msgspec.structs.replace(best.profile, provenance=fitted), best.misses)
     if json_:
-        print(msgspec.json.encode(_document(best, constants)).decode())
+        print_json(_document(best, constants))
     else:
         console = Console()
         console.print(clusters.miss_table(best.misses))
@@ -139,7 +140,7 @@ def _from_run(folder: Path, seeds: int, json_: bool) -> Profile:
     job = Job(measured.profile, "decoupled", measured.learners, measured.learners, 0, measured.wall_s / 3600, rounds=0)
     predicted = run_all([job], seeds)[0]
     if json_:
-        print(msgspec.json.encode(_prediction(measured, predicted)).decode())
+        print_json(_prediction(measured, predicted))
     else:
         Console().print(clusters.prediction_table(measured, predicted))
     return measured.profile

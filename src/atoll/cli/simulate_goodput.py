@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.lists import counts, words
+from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
 from atoll.observe import clusters, plots
 from atoll.protocol.errors import ConfigError
@@ -99,7 +98,10 @@ def goodput(
 
       atoll simulate goodput --set preemption.every_s=21600 --plot goodput.html
     """
-    _check_output(json_, csv_, plot, timeline)
+    one_form(json_, csv_)
+    for file in (plot, timeline):
+        if file is not None:
+            plots.check(file)  # before the work, not after it
     chosen = profile_of(
         profile, set_, {"slices": slices, "step_s": step_s, "rules.quorum": quorum, "rules.grace": grace}
     )
@@ -117,9 +119,9 @@ def goodput(
         )
     found = run_all(jobs, seeds)
     if json_:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
     elif csv_:
-        write_csv(clusters.rows(found))
+        print_csv(clusters.rows(found))
     else:
         _print(found, chosen)
     if plot is not None:
@@ -165,21 +167,6 @@ def run_all(jobs: list[Job], seeds: int) -> list[Cell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("experiments", total=len(jobs) * seeds)
         return cells(jobs, seeds, workers=many.cores(), progress=lambda done, of: progress.update(task, completed=done))
-
-
-def _check_output(json_: bool, csv_: bool, *files: Path | None) -> None:
-    """Before the work, not after it."""
-    if json_ and csv_:
-        raise ConfigError("--json and --csv: take one of them")
-    for file in files:
-        if file is not None:
-            plots.check(file)
-
-
-def write_csv(rows: list[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 def _print(found: list[Cell], profile: Profile) -> None:

@@ -8,16 +8,15 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from atoll.cli.lists import counts, names, number, numbers
 from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
+from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
 from atoll.simulate.bandwidth import BITS
-from atoll.simulate.bandwidth_cases import METHODS, Method
 from atoll.simulate.scavenging import Plan, scavenge, train_time
-from atoll.simulate.upsizing import downtime_steps, grow, steps_per_copy
+from atoll.simulate.upsizing import METHODS, Method, downtime_steps, grow, steps_per_copy
 
 Given = str | None
 USUAL = "2,6,12,24"
@@ -123,15 +122,11 @@ def _plan(hours: str) -> Plan:
 
 def _print_tables(upsized: list[Upsized], scavenged: list[Scavenged]) -> None:
     console = Console(highlight=False)
-    growing = Table("method", title="Steps lost to a newcomer", title_justify="left")
-    for name in ("copy, steps", "H", "downtime, steps"):
-        growing.add_column(name, justify="right")
+    growing = table("Steps lost to a newcomer", "method", "copy, steps", "H", "downtime, steps")
     for one in upsized:
         growing.add_row(one.method, f"{one.copy_steps:.3g}", str(one.sync_every), f"{one.downtime_steps:.3g}")
     console.print(growing)
-    gaining = Table(title="Time with extra compute", title_justify="left")
-    for name in ("extra", "share of the FLOPs", "train time"):
-        gaining.add_column(name, justify="right")
+    gaining = table("Time with extra compute", "extra", "share of the FLOPs", "train time", words=0)
     for row in scavenged:
         gaining.add_row(f"+{100 * row.extra:.3g} %", f"{100 * row.share:.3g} %", f"{row.train_time:.2f}")
     console.print(gaining)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from atoll.observe import plots
 from atoll.observe.measured import Measured
+from atoll.observe.tables import table
 from atoll.simulate.goodput.cell import Cell, Job
 from atoll.simulate.goodput.chips import Stretch
 from atoll.simulate.goodput.fit import Miss
@@ -56,28 +56,21 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 
 def _over_sizes(title: str, cells: Sequence[Cell], text: Callable[[Cell], str]) -> Table:
     sizes = sorted({cell.chips for cell in cells})
-    table = _table(title, "method", "M", *(short(size) for size in sizes))
+    made = table(title, "method", "M", *(short(size) for size in sizes))
     for method, learners in dict.fromkeys((cell.method, cell.learners) for cell in cells):
         found = {cell.chips: cell for cell in cells if (cell.method, cell.learners) == (method, learners)}
-        table.add_row(NAMES[method], str(learners), *(text(found[size]) if size in found else "" for size in sizes))
-    return table
+        made.add_row(NAMES[method], str(learners), *(text(found[size]) if size in found else "" for size in sizes))
+    return made
 
 
 def _behind(title: str, cells: Sequence[Cell]) -> Table:
-    table = _table(title, "method", "M", "in rounds %", "H", "tokens/h", "lost, % of the time")
-    table.columns[-1].justify = "left"
+    made = table(title, "method", "M", "in rounds %", "H", "tokens/h", "lost, % of the time")
+    made.columns[-1].justify = "left"
     for cell in cells:
         inside = "" if cell.participation is None else f"{100 * cell.participation:.0f}"
         steps = "" if cell.effective_h is None else f"{cell.effective_h:.0f}"
-        table.add_row(NAMES[cell.method], str(cell.learners), inside, steps, short(cell.tokens_per_hour), losses(cell))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=place == 0)
-    return table
+        made.add_row(NAMES[cell.method], str(cell.learners), inside, steps, short(cell.tokens_per_hour), losses(cell))
+    return made
 
 
 def losses(cell: Cell) -> str:
@@ -142,24 +135,22 @@ def short(value: float) -> str:
 
 
 def miss_table(misses: Sequence[Miss]) -> Table:
-    table = _table(
-        "the table, and what the simulator gives", "method", "M", "chips", "figure", "table", "here", "error"
-    )
+    made = table("the table, and what the simulator gives", "method", "M", "chips", "figure", "table", "here", "error")
     for miss in misses:
         known, here = f"{100 * miss.known:.0f}", f"{100 * miss.simulated:.1f}"
         size = short(miss.chips)
-        table.add_row(NAMES[miss.method], str(miss.learners), size, miss.figure, known, here, f"{miss.error:+.1f}")
-    return table
+        made.add_row(NAMES[miss.method], str(miss.learners), size, miss.figure, known, here, f"{miss.error:+.1f}")
+    return made
 
 
 def prediction_table(measured: Measured, predicted: Cell) -> Table:
     profile = measured.profile
-    table = _table(profile.provenance, "", "measured", "predicted")
-    table.add_row("learners", str(measured.learners))
-    table.add_row("seconds", f"{measured.wall_s:.1f}")
-    table.add_row("step", f"{1000 * profile.step_s:.1f} ms, {100 * (1 - profile.speed.idle):.1f} % of it work")
+    made = table(profile.provenance, "", "measured", "predicted")
+    made.add_row("learners", str(measured.learners))
+    made.add_row("seconds", f"{measured.wall_s:.1f}")
+    made.add_row("step", f"{1000 * profile.step_s:.1f} ms, {100 * (1 - profile.speed.idle):.1f} % of it work")
     times = ", ".join(f"{seconds:.1f}" for seconds in profile.failures.observed_s[:6])
-    table.add_row("deaths", f"{measured.deaths}" + (f" ({times} s)" if times else ""))
-    table.add_row("goodput %", f"{100 * measured.goodput:.1f}", _goodput(predicted))
-    table.add_row("uptime %", f"{100 * measured.uptime:.1f}", f"{100 * predicted.uptime:.1f}")
-    return table
+    made.add_row("deaths", f"{measured.deaths}" + (f" ({times} s)" if times else ""))
+    made.add_row("goodput %", f"{100 * measured.goodput:.1f}", _goodput(predicted))
+    made.add_row("uptime %", f"{100 * measured.uptime:.1f}", f"{100 * predicted.uptime:.1f}")
+    return made

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from atoll.protocol.errors import ConfigError
 from atoll.simulate.bandwidth import above_0
-from atoll.simulate.bandwidth_cases import Method
 
+Method = Literal["elastic-data-parallel", "decoupled"]
+METHODS: tuple[Method, ...] = get_args(Method)
 STATE = ("weights", "first moment", "second moment")
 """What a newcomer needs, each as large as the model."""
 CHANGED = "fragments that changed"
