@@ -174,11 +174,14 @@ def test_a_cell_gathers_its_seeds() -> None:
     ("learners", "chips", "hours", "said"),
     [
         (3, 150_000, 1.0, "1024 slices cannot be dealt evenly to 3 learners: take --learners 2, or --slices 1023"),
-        (2048, 150_000, 1.0, "1024 slices cannot be dealt evenly to 2048 learners"),
-        (0, 150_000, 1.0, "learners = 0 is too small"),
-        (2, -5, 1.0, "chips = -5 is too small"),
+        (2048, 150_000, 1.0, "learners = 2048: it must be above 0, and at most 1,024"),
+        (0, 150_000, 1.0, "learners = 0: it must be above 0"),
+        (2, -5, 1.0, "chips = -5: it must be above 0"),
+        (2, 10**30, 1.0, "chips = 1e+30: it must be above 0, and at most 1,000,000,000,000"),
+        (2, 150_000, float("nan"), "hours = nan"),
+        (2, 150_000, float("inf"), "hours = inf"),
         (2, 100, 1.0, "100 chips cannot make 1024 slices: take --slices 100 or fewer"),
-        (2, 150_000, 0.0, "hours = 0 is too small"),
+        (2, 150_000, 0.0, "hours = 0: it must be above 0"),
     ],
 )
 def test_what_cannot_be_is_said(learners: int, chips: int, hours: float, said: str) -> None:

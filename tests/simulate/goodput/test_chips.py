@@ -179,3 +179,9 @@ def test_a_learner_that_settled_is_in_the_middle_of_things() -> None:
     first = [one.settle(-5 * 7200.0) for one in settled]
     assert all(stretch.start == 0.0 <= stretch.end for stretch in first)
     assert fmean([one.present for one in settled]) == pytest.approx(32, abs=4)
+
+
+def test_however_many_fail_in_a_step_no_more_leave_than_are_there() -> None:
+    one = chips(profile(failures__mtbi_s=1000.0), slices=64, count=1e9)
+    life = live(one, 1)
+    assert {stretch.kind for stretch in life} == {"stepping", "gone", "recovering"} and one.present >= 0

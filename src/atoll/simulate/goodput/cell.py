@@ -20,6 +20,7 @@ Method = Literal["data-parallel", "elastic-data-parallel", "synchronous-diloco",
 METHODS: tuple[Method, ...] = get_args(Method)
 ALONE: frozenset[Method] = frozenset({"data-parallel", "elastic-data-parallel"})
 """One learner: the whole cluster steps together."""
+MOST_CHIPS, MOST_HOURS = 10**12, 10**6
 WAITING: frozenset[Method] = frozenset({"synchronous-diloco", "streaming-diloco"})
 """Learners wait for rounds, so all of the time is played round by round."""
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -38,9 +39,13 @@ class Job(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         slices = self.profile.slices
-        for name, value in (("learners", self.learners), ("chips", self.chips), ("hours", self.hours)):
-            if value <= 0:
-                raise ConfigError(f"{name} = {value:g} is too small: it must be above 0")
+        for name, value, most in (
+            ("learners", self.learners, slices),
+            ("chips", self.chips, MOST_CHIPS),
+            ("hours", self.hours, MOST_HOURS),
+        ):
+            if not 0 < value <= most:
+                raise ConfigError(f"{name} = {value:g}: it must be above 0, and at most {most:,}")
         if self.chips < slices:
             raise ConfigError(f"{self.chips} chips cannot make {slices} slices: take --slices {self.chips} or fewer")
         if slices % self.learners:

@@ -272,7 +272,9 @@ def _steps_to_failure(dice: random.Random, mean: float) -> float:
 
 
 def _at_least_one(dice: random.Random, mean: float) -> int:
-    """Poisson, given that it is not 0."""
+    """Poisson, given that it is not 0; where there are many, normal will do."""
+    if mean > 50:
+        return max(1, round(dice.gauss(mean, math.sqrt(mean))))
     u = math.exp(-mean) + dice.random() * -math.expm1(-mean)
     count, probability, sum_ = 0, math.exp(-mean), math.exp(-mean)
     while u > sum_ and probability > 0.0:
