@@ -184,4 +184,5 @@ def test_a_learner_that_settled_is_in_the_middle_of_things() -> None:
 def test_however_many_fail_in_a_step_no_more_leave_than_are_there() -> None:
     one = chips(profile(failures__mtbi_s=1000.0), slices=64, count=1e9)
     life = live(one, 1)
-    assert {stretch.kind for stretch in life} == {"stepping", "gone", "recovering"} and one.present >= 0
+    assert "gone" in {stretch.kind for stretch in life} and one.present >= 0
+    assert one.lost_slices <= sum(64 * stretch.share for stretch in life) + 1e-6
