@@ -90,7 +90,8 @@ def _from_table(
     for key in (key for constant in free for key in constant.split("+")):
         fitting.value_of(start, key)
     columns = (TextColumn("fitting"), BarColumn(), TextColumn("{task.fields[mean]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fitting", total=None, mean="")
 
         def show(done: int, of: int, mean: float) -> None:

@@ -138,7 +138,9 @@ def profile_of(name: str, set_: list[str] | None, values: dict[str, Any]) -> Pro
         if not equals:
             raise ConfigError(f"--set {text}: write KEY=VALUE, as in preemption.every_s=43200")
         given[key.strip()] = _value(value.strip())
-    return profiles.with_values(profiles.load(name), given)
+    found = profiles.with_values(profiles.load(name), given)
+    told = ", ".join(f"{key} = {value}" for key, value in given.items() if value is not None)
+    return profiles.with_values(found, {"provenance": f"{found.provenance}; here with {told}"}) if told else found
 
 
 def _value(text: str) -> object:
@@ -164,7 +166,8 @@ def _sizes(option: str, text: str) -> list[int]:
 
 def run_all(jobs: list[Job], seeds: int) -> list[Cell]:
     columns = (TextColumn("experiments"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("experiments", total=len(jobs) * seeds)
         return cells(jobs, seeds, workers=many.cores(), progress=lambda done, of: progress.update(task, completed=done))
 
