@@ -81,6 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("export nowhere model.safetensors", "nowhere holds no run with parameters: there is no cuts/ in it"),
         ("set nowhere quorum=2", "holds no run with a syncer: name the folder that --out made"),
         ("set nowhere:7077 quorum=2", "holds no run with a syncer: name the folder that --out made"),
+        ("report nowhere", "nowhere holds no run: name the folder that --out made"),
+        ("doctor --syncer nowhere", "holds no run with a syncer: name the folder that --out made"),
         ("replay nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
         ("replay old --jobs -1", "--jobs -1 is below 0; 0 takes one for each core"),
         ("train --tape none.tape", "there is no tape none.tape: make one with atoll simulate tape"),
@@ -115,7 +117,9 @@ def test_a_run_that_is_over_has_no_status(
     assert "no syncer answers at http://127.0.0.1:9: is the run over?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "syncer", "learn", "status", "verify", "export", "set", "replay"])
+@pytest.mark.parametrize(
+    "command", ["train", "syncer", "learn", "status", "verify", "export", "set", "replay", "report", "doctor"]
+)
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert atoll(monkeypatch, command, "--help") == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)

@@ -17,6 +17,7 @@ PROBE = "import importlib, sys; importlib.import_module(sys.argv[1]); print('tor
         "atoll.cli",
         "atoll.courier.service",
         "atoll.launch.local",
+        "atoll.observe.dashboard",
         "atoll.observe.screen",
         "atoll.syncer.service",
     ],

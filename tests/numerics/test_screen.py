@@ -91,3 +91,15 @@ def test_a_plan_says_the_sizes() -> None:
     screen = Screen(make_plan([TensorSpec("a", (3, 2), "float32"), TensorSpec("b", (2,), "float32")], 2))
     assert screen.judge(0, of_norm(1.0, size=6)) is None
     assert screen.judge(1, of_norm(1.0, size=6)) == "6 values came, fragment 1 has 2"
+
+
+def test_what_is_found_in_order_but_not_merged_does_not_shift_what_is_usual() -> None:
+    """Otherwise contributions that are refused for another reason could make honest ones look absurd."""
+    screen = seasoned(0.3)
+    for number in range(200):
+        assert screen.judge(0, of_norm(1e-6), key=number) is None
+        screen.forget(number)
+    assert screen.judge(0, of_norm(0.3), key="honest") is None
+    screen.merged("honest")
+    assert screen.judge(0, of_norm(2.9)) is None and screen.judge(0, of_norm(3.1)) is not None
+    screen.merged("nobody")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from atoll.observe.plots import Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, check, write
+from atoll.observe.plots import Course, Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, Trail, check, write
 from atoll.observe.plots.axes import decimal_ticks, step_of, unit_of
+from atoll.observe.plots.html import drawn
 from atoll.observe.plots.palette import heat_range, ink_on_heat, see_through, strokes
 from atoll.observe.plots.pictures import KINDS
 from atoll.observe.plots.stretches import MOST, fitted, gathered, merged, noted, pooled
@@ -52,7 +53,7 @@ def lane(name: str, stretches: int, length_s: float = 10.0) -> Lane:
     return Lane(name, done, tuple(Mark(stretch.start_s, "a slice failed") for stretch in done))
 
 
-def lanes(count: int = 2, stretches: int = 16) -> Lanes:
+def lanes(count: int = 2, stretches: int = 2 * len(KINDS)) -> Lanes:
     crowd = tuple(lane(f"learner-{number}", stretches) for number in range(count))
     return Lanes("A day", "Constants: by hand.", crowd)
 
@@ -169,12 +170,30 @@ def test_a_family_shares_its_colour_and_every_family_has_the_same_dashes() -> No
 def test_a_timeline_has_one_trace_per_kind_and_one_for_failures(tmp_path: Path) -> None:
     drawn = {trace["name"]: trace for trace in traces(page(lanes(), tmp_path))}
     whole = Lanes("", "", (Lane("a", (Stretch(0, 5, "stepping"), Stretch(5, 6, "stepping", 0.75))),))
-    assert set(drawn) == {"stepping, slices missing", *KINDS[1:], "failure"}
-    assert drawn["outage"]["y"] == [0, 0, 1, 1] and drawn["outage"]["base"] == [30.0, 110.0, 30.0, 110.0]
+    assert set(drawn) == {"stepping, slices missing", *KINDS, "failure"}
+    assert drawn["outage"]["y"] == [0, 0, 1, 1] and drawn["outage"]["base"] == [30.0, 120.0, 30.0, 120.0]
     assert drawn["outage"]["x"] == [10.0] * 4
     assert drawn["failure"]["text"][1] == "learner-0, 0:10<br>a slice failed"
     full, part = traces(page(whole, tmp_path))
     assert full["marker"]["color"] == "#0072B2" and part["marker"]["color"] == [see_through("#0072B2", 0.75)]
+
+
+def test_marks_have_a_sign_for_each_name_and_good_ones_stand_at_the_foot(tmp_path: Path) -> None:
+    marks = (Mark(1, "it died", "killed"), Mark(2, "it is back", "restarted", good=True), Mark(3, "no", "refused"))
+    drawn = traces(page(Lanes("", "", (Lane("a", (Stretch(0, 5, "stepping"),), marks),)), tmp_path))[1:]
+    assert [trace["name"] for trace in drawn] == ["killed", "restarted", "refused"]
+    assert [trace["y"] for trace in drawn] == [[-0.38], [0.38], [-0.38]]
+    assert len({trace["marker"]["symbol"] for trace in drawn}) == 3
+
+
+def test_a_course_is_drawn_in_the_unit_of_its_time_and_leaves_gaps() -> None:
+    trails = (Trail("a", ((0.0, 0.5), (300.0, NAN), (600.0, 1.0)), dots=True), Trail("b", ((0.0, 1.0),), steps=True))
+    course = drawn(Course("Participation", "", trails, "share", shares=True, end_s=1200.0))
+    first, second = course.data
+    assert first["x"] == [0.0, 5.0, 10.0] and first["y"] == [50.0, None, 100.0]
+    assert first["mode"] == "lines+markers" and second["line"]["shape"] == "hv"
+    assert course.layout["xaxis"]["title"]["text"] == "time in minutes" and course.layout["xaxis"]["range"] == [0, 20]
+    assert course.layout["yaxis"]["ticksuffix"] == " %"
 
 
 def test_thousands_of_stretches_give_few_traces_and_a_bounded_page(tmp_path: Path) -> None:

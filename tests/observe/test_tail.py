@@ -22,3 +22,14 @@ def test_a_torn_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"at":1,"ki\n[]\n{}\n\n{"at":2,"kind":"score","text":""}\n')
     assert [event["at"] for event in EventTail(path).read_new()] == [2]
+
+
+def test_what_lies_too_far_back_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [b'{"at":%d,"kind":"round","text":""}\n' % at for at in range(10, 90)]
+    path.write_bytes(b"".join(lines[:40]))
+    tail = EventTail(path, most_bytes=5 * len(lines[0]) + 3)
+    assert [event["at"] for event in tail.read_new()] == [45, 46, 47, 48, 49], "a line that is cut through is left out"
+    with path.open("ab") as file:
+        file.write(b"".join(lines[40:42]))
+    assert [event["at"] for event in tail.read_new()] == [50, 51]

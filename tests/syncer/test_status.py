@@ -134,3 +134,25 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
     assert states() == ["muted", "stalled"]
     a.stopped, b.state = True, "gone"
     assert states() == ["stopped", "gone"]
+
+
+def test_liveness_is_the_mean_share_of_the_learners_alive() -> None:
+    meter = Meter(CONFIG)
+    meter.note(90.0, "joined", {"learner": "a"})
+    assert meter.status(95.0, "r", None).liveness is None, "before the first parameters nothing counts"
+    meter.note(100.0, "recovered", {"learner": "a"})
+    assert meter.status(104.0, "r", None).liveness == pytest.approx(1 / 2)
+    meter.note(105.0, "joined", {"learner": "b"})
+    meter.note(108.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 5.0})
+    assert meter.status(110.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10))
+    meter.note(110.0, "ending", {})
+    assert meter.status(150.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10)), "nor after the end"
+
+
+def test_traffic_fates_and_versions(machine: Syncer) -> None:
+    machine.handle(1.0, Received("a", progress(4)))
+    status = Meter(CONFIG).status(1.0, "r", machine, (70, 80))
+    assert (status.bytes_in, status.bytes_out, status.expected) == (70, 80, 2)
+    assert status.versions == (0, 0)
+    assert status.fates.keys() == {"computed", "merged", "dropped", "lost", "in_flight"}
+    assert status.fates["computed"] == sum(count for fate, count in status.fates.items() if fate != "computed")

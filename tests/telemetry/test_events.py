@@ -25,3 +25,8 @@ def test_a_last_line_that_was_cut_off_is_left_out() -> None:
     log.say("b", "second")
     assert [event["kind"] for event in parse([lines[0], lines[1][:-4]])] == ["a"]
     assert [event["kind"] for event in parse([b"\n", *lines])] == ["a", "b"]
+
+
+def test_lines_that_are_no_events_are_left_out() -> None:
+    good = b'{"at": 1.0, "kind": "a", "text": ""}\n'
+    assert [event["kind"] for event in parse([b"[1]\n", b"3\n", b'{"kind": "b"}\n', b'{"a": "\xff"}\n', good])] == ["a"]

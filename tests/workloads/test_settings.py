@@ -13,7 +13,15 @@ from atoll.workloads.settings import WorkloadSettings, read_run
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("depth", 0), ("block", -1), ("lr", 0.0), ("lr", float("nan")), ("floor", 2.0), ("betas", (0.9, 1.0))],
+    [
+        ("depth", 0),
+        ("block", -1),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("floor", 2.0),
+        ("betas", (0.9, 1.0)),
+        ("pace_s", -1.0),
+    ],
 )
 def test_a_value_that_cannot_be_names_its_key(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^workload\.{key} is .*; set it to "):

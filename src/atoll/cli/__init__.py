@@ -9,8 +9,12 @@ import typer
 
 from atoll import __version__
 from atoll.cli import (  # they register their commands
+    chaos,
+    compare,
+    doctor,
     look,
     replay,
+    report,
     serve,
     simulate,
     simulate_bandwidth,
@@ -26,9 +30,13 @@ from atoll.protocol.errors import AtollError
 
 __all__ = [
     "app",
+    "chaos",
+    "compare",
+    "doctor",
     "look",
     "main",
     "replay",
+    "report",
     "serve",
     "simulate",
     "simulate_bandwidth",

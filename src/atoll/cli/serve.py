@@ -16,6 +16,7 @@ from atoll.cli.app import app, close, document_of, short
 from atoll.config import convert, merged
 from atoll.fabric.client import checked_url
 from atoll.launch.local import RUNNER, script_arguments
+from atoll.observe import dashboard
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir, checked_name
 from atoll.syncer.process import serve
@@ -58,9 +59,10 @@ def syncer(
 
     def ready(url: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run in {short(run_dir.path)}", soft_wrap=True)
+        console.print(f"dashboard: {url}/", soft_wrap=True)
         console.print(f"join with: atoll learn SCRIPT --syncer {url}", soft_wrap=True)
 
-    code = serve(settings, run_dir, evaluated=False, ready=ready)
+    code = serve(settings, run_dir, evaluated=False, ready=ready, pages=dashboard.pages)
     if code:
         raise typer.Exit(code)
     close(run_dir, console)
@@ -74,11 +76,19 @@ def _serve_again(folder: Path | None, port: int, *, waits: bool) -> None:
 
     def ready(url: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run in {short(run_dir.path)}", soft_wrap=True)
+        console.print(f"dashboard: {url}/", soft_wrap=True)
 
     def waiting() -> None:
         console.print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
 
-    code = serve(settings, run_dir, evaluated=False, standby=waiting if waits else None, ready=ready)
+    code = serve(
+        settings,
+        run_dir,
+        evaluated=False,
+        standby=waiting if waits else None,
+        ready=ready,
+        pages=dashboard.pages,
+    )
     if code:
         raise typer.Exit(code)
     close(run_dir, console)

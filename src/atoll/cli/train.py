@@ -20,11 +20,14 @@ from atoll.launch.replay.conductor import Outcome
 from atoll.launch.replay.perform import Performance
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
+from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose
+from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Begun
 from atoll.store.rundir import RunDir
 from atoll.store.tapes import read_tape
+from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
 DEMO: dict[str, dict[str, Any]] = {
@@ -82,6 +85,12 @@ def train(
     tape: Annotated[
         Path | None,
         typer.Option(help="Follow this scenario (atoll simulate tape).", metavar="FILE", rich_help_panel=RUN),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Figures for TensorBoard, as it goes.", metavar="DIR", rich_help_panel=RUN)
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(help="Figures for W&B, as it goes.", metavar="PROJECT", rich_help_panel=RUN)
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=RUN)] = False,
     sync: Annotated[
@@ -144,6 +153,10 @@ def train(
         "service": {"port": port, "evaluate_every": evaluate_every},
         "workload": {"depth": depth, "block": block, "batch": batch, "lr": lr, "data": data or None},
     }
+    targets = Targets(tensorboard, wandb)
+    targets.check()
+    if targets and (tape is not None or algorithm != "decoupled"):
+        raise ConfigError("--tensorboard and --wandb follow a run with a syncer: leave --tape and --algorithm out")
     if cut is not None and resume is None:
         raise ConfigError("--from-cut says where to go on, and needs --resume DIR to say with which run")
     if resume is not None:
@@ -151,7 +164,7 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
-        _go_on(resume, cut, out, script, config, changes, force=force, as_json=json_)
+        _go_on(resume, cut, out, script, config, changes, targets, force=force, as_json=json_)
         return
     document = document_of(config)
     if demo:
@@ -177,7 +190,7 @@ def train(
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    _train(settings, run_dir, console, arguments, kills, json_)
+    _train(settings, run_dir, console, arguments, kills, json_, targets=targets)
 
 
 def _go_on(
@@ -187,6 +200,7 @@ def _go_on(
     script: Path | None,
     config: Path | None,
     changes: dict[str, dict[str, Any]],
+    targets: Targets,
     *,
     force: bool,
     as_json: bool,
@@ -208,7 +222,7 @@ def _go_on(
     for remark in found.remarks:
         console.print(remark, soft_wrap=True, highlight=False)
     arguments = list(settings.script) or list(WORKLOAD)
-    _train(settings, run_dir, console, arguments, (), as_json, found)
+    _train(settings, run_dir, console, arguments, (), as_json, found, targets)
 
 
 CHANGEABLE = {
@@ -264,11 +278,18 @@ def _train(
     kills: tuple[Kill, ...],
     as_json: bool,
     resume: Resume | None = None,
+    targets: Targets = NO_TARGETS,
 ) -> None:
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
     tail = EventTail(out.events)
-    with choose(console) as view:
+    with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
+
+        def watch(status: RunStatus | None) -> None:
+            events = tail.read_new()
+            view.update(status, events)
+            tracking.update(status, events)
+
         run = LocalRun(
             config,
             out,
@@ -276,9 +297,13 @@ def _train(
             evaluator=config.service.evaluate_every > 0,
             kills=kills,
             resume=resume,
-            watch=lambda status: view.update(status, tail.read_new()),
+            watch=watch,
+            pages=dashboard.NAME,
+            listens=view.listens,
         )
         asyncio.run(run.run())
+    for words in tracking.trouble:
+        console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
     close(out, console, as_json)
 
 

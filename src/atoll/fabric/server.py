@@ -6,12 +6,14 @@
     GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings  JSON
+    and whatever `pages` bring, which only read
 
 Rules:
 - only a learner whose channel is open, under that channel's session, may send a body, or ask for a peer's state;
 - a bad frame costs its sender the channel (see `control`), a bad request gets {"error": "one line"};
   nobody else notices either;
-- requests of web pages (an Origin header) are refused where they could change anything;
+- requests of web pages (an Origin header) are refused where they could change anything; WebSockets too, but those of
+  `pages`, which look at the origin themselves;
 - every wait for a peer has a deadline and every queue a bound: the numbers are in `wire.Limits`.
 """
 
@@ -27,6 +29,7 @@ from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
 from atoll.fabric.host import Port, error_response
 from atoll.fabric.intake import Intake, Rejected
+from atoll.fabric.pages import Pages
 from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
@@ -55,9 +58,11 @@ class Server(Port):
         port: int,
         limits: Limits | None = None,
         relay_limits: RelayLimits | None = None,
+        pages: Pages | None = None,
     ) -> None:
         super().__init__(host, port, limits or Limits())
         self._desk = desk
+        self._pages = pages
         self._intake = Intake(self._limits)
         self._control = Control(desk, self._limits)
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
@@ -90,6 +95,7 @@ class Server(Port):
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
                 web.post("/v1/settings", self._settings),
+                *(self._pages.routes() if self._pages is not None else ()),
             ]
         )
 
@@ -97,9 +103,13 @@ class Server(Port):
         """Close every channel in good order (2 s at most), then everything else."""
         self._control.close("the syncer is stopping")
         self._relay.close("the syncer is stopping")
+        if self._pages is not None:
+            self._pages.close()
         await self._close()
 
     def _pages_may(self, request: web.Request) -> bool:
+        if self._pages is not None and request.method == "GET" and request.path in self._pages.sockets:
+            return True
         changes = request.method != "GET" or "Upgrade" in request.headers or request.path.startswith("/v1/relay/")
         return not changes
 

@@ -110,10 +110,21 @@ class Child:
                 with suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, thread, nice)
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """The child and whatever it started: its whole host, as far as it can tell."""
+        if self.running:
+            assert self.process is not None
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
     def signal(self, number: signal.Signals) -> None:
         if self.running:
             assert self.process is not None
             self.process.send_signal(number)
+
+    def forgive(self) -> None:
+        """Its deaths so far were no fault of its own."""
+        self._deaths = 0
 
     def kill_all(self) -> None:
         """The child and whatever it started."""

@@ -17,9 +17,10 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -74,6 +75,16 @@ class LocalRun:
     """A run that lies there already is gone on with."""
     watch: Callable[[RunStatus | None], None] = lambda status: None
     """Called a few times a second with the newest status."""
+    pages: str = ""
+    """What makes the pages that the syncer serves beside (`--pages`); empty: none."""
+    listens: Callable[[str], None] = lambda url: None
+    """Called with the syncer's address, once it has one."""
+    route: Callable[[str], Awaitable[dict[str, str]]] | None = None
+    """Told the syncer's address once it has one: where each learner dials instead."""
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Goes on beside the run from the start of the learners to the end."""
+    syncer_words: tuple[str, ...] = ()
+    """More that the syncer is started with."""
 
     async def run(self) -> None:
         """Returns when the run has ended well; RunFailed or ConfigError when not."""
@@ -81,7 +92,7 @@ class LocalRun:
         self.out.address.unlink(missing_ok=True)
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            command = ["-m", "atoll.syncer", str(self.out.path), *self._evaluated]
+            command = ["-m", "atoll.syncer", str(self.out.path), *self._served]
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
@@ -110,9 +121,26 @@ class LocalRun:
             loop.add_signal_handler(number, self._interrupt)
         self._start(self._syncer)
         self._url = await self._listening()
-        plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._evaluated]  # changes are made once
+        self.listens(self._url)
+        plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
+        self.addresses = await self.route(self._url) if self.route is not None else {}
         self._start_learners()
+        beside = asyncio.ensure_future(self.beside()) if self.beside is not None else None
+        try:
+            await self._until_over()
+        finally:
+            if beside is not None:
+                beside.cancel()
+                await asyncio.wait([beside])
+        if self._failure is not None:
+            raise self._failure
+        if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
+            raise error
+        await self._leave()
+        self.watch(None)
+
+    async def _until_over(self) -> None:
         while (code := self._syncer.ended()) != 0:
             self._mend_syncer(code)
             status = await self._status()
@@ -121,10 +149,6 @@ class LocalRun:
             self._kill_as_planned(status)
             self._mend()
             await asyncio.sleep(TICK_S)
-        if self._failure is not None:
-            raise self._failure
-        await self._leave()
-        self.watch(None)
 
     async def _listening(self) -> str:
         """The syncer's address, once it has one."""
@@ -156,6 +180,8 @@ class LocalRun:
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}
+        if name in self.addresses:
+            env["ATOLL_SYNCER"] = self.addresses[name]
         if self.resume is not None and name in self.resume.states:
             env["ATOLL_STATE"] = str(self.resume.states[name])
             env["ATOLL_EXACT"] = "1" if self.resume.exact else "0"
@@ -186,6 +212,37 @@ class LocalRun:
             return None
         self._ending = self._ending or status.phase in ("ending", "finished")
         return status
+
+    # ---- for those that do things to it ---------------------------------------------------------------------------
+
+    @property
+    def events(self) -> EventLog:
+        return self._events
+
+    @property
+    def syncer(self) -> Child:
+        return self._syncer
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def learner(self, name: str) -> Child:
+        """One that takes part; a new name joins."""
+        if name not in self._learners:
+            self._learners[name] = self._child(name, [*RUNNER, *self.script], self._learner_env(name))
+        return self._learners[name]
+
+    def start_again(self, name: str) -> None:
+        """A learner that left, or a new one, is started."""
+        child = self.learner(name)
+        if not child.running:
+            self._done.discard(name)
+            self._start(child)
+
+    def end(self, reason: str) -> None:
+        """In good order."""
+        self._order(f"end {reason}")
 
     # ---- accidents --------------------------------------------------------------------------------------------------
 
@@ -292,8 +349,8 @@ class LocalRun:
     # ---- small things ---------------------------------------------------------------------------------------------
 
     @property
-    def _evaluated(self) -> list[str]:
-        return ["--evaluated"] if self.evaluator else []
+    def _served(self) -> list[str]:
+        return [*(["--evaluated"] if self.evaluator else []), *(["--pages", self.pages] if self.pages else []), *self.syncer_words]
 
     def _warn(self, child: Child, text: str) -> None:
         self._events.say("warning", text, {"process": child.name})

@@ -2,9 +2,10 @@
 
 Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
-- usual is the running median of the norms accepted for the same fragment, and only once there are enough of them;
+- usual is the running median of the norms merged of the same fragment, and only once there are enough of them;
 - norms are compared per inner step, because a learner that could not be heard for a while has more steps to give;
-- a refused contribution leaves no trace here, so broken numbers cannot shift what is usual.
+- what is not merged leaves no trace here, whoever refused it and why: nobody can shift what is usual by giving what
+  is refused anyway.
 
 This stops broken numbers, not a determined insider.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from statistics import median
 
 import numpy as np
@@ -33,9 +34,11 @@ class Screen:
         self.limit = limit
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
+        self._waiting: dict[Hashable, tuple[int, float]] = {}
+        """Norms that were found to be in order and are not merged yet."""
 
-    def judge(self, fragment: int, delta: FloatArray, steps: int = 1) -> str | None:
-        """Why this contribution is refused; None when it is accepted, and its norm then counts as usual."""
+    def judge(self, fragment: int, delta: FloatArray, steps: int = 1, key: Hashable = None) -> str | None:
+        """Why this contribution is refused, or None. Its norm is usual once it is `merged`; without a key, at once."""
         if not 0 <= fragment < len(self._sizes):
             return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
         if delta.shape != (self._sizes[fragment],):
@@ -46,8 +49,19 @@ class Screen:
         pace = norm / max(steps, 1)
         refusal = self._judge_norm(self._norms[fragment], pace, "norm" if steps <= 1 else "norm per step")
         if refusal is None:
-            self._norms[fragment].append(pace)
+            self._waiting[key] = (fragment, pace)
+            if key is None:
+                self.merged(key)
         return refusal
+
+    def merged(self, key: Hashable) -> None:
+        """What was given under this key goes into a version."""
+        if (found := self._waiting.pop(key, None)) is not None:
+            self._norms[found[0]].append(found[1])
+
+    def forget(self, key: Hashable) -> None:
+        """It does not, or is already in one."""
+        self._waiting.pop(key, None)
 
     def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
         usual = median(accepted) if len(accepted) >= self._least else 0.0

@@ -38,7 +38,7 @@ def print_closing(
     if out is not None:
         console.print()
         files = "summary.json, events.jsonl, model.safetensors, logs/"
-        console.print(Text(f"All of it is in {out}: {files}"), soft_wrap=True)
+        console.print(Text(f"All of it is in {out}: {files}; on one page: atoll report {out}"), soft_wrap=True)
         if summary["reason"] == INTERRUPTED:
             console.print(Text(f"It goes on with: atoll train --resume {out}"), soft_wrap=True)
 

@@ -13,6 +13,9 @@ from atoll.telemetry.events import Event
 NOTABLE = {
     "alarm": "bold red",
     "unbalanced": "bold red",
+    "chaos": "bold",
+    "fault": "bold red",
+    "mended": "dim",
     "killed": "bold red",
     "exited": "red",
     "lost": "red",

@@ -36,6 +36,10 @@ class PlainLines:
             self._say(line)
             self._last = line
 
+    def listens(self, url: str) -> None:
+        """The syncer is there, and shows the run too."""
+        self._say(f"dashboard: {url}/")
+
     def __enter__(self) -> PlainLines:
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,25 +13,36 @@ _CHUNK = 1 << 20
 
 
 class EventTail:
-    """What has been appended since the last look. A last line that is still being written waits for the next one."""
+    """What has been appended since the last look. A last line that is still being written waits for the next one.
 
-    def __init__(self, path: Path) -> None:
+    `most_bytes`: what lies further back than this is passed over.
+    """
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path = path
+        self._most_bytes = most_bytes
         self._offset = 0
         self._rest = b""
 
     def read_new(self) -> list[Event]:
-        events: list[Event] = []
+        return list(self.new_events())
+
+    def new_events(self) -> Iterator[Event]:
+        """The same, without holding all of them at once."""
         try:
             with self.path.open("rb") as file:
+                self._skip(file.seek(0, 2))
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
                     self._offset += len(chunk)
                     *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    events.extend(event for line in lines if (event := _decode(line)) is not None)
+                    yield from (event for line in lines if (event := _decode(line)) is not None)
         except FileNotFoundError:
-            return []
-        return events
+            return
+
+    def _skip(self, size: int) -> None:
+        if self._most_bytes is not None and size - self._offset > self._most_bytes:
+            self._offset, self._rest = size - self._most_bytes, b""
 
 
 def _decode(line: bytes) -> Event | None:

@@ -9,6 +9,7 @@
     logs/<process>.log  what a process printed
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
+    report.html         all of it on one page, once somebody asked for it
 
 A folder that holds a run is never written over unless that was asked for, and then only these names are removed. Names
 that come from outside (learners, processes) become part of a path only if they match `[a-z0-9-]+`.
@@ -37,7 +38,7 @@ LONGEST_NAME = 64
 _NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
-_OURS = (*_MARKS, "model.safetensors", "syncer.url", "journal", "cuts", "learners", "logs")
+_OURS = (*_MARKS, "model.safetensors", "report.html", "syncer.url", "journal", "cuts", "learners", "logs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m atoll.syncer RUN_DIR [--evaluated] [--port N]`: the syncer of a run whose directory is made.
+"""`python -m atoll.syncer RUN_DIR [--evaluated] [--port N] [--pages NAME]`: the syncer of a run that has a directory.
 
 Started by a supervisor, which holds its standard input (see `process`).
 """
@@ -14,7 +14,8 @@ import msgspec
 from atoll.config import load
 from atoll.protocol.errors import AtollError
 from atoll.store.rundir import RunDir
-from atoll.syncer.process import serve
+from atoll.syncer.pages import named
+from atoll.syncer.process import disk_named, serve
 
 
 def main() -> int:
@@ -24,16 +25,29 @@ def main() -> int:
     parser.add_argument("--port", type=int, help="instead of the one in run.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings that change now")
     parser.add_argument("--reopen", action="store_true", help="a run that was ended goes on")
+    parser.add_argument("--pages", metavar="MODULE:FUNCTION", help="makes what shows the run on its port")
+    parser.add_argument("--disk", metavar="MODULE:FUNCTION", help="what makes the disk that the journal lies on")
     said = parser.parse_args()
     out = RunDir(said.out)
     try:
         config = load(out.settings)
+        pages = named(said.pages) if said.pages else None
+        disk = disk_named(said.disk)(out) if said.disk else None
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return error.exit_code
     if said.port is not None:
         config = msgspec.structs.replace(config, service=msgspec.structs.replace(config.service, port=said.port))
-    return serve(config, out, evaluated=said.evaluated, supervised=True, changes=tuple(said.set), reopen=said.reopen)
+    return serve(
+        config,
+        out,
+        evaluated=said.evaluated,
+        supervised=True,
+        changes=tuple(said.set),
+        reopen=said.reopen,
+        pages=pages,
+        disk=disk,
+    )
 
 
 if __name__ == "__main__":

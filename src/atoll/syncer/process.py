@@ -13,15 +13,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from atoll.config import Config
 from atoll.numerics import kernels
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
+from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.terms import Reign, Turn, acquire
 from atoll.syncer.books import Books
+from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
@@ -42,10 +45,12 @@ def serve(
     reopen: bool = False,
     standby: Callable[[], None] | None = None,
     ready: Callable[[str], None] | None = None,
+    pages: Maker | None = None,
+    disk: Disk | None = None,
 ) -> int:
     """Run a syncer until its run is over. Its address goes to the run directory, and to `ready`.
 
-    With `standby` it waits for its turn first, and says through it that it does.
+    With `standby` it waits for its turn first, and says through it that it does. `pages` show the run on its port.
     """
     kernels.warm()
     code = 0
@@ -55,8 +60,9 @@ def serve(
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
             every_round=config.service.durability == "round",
             keep=config.protocol.keep_cuts,
+            disk=disk,
         )
-        begin = Beginning(changes, reopen, ready or (lambda url: None))
+        begin = Beginning(changes, reopen, ready or (lambda url: None), pages(out) if pages is not None else None)
         asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
         books.close()
     except* AtollError as errors:
@@ -64,6 +70,15 @@ def serve(
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     return code
+
+
+def disk_named(name: str) -> Callable[[RunDir], Disk]:
+    """`module:function`: the disk of a run that is to meet trouble (chaos)."""
+    module, _, function = name.partition(":")
+    try:
+        return cast(Callable[[RunDir], Disk], getattr(import_module(module), function))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--disk {name} is not there ({error}): name a module and a function in it") from error
 
 
 def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> Reign:
@@ -82,14 +97,16 @@ class Beginning:
     changes: tuple[str, ...]
     reopen: bool
     ready: Callable[[str], None]
+    pages: LivePages | None = None
 
 
 async def _serve(
     config: Config, out: RunDir, books: Books, begin: Beginning, evaluated: bool, supervised: bool
 ) -> None:
     with Appender(out.events) as sink:
+        events = EventLog(sink)
         service = SyncerService(
-            config, run=secrets.token_hex(4), events=EventLog(sink), books=books, evaluated=evaluated
+            config, run=secrets.token_hex(4), events=events, books=books, evaluated=evaluated, pages=begin.pages
         )
         if begin.changes or begin.reopen:
             service.change(begin.changes, reopen=begin.reopen)
@@ -104,6 +121,8 @@ async def _serve(
             running = tasks.create_task(service.run(save))
             started = tasks.create_task(service.started.wait())
             beside: list[asyncio.Task[Any]] = [tasks.create_task(_fall_with_callbacks(loop)), started]
+            if begin.pages is not None:
+                beside.append(tasks.create_task(show(begin.pages, service.figures, events)))
             if supervised:
                 beside.append(tasks.create_task(_obey(service)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
 from atoll.fabric.wire import Score, one_line
 from atoll.numerics.arrays import FloatArray
@@ -39,6 +40,8 @@ from atoll.syncer.recovery import CutState, Recovered, outer_of
 from atoll.syncer.scribe import DEPOSED, Deposed, Scribe
 from atoll.syncer.status import Meter
 from atoll.telemetry.events import EventLog
+from atoll.telemetry.status import RunStatus
+from atoll.telemetry.versions import versions
 
 LARGE = 1 << 18
 """Fragments of more elements than this are decoded and merged beside the event loop."""
@@ -53,7 +56,16 @@ LAST_SCORE_S = 120.0
 class SyncerService:
     """A `fabric.Desk`. Belongs to one event loop."""
 
-    def __init__(self, config: Config, *, run: str, events: EventLog, books: Books, evaluated: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run: str,
+        events: EventLog,
+        books: Books,
+        evaluated: bool = False,
+        pages: Pages | None = None,
+    ) -> None:
         self._config, self._run, self._events, self._books = config, run, events, books
         self._evaluated = evaluated
         self._loop = asyncio.get_running_loop()
@@ -82,12 +94,13 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        self.server = Server(self, host=config.service.host, port=config.service.port)
+        self.server = Server(self, host=config.service.host, port=config.service.port, pages=pages)
         if books.recovered is not None:
             self._come_back(books.recovered)
             return
         settings = msgspec.to_builtins(config.protocol)
         data: dict[str, object] = {"run": run, "learners": config.protocol.learners, "settings": settings}
+        data["versions"] = versions()
         events.say("run", f"run {run}: waiting for {config.protocol.learners} learners", data)
 
     async def run(self, save: Callable[[Parameters], None]) -> None:
@@ -350,12 +363,16 @@ class SyncerService:
             return str(error)
         if message.probe or message.steps <= 0:
             return None
-        return self._screen.judge(message.fragment, delta, message.steps)
+        return self._screen.judge(message.fragment, delta, message.steps, key)
 
     # ---- the desk: people and evaluators --------------------------------------------------------------------------
 
+    def figures(self) -> RunStatus:
+        traffic = (self.server.bytes_in, self.server.bytes_out)
+        return self.meter.status(time.time(), self._run, self._machine, traffic)
+
     def status(self) -> bytes:
-        return msgspec.json.encode(self.meter.status(time.time(), self._run, self._machine))
+        return msgspec.json.encode(self.figures())
 
     def manifest(self) -> bytes:
         if self._machine is None or self._plan is None:
@@ -403,7 +420,9 @@ class SyncerService:
                     self._initial.clear()  # what another one sent is worth nothing
                 if channel is not None:
                     channel.send(message)
-            case fx.Merge():
+            case fx.Merge(number, _, parts):
+                for part in parts:
+                    self._screen.merged((part.learner, number, part.attempt))
                 self._merge(effect)
             case fx.Commit(number, fragment, version):
                 self._parameters.commit(fragment, version, number)
@@ -415,6 +434,8 @@ class SyncerService:
                 self._spawn(self._complete_cut(effect))
             case fx.Discard(learner, number, attempt):
                 self._inbox.discard((learner, number, attempt))
+                if self._plan is not None:
+                    self._screen.forget((learner, number, attempt))
             case fx.Expel(learner, reason):
                 if (channel := self._channels.pop(learner, None)) is not None:
                     channel.close(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from statistics import median
 from typing import Any
@@ -32,11 +33,17 @@ class Meter:
         self._busy: dict[tuple[str, int], float] = {}
         """Seconds spent stepping of every incarnation that was lost or left."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
+        self._alive: set[str] = set()
+        self._alive_s = 0.0
+        """Learner-seconds of those alive, up to the last change of who is."""
+        self._changed = 0.0
         self._score: Score | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
 
     def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
+        if kind in ("joined", "recovered", "lost", "left", "ending"):
+            self._count_alive(at, kind, data.get("learner", ""))
         if kind == "recovered" and self._began is None:
             self._began = at
         elif kind == "round":
@@ -52,7 +59,22 @@ class Meter:
     def score(self, score: Score) -> None:
         self._score = score
 
-    def status(self, now: float, run: str, machine: Syncer | None) -> RunStatus:
+    def _count_alive(self, at: float, kind: str, learner: str) -> None:
+        self._alive_s += self._alive_since(at)
+        self._changed = at
+        if kind in ("lost", "left"):
+            self._alive.discard(learner)
+        elif learner:
+            self._alive.add(learner)
+
+    def _alive_since(self, now: float) -> float:
+        """Learner-seconds since the last change; what was before the first parameters, or after the end, is no part."""
+        if self._began is None or self._ended is not None:
+            return 0.0
+        return len(self._alive) * max(0.0, now - self._changed)
+
+    def status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
+        """`traffic`: bytes that came in and went out so far."""
         elapsed = (self._ended or now) - self._began if self._began else 0.0
         known = sorted(machine.members.learners.items()) if machine else []
         learners = tuple(self._learner(now, one, machine) for _, one in known)
@@ -86,7 +108,16 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm,
+            expected=settings.learners,
+            liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
+            bytes_in=traffic[0],
+            bytes_out=traffic[1],
+            fates=machine.history.ledger.totals().whole() if machine else {},
+            versions=tuple(machine.versions) if machine else (),
         )
+
+    def _liveness(self, now: float, elapsed: float) -> float:
+        return min(1.0, (self._alive_s + self._alive_since(now)) / (max(self._learners, 1) * elapsed))
 
     def _goodput(self, machine: Syncer, elapsed: float) -> float:
         now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
@@ -108,13 +139,12 @@ class Meter:
 
     def _adopted(self, one: Learner) -> int:
         """The newest round whose version it has adopted."""
-        rounds = [
-            round
-            for fragment, version in enumerate(one.versions)
-            for known, round in self._versions.get(fragment, ())
-            if known <= version
-        ]
-        return max(rounds, default=-1)
+        rounds = [-1]
+        for fragment, version in enumerate(one.versions):
+            known = self._versions.get(fragment, ())
+            place = bisect_right(known, version, key=_version)
+            rounds += [known[place - 1][1]] if place else []
+        return max(rounds)
 
     def _rate(self, now: float, one: Learner) -> float:
         """Tokens per second over the last few looks."""
@@ -125,6 +155,10 @@ class Meter:
             seen.append((now, one.tokens_total))
         (first, few), (last, many) = seen[0], seen[-1]
         return (many - few) / (last - first) if last > first and one.connected else 0.0
+
+
+def _version(known: tuple[int, int]) -> int:
+    return known[0]
 
 
 def _state(one: Learner) -> str:

@@ -5,7 +5,7 @@ folds over these lines. Several processes append to the same file; a line is wri
 
 | kind | said by | fields beside `text` |
 | --- | --- | --- |
-| run | syncer | run, learners, settings |
+| run | syncer | run, learners, settings, versions (of Python, packages, platform) |
 | plan | syncer | settings (P and H filled in), parameters, data |
 | joined, recovered | syncer | learner, incarnation (recovered: seconds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
@@ -21,6 +21,7 @@ folds over these lines. Several processes append to the same file; a line is wri
 | score | syncer | round, loss, cpu_s, sample |
 | ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), tokens, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
+| chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
 
 A member of a round has learner, incarnation, t, steps, tokens, weight, base and since (its steps since the last sync).
@@ -51,10 +52,12 @@ class EventLog:
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a file; lines that were cut off (a crash, a full disk) are left out."""
+    """The events of a file; lines that were cut off (a crash, a full disk) or are none are left out."""
     for line in lines:
         if line.endswith(b"\n") and line.strip():
             try:
-                yield msgspec.json.decode(line)
-            except msgspec.DecodeError:
+                event = msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
+            if isinstance(event, dict) and "at" in event and "kind" in event:
+                yield event

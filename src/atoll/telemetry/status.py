@@ -53,3 +53,15 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest complete cut."""
     alarm: str = ""
     """Why nothing can be committed; empty: it can."""
+    expected: int = 0
+    """M: how many learners the run is meant for."""
+    liveness: float | None = None
+    """Mean share of those M that were alive, since this syncer has known of the first parameters."""
+    bytes_in: int = 0
+    """Bodies and control messages that this syncer has received …"""
+    bytes_out: int = 0
+    """… and sent, since it started."""
+    fates: dict[str, int] = {}
+    """Tokens computed, and of those merged, dropped, lost and in flight."""
+    versions: tuple[int, ...] = ()
+    """Of every fragment."""

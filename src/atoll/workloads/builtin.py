@@ -14,6 +14,7 @@ import torch
 import atoll
 from atoll.protocol.errors import AtollError
 from atoll.workloads.evaluate import sample, validation_loss
+from atoll.workloads.pace import Pace
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
@@ -35,15 +36,17 @@ def main() -> None:
         sample=lambda model: sample(model, seed),
     )
 
-    dataset = Windows(text, settings.block)
+    dataset, pace = Windows(text, settings.block), Pace(settings.pace_s)
     with atoll.Learner(model, optimizer, data=text.digest) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):
+            pace.begin()
             set_learning_rate(optimizer, learner.progress, settings)
             loss = model(batch.to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
             optimizer.step()
             optimizer.zero_grad()
+            pace.rest()
             learner.step(tokens=batch.shape[0] * settings.block, loss=loss)
 
 

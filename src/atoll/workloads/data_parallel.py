@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.workloads.evaluate import sample, validation_loss
 from atoll.workloads.gpt import Gpt
+from atoll.workloads.pace import Pace
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
 from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
@@ -71,11 +72,19 @@ def batch_indices(size: int, batch: int, seed: int, rank: int) -> Iterator[NDArr
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, gradients: FlatGradients, batch: Tensor, world: int, clip: float
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradients: FlatGradients,
+    batch: Tensor,
+    world: int,
+    clip: float,
+    pace: Pace | None = None,
 ) -> Tensor:
     gradients.clear()
     loss: Tensor = model(batch)
     loss.backward()
+    if pace is not None:
+        pace.rest()
     gradients.average(world)
     gradients.clip(clip)
     optimizer.step()
@@ -100,7 +109,7 @@ def _train(
 ) -> None:
     dataset = Windows(text, settings.block)
     optimizer = build_optimizer(model, settings)
-    gradients = FlatGradients(model)
+    gradients, pace = FlatGradients(model), Pace(settings.pace_s)
     indices = batch_indices(len(dataset), settings.batch, seed, rank)
     tokens_per_step = settings.batch * settings.block * world
     scored_s = 0.0
@@ -117,9 +126,10 @@ def _train(
     start = time.perf_counter()
     score(0)
     for step in range(1, steps + 1):
+        pace.begin()
         set_learning_rate(optimizer, (step - 1) / steps, settings)
         batch = dataset.gather(next(indices))
-        loss = train_step(model, optimizer, gradients, batch, world, settings.clip)
+        loss = train_step(model, optimizer, gradients, batch, world, settings.clip, pace)
         if step % PROGRESS_EVERY == 0 or step == steps:
             report({"kind": "progress", "step": step, "tokens": step * tokens_per_step, "loss": float(loss)})
         if step % settings.eval_every == 0 or step == steps:

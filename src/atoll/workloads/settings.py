@@ -36,6 +36,8 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     # Windows of the held-out part that make one validation loss.
     eval_every: int = 200
     # Steps between two validation losses of the data-parallel baseline.
+    pace_s: float = 0.0
+    # A step lasts at least this many seconds, asleep for the rest; 0: as fast as it goes.
 
     def __post_init__(self) -> None:
         for key in ("depth", "block", "batch", "eval_windows", "eval_every"):
@@ -46,6 +48,7 @@ class WorkloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         _check("warmup", 0 <= self.warmup < 1, self.warmup, "a share of the run: at least 0 and below 1")
         _check("floor", 0 <= self.floor <= 1, self.floor, "a share of the peak learning rate: 0 to 1")
         _check("weight_decay", 0 <= self.weight_decay < math.inf, self.weight_decay, "0 or more")
+        _check("pace_s", 0 <= self.pace_s <= 3600, self.pace_s, "seconds per step: 0 to 3600")
         _check("betas", all(0 <= beta < 1 for beta in self.betas), self.betas, "two numbers of at least 0 and below 1")
 
 

@@ -9,11 +9,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from atoll.observe.plots.pictures import Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch
+from atoll.observe.plots.pictures import Course, Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, Trail
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 
-__all__ = ["Curves", "Heat", "Lane", "Lanes", "Line", "Mark", "Picture", "Stretch", "check", "write"]
+__all__ = [
+    "Course",
+    "Curves",
+    "Heat",
+    "Lane",
+    "Lanes",
+    "Line",
+    "Mark",
+    "Picture",
+    "Stretch",
+    "Trail",
+    "check",
+    "write",
+]
 
 
 def check(path: Path) -> None:

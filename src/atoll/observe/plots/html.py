@@ -4,27 +4,51 @@ from __future__ import annotations
 
 import math
 from html import escape
+from itertools import cycle
 from typing import Any
 
 from atoll.observe.figures import clock, percent
 from atoll.observe.plots.axes import decimal_ticks, digits, unit_of, x_range
-from atoll.observe.plots.page import page
+from atoll.observe.plots.page import Drawn, page
 from atoll.observe.plots.palette import HEAT, KIND_COLOURS, heat_range, ink_on_heat, see_through, strokes
-from atoll.observe.plots.pictures import KINDS, Curves, Heat, Kind, Lane, Lanes, Picture, Stretch
+from atoll.observe.plots.pictures import (
+    KINDS,
+    Course,
+    Curves,
+    Drawable,
+    Heat,
+    Kind,
+    Lane,
+    Lanes,
+    Mark,
+    Picture,
+    Stretch,
+)
 from atoll.observe.plots.stretches import fitted, noted
 
 Json = dict[str, Any]
 
 
+SYMBOLS = ("triangle-down", "x", "diamond", "circle", "square", "star", "cross")
+"""Of marks, by the order in which their names come."""
+GOOD_SYMBOLS = ("triangle-up", "triangle-up-open")
+
+
 def render(picture: Picture) -> bytes:
+    return page(drawn(picture))
+
+
+def drawn(picture: Drawable) -> Drawn:
     match picture:
         case Heat():
-            return page(picture.title, picture.note, *_heat(picture))
+            return Drawn(picture.title, picture.note, *_heat(picture))
         case Curves():
-            return page(picture.title, picture.note, *_curves(picture))
+            return Drawn(picture.title, picture.note, *_curves(picture))
+        case Course():
+            return Drawn(picture.title, picture.note, *_course(picture))
         case Lanes():
             shown, grain_s = fitted(picture)
-            return page(picture.title, noted(picture.note, grain_s), *_lanes(shown))
+            return Drawn(picture.title, noted(picture.note, grain_s), *_lanes(shown))
 
 
 def _heat(picture: Heat) -> tuple[list[Json], Json]:
@@ -91,25 +115,53 @@ def _curves(picture: Curves) -> tuple[list[Json], Json]:
     return traces, layout
 
 
+def _course(picture: Course) -> tuple[list[Json], Json]:
+    unit = unit_of(picture.last_s)
+    scale, suffix = (100.0, " %") if picture.shares else (1.0, "")
+    figure = f"%{{y:.1f}}{suffix}" if picture.shares else "%{y:.4~g}"
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers" if trail.dots else "lines",
+            "name": escape(trail.name),
+            "x": [round(at_s / unit.seconds, 6) for at_s, _ in trail.points],
+            "y": [round(scale * value, 6) if math.isfinite(value) else None for _, value in trail.points],
+            "text": [clock(at_s) for at_s, _ in trail.points],
+            "line": {
+                "color": stroke.colour,
+                "dash": stroke.dash,
+                "width": 2,
+                "shape": "hv" if trail.steps else "linear",
+            },
+            "marker": {"size": 6, "color": stroke.colour},
+            "cliponaxis": not trail.dots,
+            "hovertemplate": f"{escape(trail.name)}<br>%{{text}}: <b>{figure}</b><extra></extra>",
+        }
+        for trail, stroke in zip(picture.trails, strokes(picture.trails), strict=True)
+    ]
+    up: Json = {"range": [0, 103], "ticksuffix": " %", "dtick": 20} if picture.shares else {"nticks": 8}
+    layout = _layout(height=340) | {
+        "xaxis": _time(picture.last_s),
+        "yaxis": _titled(picture.y_label) | up,
+        "margin": {"l": 10, "r": 10, "t": 48, "b": 10},
+        "legend": _above(height=340 - 110),
+        "showlegend": True,
+    }
+    return traces, layout
+
+
 def _lanes(picture: Lanes) -> tuple[list[Json], Json]:
-    unit = unit_of(picture.end_s)
     lane_px = 34 if len(picture.lanes) <= 16 else 15
     traces = [trace for kind in KINDS for full in (True, False) if (trace := _stretches(picture, kind, full))]
     height = lane_px * max(1, len(picture.lanes)) + 150
     layout = _layout(height) | {
-        "xaxis": _titled(f"time in {unit.name}") | {"range": [0, picture.end_s / unit.seconds or 1.0], "nticks": 14},
+        "xaxis": _time(picture.end_s),
         "yaxis": _names("", tuple(lane.name for lane in picture.lanes))
         | {"range": [len(picture.lanes) - 0.5, -0.5], "tickfont": {"size": 13 if lane_px > 20 else 11}},
         "margin": {"l": 10, "r": 10, "t": 62, "b": 10},  # the legend stands under the buttons
         "barmode": "overlay",
         "bargap": 0.25,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 1 + 8 / (height - 150),
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
+        "legend": _above(height - 150),
         "showlegend": True,
     }
     return [*traces, *_marks(picture, lane_px)], layout
@@ -149,20 +201,31 @@ def _when(lane: Lane, stretch: Stretch) -> str:
 
 
 def _marks(picture: Lanes, lane_px: int) -> list[Json]:
-    unit = unit_of(picture.end_s)
+    """A trace for every name, in the order in which they first come."""
     found = [(index, lane, mark) for index, lane in enumerate(picture.lanes) for mark in lane.marks]
-    trace: Json = {
+    kinds = dict.fromkeys((mark.name, mark.good) for _, _, mark in sorted(found, key=lambda one: one[2].at_s))
+    left = {False: cycle(SYMBOLS), True: cycle(GOOD_SYMBOLS)}
+    return [
+        _marked(
+            picture, [one for one in found if (one[2].name, one[2].good) == (name, good)], next(left[good]), lane_px
+        )
+        for name, good in kinds
+    ]
+
+
+def _marked(picture: Lanes, found: list[tuple[int, Lane, Mark]], symbol: str, lane_px: int) -> Json:
+    unit = unit_of(picture.end_s)
+    return {
         "type": "scatter",
         "mode": "markers",
-        "name": "failure",
+        "name": escape(found[0][2].name),
         "x": [round(mark.at_s / unit.seconds, 6) for _, _, mark in found],
-        "y": [index - 0.38 for index, _, _ in found],
+        "y": [index + (0.38 if mark.good else -0.38) for index, _, mark in found],
         "text": [f"{escape(lane.name)}, {clock(mark.at_s)}<br>{escape(mark.text)}" for _, lane, mark in found],
         "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"symbol": "triangle-down", "size": 9 if lane_px > 20 else 6, "opacity": 1},
+        "marker": {"symbol": symbol, "size": 9 if lane_px > 20 else 6, "opacity": 1},
         "cliponaxis": False,
     }
-    return [trace] if found else []
 
 
 def _layout(height: int) -> Json:
@@ -174,6 +237,16 @@ def _layout(height: int) -> Json:
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
     }
+
+
+def _above(height: int) -> Json:
+    """A legend in a row over a plot of this height."""
+    return {"orientation": "h", "x": 0, "y": 1 + 8 / height, "yanchor": "bottom", "traceorder": "normal"}
+
+
+def _time(end_s: float) -> Json:
+    unit = unit_of(end_s)
+    return _titled(f"time in {unit.name}") | {"range": [0, end_s / unit.seconds or 1.0], "nticks": 14}
 
 
 def _titled(label: str) -> Json:

@@ -1,18 +1,21 @@
-"""A page that holds a figure and the library that draws it, in the reader's light or dark scheme.
+"""A page that holds figures and the library that draws them, in the reader's light or dark scheme, and on paper.
 
 The policy in its head forbids it to load anything from anywhere: it looks the same without a network, and tells nobody.
+However many figures there are, the library is in it once.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from string import Template
 from typing import Any
 
 from atoll.observe.plots.palette import DARK, LIGHT, Ground
 
-_PAGE = Template("""\
+_FRAME = Template("""\
 <!doctype html>
 <html lang="en">
 <head>
@@ -23,59 +26,101 @@ _PAGE = Template("""\
 style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --paper: $light_paper; --ink: $light_ink; --faint: $light_faint }
-@media (prefers-color-scheme: dark) { :root { --paper: $dark_paper; --ink: $dark_ink; --faint: $dark_faint } }
+:root { color-scheme: light dark; $light }
+@media (prefers-color-scheme: dark) { :root { $dark } }
+@media print { :root { color-scheme: light; $light } .figure { min-width: 0 } .scroll { overflow: visible } }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif }
-main { max-width: 1200px; margin: 0 auto; padding: 24px; overflow-x: auto }
+main { max-width: 1200px; margin: 0 auto; padding: 24px }
 h1 { margin: 0; font-size: 22px; font-weight: 600; line-height: 1.25 }
 p { margin: 4px 0 12px; color: var(--faint) }
-#figure { min-width: 840px; min-height: ${height}px }
-</style>
+.scroll { overflow-x: auto }
+.figure { min-width: 840px }
+$style</style>
 </head>
 <body>
 <main>
-<h1>$title</h1>
-<p>$note</p>
-<div id="figure"></div>
-<noscript><p>The figure is drawn by a script within this file; the browser was told to run none.</p></noscript>
+$body
 </main>
-<script>$library</script>
+$scripts</body>
+</html>
+""")
+
+_SCRIPT = Template("""\
 <script>
+{
 const data = $data;
 const layouts = $layouts;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const layout = () => layouts[dark.matches ? "dark" : "light"];
 const settings = {displaylogo: false, responsive: true, plotlyServerURL: "", modeBarButtons: [$buttons]};
-Plotly.newPlot("figure", data, layout(), settings);
-dark.addEventListener("change", () => Plotly.react("figure", data, layout()));
+const draw = (shown) => Plotly.react("$name", data, shown, settings);
+draw(layout());
+dark.addEventListener("change", () => draw(layout()));
+addEventListener("beforeprint", () => draw({...layouts.light, width: $paper_px, autosize: false}));
+addEventListener("afterprint", () => draw(layout()));
+}
 </script>
-</body>
-</html>
 """)
 
 _BUTTONS = ["toImage", "zoom2d", "pan2d", "resetScale2d"]
 """Named one by one: plotly's own choice has one that sends the figure to its makers."""
+PAPER_PX = 700
+"""How wide a figure is when it is printed: A4 and Letter, upright."""
+NO_SCRIPT = (
+    "<noscript><p>Figures are drawn by a script within this file; the browser was told to run none.</p></noscript>"
+)
 
 
-def page(title: str, note: str, data: list[dict[str, Any]], layout: dict[str, Any]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A picture as plotly understands it."""
+
+    title: str
+    note: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def page(drawn: Drawn) -> bytes:
+    """One picture."""
+    body = f"<h1>{escape(drawn.title)}</h1>\n<p>{escape(drawn.note)}</p>\n{place(drawn, 'figure')}\n{NO_SCRIPT}"
+    return frame(drawn.title, "", body, [(drawn, "figure")])
+
+
+def place(drawn: Drawn, name: str) -> str:
+    """Where a figure of this name will be."""
+    height = drawn.layout["height"]
+    return f'<div class="scroll"><div id="{name}" class="figure" style="min-height: {height}px"></div></div>'
+
+
+def frame(title: str, style: str, body: str, figures: Sequence[tuple[Drawn, str]]) -> bytes:
+    """A page around `body`, which is HTML already and has a place for each of the figures by their names."""
     from plotly.offline import get_plotlyjs
 
-    text = _PAGE.substitute(
+    library = f"<script>{get_plotlyjs()}</script>\n" if figures else ""
+    text = _FRAME.substitute(
         title=escape(title),
-        note=escape(note),
-        height=layout["height"],
-        library=get_plotlyjs(),
-        buttons=_script(_BUTTONS[:1] if layout["xaxis"].get("fixedrange") else _BUTTONS),
-        data=_script(data),
-        layouts=_script({"light": _dressed(layout, LIGHT), "dark": _dressed(layout, DARK)}),
-        **{f"light_{name}": colour for name, colour in _colours(LIGHT).items()},
-        **{f"dark_{name}": colour for name, colour in _colours(DARK).items()},
+        style=style,
+        body=body,
+        light=_colours(LIGHT),
+        dark=_colours(DARK),
+        scripts=library + "".join(_figure(drawn, name) for drawn, name in figures),
     )
     return text.encode()
 
 
-def _colours(ground: Ground) -> dict[str, str]:
-    return {"paper": ground.paper, "ink": ground.ink, "faint": ground.faint_ink}
+def _figure(drawn: Drawn, name: str) -> str:
+    return _SCRIPT.substitute(
+        name=name,
+        paper_px=PAPER_PX,
+        data=_script(drawn.data),
+        layouts=_script({"light": _dressed(drawn.layout, LIGHT), "dark": _dressed(drawn.layout, DARK)}),
+        buttons=_script(_BUTTONS[:1] if drawn.layout["xaxis"].get("fixedrange") else _BUTTONS),
+    )
+
+
+def _colours(ground: Ground) -> str:
+    return f"--paper: {ground.paper}; --ink: {ground.ink}; --faint: {ground.faint_ink}; --line: {ground.grid}"
 
 
 def _dressed(layout: dict[str, Any], ground: Ground) -> dict[str, Any]:

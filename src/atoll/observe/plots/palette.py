@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.observe.plots.pictures import Kind, Line
+from atoll.observe.plots.pictures import Kind, Line, Trail
 
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 YELLOW, PALE_GREY, GREY = "#F0E442", "#C4C4C4", "#6E6E6E"
@@ -26,6 +26,7 @@ KIND_COLOURS: dict[Kind, str] = {
     "scaling up": YELLOW,
     "outage": RED,
     "gone": GREY,
+    "joining": SKY,
     "recovering": GREEN,
     "waiting": PINK,
     "away": PALE_GREY,
@@ -55,7 +56,7 @@ class Stroke:
     dash: str
 
 
-def strokes(lines: Sequence[Line]) -> list[Stroke]:
+def strokes(lines: Sequence[Line | Trail]) -> list[Stroke]:
     """A colour per family and a dash within it; lines without a family differ in both. 30 pairs, then they repeat."""
     families = list(dict.fromkeys(_family(line) for line in lines))
     taken: set[Stroke] = set()
@@ -71,7 +72,7 @@ def strokes(lines: Sequence[Line]) -> list[Stroke]:
     return chosen
 
 
-def _family(line: Line) -> tuple[str, str]:
+def _family(line: Line | Trail) -> tuple[str, str]:
     return (line.family, "" if line.family else line.name)
 
 

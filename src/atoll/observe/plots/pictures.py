@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-Kind: TypeAlias = Literal["stepping", "scaling down", "scaling up", "outage", "gone", "recovering", "waiting", "away"]
+Kind: TypeAlias = Literal[
+    "stepping", "scaling down", "scaling up", "outage", "gone", "joining", "recovering", "waiting", "away"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """What a learner may be doing, in the order of the legend."""
 
@@ -82,6 +84,10 @@ class Mark:
 
     at_s: float
     text: str
+    name: str = "failure"
+    """What the legend calls it; a page gives each name a sign of its own."""
+    good: bool = False
+    """It was over: drawn at the foot of the lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,43 @@ class Lanes:
         return max([*ends, *(mark.at_s for lane in self.lanes for mark in lane.marks)], default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """One figure as it changes in time."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    """(seconds, value) in order of time; a value that is NaN leaves a gap."""
+    family: str = ""
+    """As a line's."""
+    steps: bool = False
+    """It holds its value until the next point, as a count does."""
+    dots: bool = False
+    """Every point is a measurement of its own, and is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Figures over time, on plain axes; drawn on pages only."""
+
+    title: str
+    note: str
+    trails: tuple[Trail, ...]
+    y_label: str
+    shares: bool = False
+    """The values run from 0 to 1 and are shown in percent."""
+    end_s: float = 0.0
+    """Where the time axis ends at least: courses under each other line up."""
+
+    @property
+    def last_s(self) -> float:
+        return max([self.end_s, *(at_s for trail in self.trails for at_s, _ in trail.points)])
+
+
 Picture: TypeAlias = Heat | Curves | Lanes
+"""What stands alone, as a page or an image."""
+Drawable: TypeAlias = Picture | Course
+"""What may stand on a page among others."""
 
 
 def _figure(value: float | None) -> float | None:

@@ -1,0 +1,99 @@
+"""A run under a plan, and, where the verdict needs it, the same run in peace beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from atoll.chaos.inject import Injector
+from atoll.chaos.plan import Plan
+from atoll.chaos.trouble import NAME
+from atoll.chaos.verdict import Finding, judge
+from atoll.launch.local import WORKLOAD, LocalRun
+from atoll.observe.tail import EventTail
+from atoll.observe.verify import verify_run
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import Event, parse
+from atoll.telemetry.status import RunStatus
+
+DISK = "atoll.chaos.trouble:disk_of"
+TRACEBACK = b"Traceback (most recent call last)"
+Watch = Callable[[RunStatus | None, Sequence[Event]], None]
+
+
+@dataclass
+class Performance:
+    plan: Plan
+    out: RunDir
+    script: list[str] = field(default_factory=lambda: list(WORKLOAD))
+    watch: Watch = lambda status, events: None
+    pages: str = ""
+    listens: Callable[[str], None] = lambda url: None
+    timed: bool = False
+    """It ends with its plan, whatever is left of its budget."""
+
+    async def run(self) -> Injector:
+        injector = Injector(self.plan, self.out.path / NAME)
+        injector.timed = self.timed
+        tail = EventTail(self.out.events)
+
+        def look(status: RunStatus | None) -> None:
+            events = tail.read_new()
+            injector.noticed({event["kind"] for event in events})
+            injector.watch(status)
+            self.watch(status, events)
+
+        injector.run = LocalRun(
+            self.plan.config,
+            self.out,
+            script=self.script,
+            evaluator=self.plan.config.service.evaluate_every > 0,
+            watch=look,
+            route=injector.route,
+            beside=injector.beside,
+            pages=self.pages,
+            listens=self.listens,
+            syncer_words=("--disk", DISK),
+        )
+        try:
+            await injector.run.run()
+        finally:
+            await injector.close()
+        return injector
+
+
+def perform(performance: Performance) -> Injector:
+    return asyncio.run(performance.run())
+
+
+def in_peace(plan: Plan) -> Plan:
+    """The same run, nothing happens to it."""
+    return msgspec.structs.replace(plan, fault=(), rates={})
+
+
+def verdict(plan: Plan, out: RunDir, calm: RunDir | None) -> list[Finding]:
+    report = verify_run(out.path)
+    return judge(
+        plan.verdict,
+        events_of(out),
+        verified="" if report.ok else report.problem,
+        logs=tracebacks(out),
+        calm=events_of(calm) if calm is not None else None,
+    )
+
+
+def events_of(out: RunDir) -> list[Event]:
+    return sorted(parse(out.events.read_bytes().splitlines(keepends=True)), key=lambda event: float(event["at"]))
+
+
+def tracebacks(out: RunDir) -> list[str]:
+    """Logs in which somebody died of an error; not the extra learner's, whose part it is to misbehave."""
+    return [f"a traceback in {path.name}" for path in _logs(out.logs) if TRACEBACK in path.read_bytes()]
+
+
+def _logs(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.log") if path.stem != "rogue")

@@ -1,0 +1,230 @@
+"""An extra learner that speaks the protocol and misbehaves: `python -m atoll.chaos.rogue RUN_DIR URL ATTACK [STEP_S]`.
+
+It runs the shipped learner's rules, so that it joins, recovers, is asked and waits like any other; only what it gives
+is spoiled (attacks.py). It trains nothing: each of its steps is a little noise. It goes on until it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from atoll.chaos.attacks import ATTACKS, Attack
+from atoll.fabric.client import Link
+from atoll.fabric.wire import digest, encode
+from atoll.numerics.codec import make_codec
+from atoll.numerics.fragments import Plan, make_plan
+from atoll.protocol import effects as fx
+from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.protocol.learner import Learner
+from atoll.protocol.messages import Contribution
+from atoll.protocol.records import Begun
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import read
+from atoll.store.rundir import RunDir
+
+STEP_S = 0.2
+SHOUT_S = 1.0
+TOKENS = 64
+"""Of a step."""
+BODY_S = 30.0
+ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
+
+
+class Rogue:
+    def __init__(self, begun: Begun, url: str, attack: Attack, name: str, step_s: float = STEP_S) -> None:
+        self.machine = Learner(name, secrets.token_hex(8), begun.tensors)
+        self.attack, self.step_s = attack, step_s
+        self._plan: Plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+        self._codec = make_codec(begun.settings.codec)
+        fragments = begun.settings.fragments
+        self._t = self._total = 0
+        self._steps, self._tokens, self._dropped = [0] * fragments, [0] * fragments, [0] * fragments
+        self._held = [-1] * fragments
+        self._dice = np.random.default_rng(0)
+        self._reads: dict[int, fx.Read] = {}
+        self._adopts: list[fx.Adopt] = []
+        self._holds: dict[int, int] = {}
+        self._waits = self._over = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._link = Link(
+            url,
+            hello=self.machine.hello,
+            on_open=lambda: None,
+            on_message=lambda message: self._tell(fx.Arrived(message)),
+            on_lost=lambda reason: self._tell(fx.Cut(reason)),
+        )
+
+    async def run(self) -> None:
+        if self.attack.noise:
+            await self._shout_on()
+            return
+        linked = asyncio.ensure_future(self._link.run())
+        try:
+            while not self._over:
+                await asyncio.sleep(self.step_s)
+                self._step()
+        finally:
+            await self._link.close()
+            await asyncio.wait([linked])
+
+    async def _shout_on(self) -> None:
+        """Again and again: an honest hello, then noise, until it is cut off."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    async with session.ws_connect(f"{self._link.url}/v1/control") as socket:
+                        await socket.send_bytes(encode(self.machine.hello()))
+                        await socket.receive(timeout=BODY_S)
+                        await socket.send_bytes(self.attack.noise)
+                        while (await socket.receive(timeout=BODY_S)).type not in ENDS:
+                            pass
+                except aiohttp.ClientConnectorError:
+                    return  # the run is over
+                except (aiohttp.ClientError, TimeoutError, OSError):
+                    pass
+                await asyncio.sleep(SHOUT_S)
+
+    # ---- what it does instead of training --------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._tell(fx.Tick())
+        if min(self._held) < 0 or self._waits or any(step <= self._t for step in self._holds.values()):
+            self._adopt_arrived()
+            return
+        self._t += 1
+        self._total += TOKENS
+        self._steps = [count + 1 for count in self._steps]
+        self._tokens = [count + TOKENS for count in self._tokens]
+        self._adopt_arrived()
+        for number, order in sorted(self._reads.items()):
+            if self._t >= order.step and self._reads.get(number) is order:
+                del self._reads[number]
+                f = order.fragment
+                counted = (self._t, self._steps[f], self._tokens[f], self._held[f], self._total)
+                self._tell(fx.Copied(number, f, *counted))
+        self._tell(self._stepped())
+        self._adopt_arrived()
+
+    def _stepped(self) -> fx.Stepped:
+        counters = (tuple(self._steps), tuple(self._tokens), self._total)
+        return fx.Stepped(self._t, *counters, busy_s=self._t * self.step_s, dropped=tuple(self._dropped))
+
+    def _adopt_arrived(self) -> None:
+        waiting = any(step <= self._t for step in self._holds.values())
+        for order in list(self._adopts):
+            if order.step <= self._t or waiting or min(self._held) < 0:
+                self._adopts.remove(order)
+                f = order.fragment
+                self._dropped[f] += self._tokens[f] - order.held_tokens
+                self._held[f], self._steps[f], self._tokens[f] = order.version, 0, 0
+                for number in [n for n in self._holds if n % len(self._held) == f and n <= order.round]:
+                    del self._holds[number]
+                self._tell(fx.Adopted(f, order.version, self._t, 0, 0, self._dropped[f]))
+
+    # ---- the shipped rules, and what they want ---------------------------------------------------------------------
+
+    def _tell(self, event: fx.LearnerEvent) -> None:
+        for effect in self.machine.handle(time.monotonic(), event):
+            self._obey(effect)
+
+    def _obey(self, effect: fx.LearnerEffect) -> None:
+        match effect:
+            case fx.Say(message):
+                said = self.attack.words(message) if isinstance(message, Contribution) else [message]
+                for one in said:
+                    self._link.send(one)
+            case fx.Read(round=number):
+                self._reads[number] = effect
+            case fx.Hold(number, step):
+                self._holds[number] = step
+            case fx.LetGo(number):
+                self._holds.pop(number, None)
+            case fx.Fetch(fragment):
+                self._spawn(self._fetch(fragment))
+            case fx.Adopt():
+                self._adopts.append(effect)
+            case fx.Upload(number, attempt, fragment):
+                self._spawn(self._upload(number, attempt, fragment))
+            case fx.Forget():
+                fragments = len(self._held)
+                self._held, self._adopts, self._reads, self._holds = [-1] * fragments, [], {}, {}
+                self._steps, self._tokens, self._dropped = [0] * fragments, [0] * fragments, [0] * fragments
+            case fx.Own():
+                self._held = [0] * len(self._held)
+            case fx.Await():
+                self._waits = True
+            case fx.Begin():
+                self._waits = False
+            case fx.Capture(number):
+                self._tell(fx.Captured(number, reason="it gives nothing away"))
+            case fx.FetchState(ticket):
+                self._tell(fx.StateFailed(ticket, "it wants nobody's state"))
+            case fx.Save(cut):
+                self._tell(fx.Saved(cut, self._t, reason="it saves nothing"))
+            case fx.HangUp(reason):
+                self._link.hang_up(reason)
+            case fx.Stop(final=final):
+                self._over = self._over or final
+            case _:
+                pass
+
+    async def _fetch(self, fragment: int) -> None:
+        into = np.empty(self._plan.fragments[fragment].size, np.float32)
+        try:
+            version, _, _ = await self._link.get_fragment(fragment, into.view(np.uint8).data, BODY_S)
+        except (PeerError, Unreachable) as error:
+            self._tell(fx.FetchFailed(fragment, str(error)))
+        else:
+            self._tell(fx.Fetched(fragment, version))
+
+    async def _upload(self, number: int, attempt: int, fragment: int) -> None:
+        size = self._plan.fragments[fragment].size
+        delta = self.attack.numbers(1e-4 * self._dice.standard_normal(size).astype(np.float32)).astype(np.float32)
+        data = np.zeros(self._codec.nbytes(size), np.uint8)
+        self._codec.encode(delta, data)
+        data = np.resize(data, max(0, data.size + self.attack.size))
+        mark, machine = digest(data.data), self.machine
+        try:
+            await self._link.put_contribution(machine.name, machine.session, number, attempt, data.data, mark, BODY_S)
+        except (PeerError, Unreachable) as error:
+            self._tell(fx.UploadFailed(number, attempt, str(error)))
+        else:
+            self._tell(fx.Uploaded(number, attempt, mark))
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def begun_of(out: RunDir) -> Begun:
+    """What the run is, from its journal."""
+    for _, record in read(out.journal, disk=LocalDisk()):
+        if isinstance(record, Begun):
+            return record
+    raise ConfigError(f"{out.path} has no run to join yet")
+
+
+def main(arguments: list[str]) -> int:
+    folder, url, name, *more = arguments
+    rogue = Rogue(
+        begun_of(RunDir(Path(folder))),
+        url,
+        ATTACKS[name],
+        f"rogue-{name}-{os.getpid()}",
+        float(more[0]) if more else STEP_S,
+    )
+    asyncio.run(rogue.run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

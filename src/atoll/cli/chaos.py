@@ -1,0 +1,109 @@
+"""`atoll chaos PLAN`: a run under a seeded plan of faults, with a verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from atoll.chaos import performance
+from atoll.chaos import plan as plans
+from atoll.chaos.performance import Performance
+from atoll.chaos.plan import KINDS, Plan
+from atoll.chaos.verdict import Finding
+from atoll.cli.app import app, short, write_summary
+from atoll.launch.local import WORKLOAD, script_arguments
+from atoll.numerics import kernels
+from atoll.observe.screen import choose
+from atoll.observe.summary import summarise
+from atoll.observe.tables import table
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import write_atomic
+from atoll.store.rundir import RunDir
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def chaos(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(help="The plan of faults, TOML.")],
+    script: Annotated[Path | None, typer.Argument(help="Your training script; without one, a small GPT.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; the calm run's is beside it.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw other faults than the plan's seed does.")] = None,
+    calm: Annotated[
+        Path | None, typer.Option(help="A calm run of the same plan that lies there already.", metavar="DIR")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the faults, and do nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
+) -> None:
+    """Attack a real run by a plan of faults, and get a verdict in numbers.
+
+    Where the verdict compares with a run in peace, that one is made first. Exit code 0: everything holds that the plan
+    asks for. 1: something does not. The same plan and seed are the same faults.
+
+    Examples:
+
+      atoll chaos examples/storm.toml
+
+      atoll chaos examples/storm.toml my_script.py --seed 8 --out atoll-runs/storm
+    """
+    found = plans.load(plan)
+    if seed is not None:
+        if seed < 0:
+            raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
+        found = msgspec.structs.replace(found, seed=seed)
+    if show:
+        _print_faults(found)
+        return
+    arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
+    run_dir = RunDir.create(out, force=force)
+    console = Console(stderr=json_)
+    with console.status("compiling the kernels (only the first time)"):
+        kernels.warm()
+    beside = RunDir.open(calm) if calm is not None else None
+    if beside is None and found.verdict.needs_calm:
+        beside = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)
+        console.print(f"first in peace: {short(beside.path)}", highlight=False, soft_wrap=True)
+        _perform(performance.in_peace(found), beside, arguments, console)
+    console.print(f"now {len(found.faults())} faults: {short(run_dir.path)}", highlight=False, soft_wrap=True)
+    _perform(found, run_dir, arguments, console)
+    findings = performance.verdict(found, run_dir, beside)
+    _close(found, run_dir, findings, console, json_)
+
+
+def _perform(plan: Plan, out: RunDir, arguments: list[str], console: Console) -> None:
+    with choose(console) as view:
+        performance.perform(Performance(plan, out, arguments, watch=view.update))
+    write_summary(out, summarise(performance.events_of(out)), as_json=False)
+
+
+def _close(plan: Plan, out: RunDir, findings: list[Finding], console: Console, as_json: bool) -> None:
+    ok = all(one.ok for one in findings)
+    document: dict[str, Any] = {
+        "ok": ok,
+        "seed": plan.seed,
+        "faults": len(plan.faults()),
+        "findings": findings,
+    }
+    write_atomic(out.path / "verdict.json", msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    if as_json:
+        print(msgspec.json.encode(document).decode())
+    else:
+        made = table(f"{len(plan.faults())} faults, seed {plan.seed}", "holds", "what", "asked", "found", words=2)
+        for column in made.columns[2:]:
+            column.justify = "left"
+        for one in findings:
+            made.add_row("[green]yes[/]" if one.ok else "[bold red]NO[/]", one.name, one.asked, one.found)
+        console.print(made)
+        console.print(f"see atoll report {short(out.path)}", highlight=False, soft_wrap=True)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _print_faults(plan: Plan) -> None:
+    for fault in plan.faults():
+        print(f"{fault.line()}: {KINDS[fault.kind].says}")
+    print(f"{len(plan.faults())} faults in {plan.seconds:g} s, seed {plan.seed}")

@@ -1,0 +1,133 @@
+"""`atoll compare PLAN`: the same model, data and faults under several methods, in one table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from atoll.chaos import plan as plans
+from atoll.chaos.plan import Plan
+from atoll.cli.app import app, short
+from atoll.cli.compare_methods import METHODS, Method, Outcome, comparable, run_method
+from atoll.cli.lists import names
+from atoll.numerics import kernels
+from atoll.observe.tables import table
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.store.atomic import write_atomic
+from atoll.store.rundir import RunDir, unused_path
+
+NAMES = {
+    "decoupled": "Decoupled DiLoCo",
+    "synchronous-diloco": "synchronous DiLoCo",
+    "elastic-data-parallel": "elastic data-parallel",
+    "data-parallel": "data-parallel, restarted",
+}
+
+
+@app.command()
+def compare(
+    plan: Annotated[Path, typer.Argument(help="The plan of faults, TOML: as for atoll chaos.")],
+    out: Annotated[Path | None, typer.Option(help="Where the runs go, each in a folder of its own.")] = None,
+    methods: Annotated[str, typer.Option(help="Which, in which order.", metavar="LIST")] = ",".join(METHODS),
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints of data-parallel; 0: one every 10 s.", metavar="STEPS")
+    ] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
+) -> None:
+    """Run several methods under the same plan of faults, and see what is left of each.
+
+    All train the built-in workload: same model, batch per learner and pace; each for the plan's time after everybody's
+    first step. Kills, pauses, slowness, restarts and leaves of learner-i happen to rank i of the data-parallel methods;
+    what they have not (a syncer, links to it) cannot fail there. Exit code 0: all of them ran.
+
+    Examples:
+
+      atoll compare examples/kills.toml
+
+      atoll compare examples/kills.toml --methods decoupled,elastic-data-parallel --out atoll-runs/kills
+    """
+    if checkpoint_every < 0:
+        raise ConfigError(f"--checkpoint-every {checkpoint_every} is below 0; 0 makes one every 10 s")
+    chosen = list(dict.fromkeys(names("--methods", methods, METHODS)))
+    asked = comparable(plans.load(plan), str(plan))
+    folder = (out or unused_path(time.localtime())).absolute()
+    places = {method: RunDir.create(folder / method, force=force) for method in chosen}
+    console = Console(stderr=True)
+    with console.status("compiling the kernels (only the first time)"):
+        kernels.warm()
+    outcomes, failures = _run_all(asked, places, checkpoint_every, console)
+    document = {"plan": str(plan), "seed": asked.seed, "seconds": asked.seconds, "methods": outcomes} | (
+        {"failed": failures} if failures else {}
+    )
+    text = msgspec.json.format(msgspec.json.encode(document))
+    write_atomic(folder / "compare.json", text + b"\n")
+    if json_:
+        print(text.decode())
+    else:
+        _show(asked, outcomes, folder)
+    for method, words in failures.items():
+        console.print(f"{method} did not run to its end: {words}", highlight=False, soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _run_all(
+    plan: Plan, places: dict[Method, RunDir], checkpoint_every: int, console: Console
+) -> tuple[list[Outcome], dict[str, str]]:
+    """One after another: they would take the processor from each other."""
+    outcomes: list[Outcome] = []
+    failures: dict[str, str] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        for method, out in places.items():
+            task = bar.add_task(NAMES[method], total=plan.seconds, said="starting")
+
+            def watch(seconds: float, task: object = task) -> None:
+                bar.update(task, completed=seconds, said=f"{seconds:.0f} of {plan.seconds:g} s")  # type: ignore[arg-type]
+
+            try:
+                outcomes.append(run_method(method, plan, out, watch, checkpoint_every))
+                bar.update(task, completed=plan.seconds, said="done")
+            except RunFailed as error:
+                failures[method] = str(error)
+                bar.update(task, said="failed")
+    return outcomes, failures
+
+
+def _show(plan: Plan, outcomes: list[Outcome], folder: Path) -> None:
+    console = Console()
+    title = f"{plan.config.protocol.learners} learners, {plan.seconds:g} s, {len(plan.faults())} faults"
+    columns = ("goodput %", "uptime %", "tokens", "updates", "restarts", "longest standstill", "validation loss")
+    made = table(title, "method", *columns)
+    for one in outcomes:
+        made.add_row(
+            NAMES[one.method],
+            _percent(one.goodput),
+            _percent(one.uptime),
+            f"{one.tokens:,}",
+            f"{one.updates:,} {one.counts}",
+            str(one.restarts),
+            "–" if one.longest_standstill_s is None else f"{one.longest_standstill_s:.1f} s",
+            "–" if one.validation_loss is None else f"{one.validation_loss:.3f}",
+        )
+    console.print(made)
+    for line in _notes(outcomes):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"runs and compare.json are in {short(folder)}", highlight=False, soft_wrap=True)
+
+
+def _notes(outcomes: list[Outcome]) -> list[str]:
+    left = sorted({kind for one in outcomes for kind in one.left_out})
+    nothing = "have nothing to happen to in data-parallel training and were left out of it"
+    return [f"{', '.join(left)}: {nothing}."] if left else []
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}"

@@ -1,0 +1,206 @@
+"""A line of bytes between a learner and the syncer that can be made worse: delay, jitter, bandwidth, silence, breaks.
+
+A TCP relay in user space, so that no root is needed: whoever connects to the line's port is connected to the syncer.
+What is read is sent on in order, when its delay is over and the line (or a bottleneck that several lines share) has
+carried it; whoever sends faster is held up by TCP itself, since no more than a small buffer is kept. A silent line
+takes no more than that buffer, delivers nothing and lets connections stand, as a black hole on the way would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from contextlib import suppress
+
+PACKET = 1460
+"""Bytes that share a bottleneck take turns by: what one segment of TCP carries."""
+CHUNK = 65536
+BUFFER = 64 * 1024
+"""Of one direction of one connection."""
+STOP_S = 2.0
+"""Connections may take this long to notice that the line is gone."""
+DELAYS = 4096
+"""Delays of control packets that are remembered."""
+
+
+class Bottleneck:
+    """So many bytes a second for all that pass it, first come, first served."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.carried = 0
+        self._turn = asyncio.Lock()
+        self._free_at = 0.0
+
+    async def carry(self, count: int) -> None:
+        async with self._turn:  # asyncio's locks are fair: whoever waits longest is next
+            loop = asyncio.get_running_loop()
+            self._free_at = max(self._free_at, loop.time()) + count / self.bytes_per_s
+            self.carried += count
+            if (wait := self._free_at - loop.time()) > 0.0005:
+                await asyncio.sleep(wait)
+
+
+class Line:
+    def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
+        self.host, self.port = host, 0
+        self._upstream = (host, port)
+        self._dice = random.Random(seed)
+        self.delay_s = self.jitter_s = 0.0
+        self.up: Bottleneck | None = None
+        self.down: Bottleneck | None = None
+        self.bytes_up = self.bytes_down = 0
+        self.control_delays: deque[float] = deque(maxlen=DELAYS)
+        """Seconds that packets of control channels (WebSockets) spent on this line, both ways."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._server: asyncio.Server | None = None
+        self._both: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, self.host, 0, limit=CHUNK)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.delay_s = self.jitter_s = 0.0
+        self.silence(False)
+        self.limit(None)
+        self.reset()
+        if self._both:
+            await asyncio.wait(self._both, timeout=STOP_S)
+
+    # ---- what can be done to it -----------------------------------------------------------------------------------
+
+    def silence(self, silent: bool) -> None:
+        (self._open.clear if silent else self._open.set)()
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """Per direction; None: as fast as it goes."""
+        self.up, self.down = (None, None) if bytes_per_s is None else (Bottleneck(bytes_per_s), Bottleneck(bytes_per_s))
+
+    def share(self, up: Bottleneck, down: Bottleneck) -> None:
+        """Pass bottlenecks that others pass too."""
+        self.up, self.down = up, down
+
+    def reset(self) -> None:
+        """Every connection breaks."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    # ---- connections ----------------------------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._both.add(task)
+        self._writers.add(writer)
+        far: asyncio.StreamWriter | None = None
+        try:
+            back, far = await asyncio.open_connection(*self._upstream, limit=CHUNK)
+            self._writers.add(far)
+            control = asyncio.Event()
+            up = asyncio.ensure_future(self._pump(reader, far, control, upwards=True))
+            down = asyncio.ensure_future(self._pump(back, writer, control, upwards=False))
+            try:
+                await asyncio.wait([up, down], return_when=asyncio.ALL_COMPLETED)
+            finally:
+                up.cancel()
+                down.cancel()
+        except OSError:
+            pass  # the syncer is not there: whoever dialled finds out by the end of the connection
+        finally:
+            for one in (writer, far):
+                if one is not None:
+                    self._writers.discard(one)
+                    one.close()
+            self._both.discard(task)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: asyncio.Event, *, upwards: bool
+    ) -> None:
+        queue: deque[tuple[float, float, bytes]] = deque()
+        room, work = asyncio.Event(), asyncio.Event()
+        sender = asyncio.ensure_future(self._send(queue, writer, room, work, control, upwards=upwards))
+        loop, due, held = asyncio.get_running_loop(), 0.0, 0
+        try:
+            while data := await reader.read(CHUNK):
+                if upwards and not control.is_set() and b"Upgrade: websocket" in data[:2048]:
+                    control.set()
+                due = max(due, loop.time() + self.delay_s + self.jitter_s * self._dice.random())
+                queue.append((due, loop.time(), data))
+                work.set()
+                held = sum(len(one) for _, _, one in queue)
+                while held >= BUFFER and not sender.done():
+                    room.clear()
+                    await room.wait()
+                    held = sum(len(one) for _, _, one in queue)
+                if sender.done():
+                    return
+        except OSError:
+            writer.transport.abort()
+        finally:
+            queue.append((due, 0.0, b""))
+            work.set()
+            with suppress(OSError, asyncio.CancelledError):
+                await sender
+
+    async def _send(
+        self,
+        queue: deque[tuple[float, float, bytes]],
+        writer: asyncio.StreamWriter,
+        room: asyncio.Event,
+        work: asyncio.Event,
+        control: asyncio.Event,
+        *,
+        upwards: bool,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                while not queue:
+                    work.clear()
+                    await work.wait()
+                due, came, data = queue[0]
+                if not data:
+                    if writer.can_write_eof():
+                        writer.write_eof()
+                    return
+                if (wait := due - loop.time()) > 0:
+                    await asyncio.sleep(wait)
+                await self._open.wait()
+                await self._carry(data, writer, upwards=upwards)
+                queue.popleft()
+                room.set()
+                if control.is_set():
+                    self.control_delays.append(loop.time() - came)
+        except OSError:
+            writer.transport.abort()
+        finally:
+            room.set()
+
+    async def _carry(self, data: bytes, writer: asyncio.StreamWriter, *, upwards: bool) -> None:
+        narrow = self.up if upwards else self.down
+        if narrow is None:
+            writer.write(data)
+            await writer.drain()
+        else:
+            size = max(1, min(PACKET, int(narrow.bytes_per_s)))
+            for start in range(0, len(data), size):
+                if writer.is_closing():
+                    raise ConnectionResetError
+                piece = data[start : start + size]
+                await narrow.carry(len(piece))
+                writer.write(piece)
+                await writer.drain()
+        if upwards:
+            self.bytes_up += len(data)
+        else:
+            self.bytes_down += len(data)

@@ -1,0 +1,134 @@
+"""What a data-parallel run came to, as pure functions of its steps. Defined as for a run of Atoll (observe/summary.py).
+
+- The training part runs from the begin of the first step to the run's end.
+- A rank is stepping while it computes, while gradients travel and while it updates its model; it is not while it waits
+  for a slower rank: of the time in the collective counts what the last to come spent there. Nor is it while its host
+  stands still.
+- A step is kept unless the run went back behind it: a group that was formed after step s does away with every earlier
+  try of s + 1 and later. goodput, tokens and standstills are of kept steps; uptime is of all that were made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import msgspec
+
+Span = tuple[float, float]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One rank's part in one step, as it said it."""
+
+    rank: int
+    step: int
+    generation: int
+    began: float
+    compute_s: float
+    collective_s: float
+    update_s: float
+    tokens: int = 0
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.compute_s + self.collective_s + self.update_s
+
+
+class Pause(msgspec.Struct, frozen=True):
+    rank: int
+    span: Span
+
+
+class Figures(msgspec.Struct, frozen=True):
+    goodput: float
+    uptime: float
+    steps: int
+    """That are in the final model."""
+    steps_lost: int
+    """Made, and lost by going back."""
+    tokens: int
+    tokens_lost: int
+    longest_standstill_s: float
+    """Between two steps that were kept; from the begin and to the end of the training part too."""
+    wall_s: float
+
+
+def figures(
+    steps: Sequence[Step], starts: dict[int, int], last: int, ranks: int, end: float, pauses: Sequence[Pause] = ()
+) -> Figures:
+    """`starts`: after which step each generation began; `last`: the step of the final model."""
+    assert steps, "a run without a step has no figures"
+    part = (min(step.began for step in steps), end)
+    wall = part[1] - part[0]
+    inside = [step for step in steps if step.began < end]
+    useful = kept(inside, starts, last)
+    lost_numbers = {(s.generation, s.step) for s in inside} - {(s.generation, s.step) for s in useful}
+    tokens = sum(step.tokens for step in useful)
+    stepping = [clipped for span in stepping_spans(useful, pauses) if (clipped := _within(span, part))]
+    up = [clipped for span in stepping_spans(inside, pauses) if (clipped := _within(span, part))]
+    return Figures(
+        goodput=sum(b - a for a, b in stepping) / (ranks * wall),
+        uptime=covered_s(up) / wall,
+        steps=len({step.step for step in useful}),
+        steps_lost=len(lost_numbers),
+        tokens=tokens,
+        tokens_lost=sum(step.tokens for step in inside) - tokens,
+        longest_standstill_s=longest_standstill_s(useful, part),
+        wall_s=wall,
+    )
+
+
+def kept(steps: Iterable[Step], starts: dict[int, int], last: int) -> list[Step]:
+    """Those that no later generation, and not the final model, went back behind."""
+    return [
+        step
+        for step in steps
+        if step.step <= last
+        and all(step.step <= start for generation, start in starts.items() if generation > step.generation)
+    ]
+
+
+def stepping_spans(steps: Sequence[Step], pauses: Sequence[Pause]) -> list[Span]:
+    """When each rank was stepping: computing, and from the moment the last had come to the collective."""
+    travel: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
+    for step in steps:
+        key = (step.generation, step.step)
+        travel[key] = min(travel[key], step.collective_s)
+    found: list[Span] = []
+    for step in steps:
+        joint = step.ended - step.update_s - travel[step.generation, step.step]
+        stood = [pause.span for pause in pauses if pause.rank == step.rank]
+        for span in ((step.began, step.began + step.compute_s), (joint, step.ended)):
+            found += _without(span, stood)
+    return found
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Seconds in at least one of them."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def longest_standstill_s(steps: Iterable[Step], part: Span) -> float:
+    ended: dict[int, float] = {}
+    for step in steps:
+        ended[step.step] = min(step.ended, ended.get(step.step, float("inf")))
+    moments = sorted([*part, *(moment for moment in ended.values() if moment < part[1])])
+    return max(b - a for a, b in pairwise(moments))
+
+
+def _within(span: Span, part: Span) -> Span | None:
+    start, end = max(span[0], part[0]), min(span[1], part[1])
+    return (start, end) if start < end else None
+
+
+def _without(span: Span, holes: Iterable[Span]) -> list[Span]:
+    left = [span]
+    for start, end in holes:
+        left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
+    return left

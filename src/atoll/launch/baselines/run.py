@@ -1,0 +1,294 @@
+"""A data-parallel run under faults, on this machine: M ranks, and a supervisor that owns their generations.
+
+A generation is a group of ranks that train together (workloads/elastic.py). The supervisor says who they are, reads
+what they say, notices deaths and starts the dead again; what it then makes of the group is the method's own:
+- ElasticRun: the living form a new group at once, and once more when the dead one is back;
+- RestartingRun: one dies, all are killed and go on together from the last checkpoint.
+The run begins when every rank has made its first step, and is stopped `seconds` later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from atoll.config import Config
+from atoll.launch.baselines.faults import RankFault, strike
+from atoll.launch.baselines.goodput import Pause, Step, figures
+from atoll.launch.baselines.words import Heard, Words
+from atoll.launch.children import BACKOFF_S, Child, cores, describe_exit
+from atoll.launch.local import RUNNER, TRAINING_NICE
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.store.atomic import Appender, write_atomic
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
+
+TICK_S = 0.02
+START_S = 120.0
+"""How long the ranks may take to their first step."""
+END_S = 60.0
+"""How long they may take to stop and score the model."""
+AGAIN_S = 1.0
+"""A group that broke though nobody died is formed again after this wait."""
+PATIENCE_S = 5.0
+Summary = dict[str, Any]
+
+
+class BaselineRun(ABC):
+    method: str
+
+    def __init__(
+        self,
+        config: Config,
+        out: RunDir,
+        seconds: float,
+        faults: tuple[RankFault, ...] = (),
+        *,
+        patience_s: float = PATIENCE_S,
+        watch: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        assert config.protocol.steps > 0, "the learning rate needs a budget to follow"
+        self.config, self.out, self.seconds, self.faults = config, out, seconds, faults
+        self.patience_s, self.watch = patience_s, watch
+        self.world = config.protocol.learners
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        """Of the present generation."""
+        self.ready: set[int] = set()
+        """Alive, and waiting for a group or in one."""
+        self.restarts = 0
+        self._due: dict[int, float] = {}
+        """Dead ranks, and when each is started again."""
+        self._doomed: set[int] = set()
+        """Ranks that are to die: by a fault, or with the others."""
+        self._away_until: dict[int, float] = {}
+        self._steps: list[Step] = []
+        self._starts: dict[int, int] = {}
+        self._pauses: list[Pause] = []
+        self._ends: dict[int, Words] = {}
+        self._form_at: float | None = None
+        self._stopping = False
+        self._struck = 0
+
+    async def run(self) -> Summary:
+        write_atomic(self.out.settings, self.config.toml())
+        (self.out.path / "groups").mkdir(exist_ok=True)
+        with Appender(self.out.events) as sink:
+            self._events = EventLog(sink)
+            self._ranks = [self._child(rank) for rank in range(self.world)]
+            self._heard = [Heard(child.log) for child in self._ranks]
+            try:
+                return await self._through()
+            finally:
+                for child in self._ranks:
+                    child.kill_all()
+
+    async def _through(self) -> Summary:
+        for rank in range(self.world):
+            self._start(rank)
+        await self._tend(lambda: len({step.rank for step in self._steps}) == self.world, START_S, "make a first step")
+        began = time.monotonic()
+        self._say("chaos", f"every rank has made a step: {len(self.faults)} faults follow")
+        blows = asyncio.create_task(strike(self, self.faults))
+        try:
+            while time.monotonic() < began + self.seconds:
+                self._look()
+                self.watch(time.monotonic() - began)
+                await asyncio.sleep(TICK_S)
+                if blows.done():
+                    blows.result()  # an error of ours is not hidden
+        finally:
+            blows.cancel()
+            with suppress(asyncio.CancelledError):
+                await blows
+        return await self._stop()
+
+    async def _stop(self) -> Summary:
+        ended_at = time.monotonic()
+        self._stopping = True
+        for child in self._ranks:
+            child.signal(signal.SIGCONT)
+        scores = self._scorer()
+        for child in self._ranks:
+            child.order(json.dumps({"stop": True, "scores": scores}))
+        await self._tend(lambda: scores in self._ends, END_S, "score the model")
+        return self._summary(ended_at, self._ends[scores])
+
+    def _scorer(self) -> int:
+        """Of those that are there the first; where all are dead, rank 0 begins once more with the last checkpoint."""
+        alive = [rank for rank, child in enumerate(self._ranks) if child.running and rank not in self._doomed]
+        if not alive:
+            self._ranks[0].kill_all()
+            self._start(0)
+        return min(self.ready & set(alive), default=min(alive, default=0))
+
+    async def _tend(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the ranks did not {what} within {seconds:g} s; their logs are in {self.out.logs}")
+            self._look()
+            await asyncio.sleep(TICK_S)
+
+    # ---- what the methods do in their own way ----------------------------------------------------------------------
+
+    @abstractmethod
+    def after_death(self, rank: int) -> None: ...
+
+    @abstractmethod
+    def group_wanted(self) -> tuple[int, ...]:
+        """Who should train together now; nobody: wait."""
+
+    def starts_due(self) -> list[int]:
+        """The dead that are to be started now."""
+        return [rank for rank, due in self._due.items() if time.monotonic() >= due]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {}
+
+    def steps_made(self) -> int:
+        """The number of the newest step."""
+        return self._steps[-1].step if self._steps else 0
+
+    # ---- supervising -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        for rank in range(self.world):
+            self._bury(rank)
+        for rank in range(self.world):
+            self._hear(rank)
+        if self._stopping:
+            return
+        for rank in self.starts_due():
+            self._start(rank)
+            self.restarts += 1
+        wanted = self.group_wanted()
+        overdue = self._form_at is not None and time.monotonic() >= self._form_at
+        if wanted and (wanted != self.members or overdue):
+            self._form(wanted)
+
+    def _bury(self, rank: int) -> None:
+        child = self._ranks[rank]
+        if (code := child.ended()) is None:
+            return
+        self._hear(rank)  # its last words, before it is forgotten
+        self.ready.discard(rank)
+        if self._stopping and (code == 0 or rank in self._doomed):
+            return
+        if rank not in self._doomed:
+            words = child.last_words().removeprefix("atoll: ")
+            raise (ConfigError if code == 2 else RunFailed)(words or f"{child.name} died: {describe_exit(code)}")
+        self._doomed.discard(rank)
+        self._say("exited", f"{child.name} ended: {describe_exit(code)}", process=child.name, code=code)
+        self._due[rank] = max(time.monotonic() + BACKOFF_S[0], self._away_until.pop(rank, 0.0))
+        self.members = ()
+        self.after_death(rank)
+
+    def _hear(self, rank: int) -> None:
+        for words in self._heard[rank].new():
+            self._take(rank, words)
+
+    def _take(self, rank: int, words: Words) -> None:
+        match words["kind"]:
+            case "ready":
+                self.ready.add(rank)
+            case "step":
+                self._ranks[rank].give_way(TRAINING_NICE)
+                self._steps.append(msgspec.convert({**words, "rank": rank}, Step))
+            case "formed":
+                self._starts[words["generation"]] = words["step"]
+                self._say("formed", f"rank-{rank} is in generation {words['generation']}", rank=rank, **_rest(words))
+            case "saved":
+                self._say("saved", f"checkpoint after step {words['step']}", step=words["step"])
+            case "broken" if words["generation"] == self.generation and self._form_at is None:
+                self._form_at = time.monotonic() + AGAIN_S
+            case "end":
+                self._ends[rank] = words
+                self._say("end", f"rank-{rank} ended after step {words['step']}", rank=rank, **_rest(words))
+
+    def _form(self, ranks: tuple[int, ...]) -> None:
+        self.generation += 1
+        self.members, self._form_at = ranks, None
+        for rank in ranks:
+            self._ranks[rank].order(json.dumps({"generation": self.generation, "ranks": ranks}))
+
+    def _start(self, rank: int) -> None:
+        child, again = self._ranks[rank], self._due.pop(rank, None) is not None
+        child.start()
+        assert child.process is not None
+        kind, text = ("restarted", "was started again") if again else ("started", "started")
+        self._say(kind, f"{child.name} {text}", process=child.name, pid=child.process.pid)
+
+    def _child(self, rank: int) -> Child:
+        threads = str(max(1, cores() // self.world))
+        env = {
+            "RANK": str(rank),
+            "ATOLL_RUN_TOML": str(self.out.settings),
+            "ATOLL_STEPS": str(self.config.protocol.steps),
+            "ATOLL_GROUPS": str(self.out.path / "groups"),
+            "ATOLL_THREADS": threads,
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            **self.environment(rank),
+        }
+        command = [sys.executable, *RUNNER, "-m", "atoll.workloads.elastic"]
+        name = f"rank-{rank}"
+        return Child(name, command, env, self.out.log(name), obeys=True)
+
+    # ---- what faults do (faults.Struck) ----------------------------------------------------------------------------
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        self._ranks[rank].signal(number)
+
+    def end_rank(self, rank: int, number: signal.Signals, away_s: float) -> None:
+        back = time.monotonic() + away_s
+        if not self._ranks[rank].running:
+            if rank in self._due:
+                self._due[rank] = max(self._due[rank], back)
+            return
+        self._away_until[rank] = back
+        self.doom(rank, number)
+
+    def doom(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self._doomed.add(rank)
+        self._ranks[rank].signal(number)
+
+    def stood_still(self, rank: int, seconds: float) -> None:
+        now = time.monotonic()
+        self._pauses.append(Pause(rank, (now - seconds, now)))
+
+    def say_fault(self, fault: RankFault) -> None:
+        self._struck += 1
+        self._say("fault", f"fault: {fault.line()}", what=fault.kind, target=f"rank-{fault.rank}")
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def _summary(self, ended_at: float, end: Words) -> Summary:
+        found = figures(self._steps, self._starts, end["step"], self.world, ended_at, self._pauses)
+        summary = {
+            "method": self.method,
+            "learners": self.world,
+            **msgspec.to_builtins(found),
+            "restarts": self.restarts,
+            "generations": self.generation,
+            "faults": self._struck,
+            "validation_loss": end["validation_loss"],
+        }
+        write_atomic(self.out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+        return summary
+
+    def _say(self, kind: str, text: str, **data: object) -> None:
+        self._events.say(kind, text, data)
+
+
+def _rest(words: Words) -> Words:
+    return {key: value for key, value in words.items() if key not in ("kind", "at")}

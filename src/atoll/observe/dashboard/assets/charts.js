@@ -1,0 +1,77 @@
+// Curves, by plotly. One chart is drawn anew at a time, and only those on the screen.
+
+import { colour } from "./palette.js";
+
+const LINES = {
+  loss: [["validation loss", null, "gone", "solid"], ["training, middle learner", "loss", "stepping", "solid"]],
+  shares: [["goodput", "goodput", "stepping", "solid"], ["liveness", "liveness", "recovering", "dash"],
+    ["alive now", "alive", "faint", "dot"], ["participation", "participation", "stalled", "dashdot"]],
+  pace: [["effective H (steps)", "effective_h", "stepping", "solid"], ["H as set (steps)", null, "faint", "dash"],
+    ["most rounds behind", "behind", "gone", "dot"]],
+  traffic: [["in", "in_per_s", "stepping", "solid"], ["out", "out_per_s", "stalled", "dash"]],
+};
+const AXES = { loss: {}, shares: { tickformat: ".0%", range: [0, 1.05] }, pace: { rangemode: "tozero" }, traffic: { ticksuffix: "B", rangemode: "tozero" } };
+
+export class Charts {
+  constructor(places) {
+    this.places = places;
+    this.visible = new Set();
+    this.drawn = new Set();
+    this.next = 0;
+    const watcher = new IntersectionObserver((found) => found.forEach((one) =>
+      this.visible[one.isIntersecting ? "add" : "delete"](one.target.id)));
+    for (const place of Object.values(places)) watcher.observe(place);
+  }
+
+  // Draws the next one that can be seen; all of them after a change of colours.
+  draw(run, all = false) {
+    if (!window.Plotly) return this.#without();
+    if (all) this.drawn.clear();
+    const names = Object.keys(LINES).filter((name) => this.visible.has(name) || !this.drawn.has(name));
+    if (!names.length || !run.samples.length) return;
+    const due = all ? names : [names[this.next++ % names.length]];
+    for (const name of due) this.drawn.add(name);
+    for (const name of due) window.Plotly.react(this.places[name], traces(name, run), layout(name, unit(run).name), { displayModeBar: false, responsive: true });
+  }
+
+  #without() {
+    for (const place of Object.values(this.places)) place.textContent = "plotly is not installed with the syncer: no charts.";
+  }
+}
+
+function traces(name, run) {
+  const { seconds } = unit(run);
+  const place = (at) => Math.round((1000 * (at - (run.began ?? at))) / seconds) / 1000;
+  const column = (key) => run.samples.map((sample) => sample[run.sample.indexOf(key)]);
+  const x = run.samples.map((sample) => place(sample[0]));
+  const drawn = LINES[name].map(([title, key, ink, dash]) => ({
+    x, y: key ? column(key) : [], name: title, type: "scatter", mode: "lines",
+    line: { color: colour(ink), dash, width: 2 }, hoverinfo: "x+y+name",
+  }));
+  if (name === "pace") drawn[1].y = x.map(() => run.now.sync_every);
+  if (name === "loss") {
+    Object.assign(drawn[0], { x: run.scores.map((score) => place(score[0])), y: run.scores.map((score) => score[2]), mode: "lines+markers" });
+    drawn[0].marker = { size: 6, color: colour("gone") };
+    drawn.push(edge(x, column("loss_low")), { ...edge(x, column("loss_high")), fill: "tonexty", fillcolor: "rgba(61,143,198,.18)", name: "from lowest to highest", showlegend: true });
+  }
+  return drawn;
+}
+
+function edge(x, y) {
+  return { x, y, type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+}
+
+// Of the time axis.
+function unit(run) {
+  const long = run.at - (run.began ?? run.at);
+  return long < 180 ? { name: "seconds", seconds: 1 } : long < 10800 ? { name: "minutes", seconds: 60 } : { name: "hours", seconds: 3600 };
+}
+
+function layout(name, time) {
+  const axis = { gridcolor: colour("grid"), zeroline: false, linecolor: colour("line"), automargin: true, fixedrange: true };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 46, r: 12, t: 28, b: 34 },
+    font: { color: colour("ink"), size: 12 }, legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } }, hovermode: "x",
+    xaxis: { ...axis, title: { text: time, standoff: 4 } }, yaxis: { ...axis, ...AXES[name] },
+  };
+}

@@ -1,0 +1,173 @@
+// Everything in words and numbers: tiles, the table of learners, the ledger, the fragments, what happened.
+
+import { NONE, byName, bytes, clock, count, decimal, percent, span } from "./words.js";
+
+const by = (id) => document.getElementById(id);
+const FATES = { merged: "merged", dropped: "dropped", lost: "lost", in_flight: "in flight" };
+const FRAGMENTS = 256;
+const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "unbalanced", "fault", "reigned", "ending", "finished"]);
+
+// The page is changed only where a text has changed.
+function put(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function head(run) {
+  const now = run.now;
+  put(by("run"), `· run ${now.run}`);
+  document.title = `${percent(now.progress)} · Atoll ${now.run}`;
+  put(by("phase"), now.phase);
+  by("progress").value = now.progress;
+  const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : "";
+  put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} gone${left}`);
+  by("alarm").hidden = !now.alarm;
+  put(by("alarm"), now.alarm ? `Alarm: ${now.alarm}` : "");
+}
+
+export function tiles(run) {
+  const now = run.now, last = run.samples.at(-1), of = (key) => (last ? last[run.sample.indexOf(key)] : null);
+  const behind = now.learners.filter((one) => one.state === "training").map((one) => run.behind(one));
+  const facts = [
+    ["round", count(now.round), `${now.fragments} fragments`],
+    ["step", count(now.global_step), ""],
+    ["validation loss", decimal(now.validation_loss), now.validation_round === null ? "" : `at round ${count(now.validation_round)}`],
+    ["training loss", decimal(of("loss")), "middle learner"],
+    ["effective H", decimal(now.effective_h, 1), `H is ${now.sync_every}`],
+    ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
+    ["staleness", behind.length ? count(Math.max(...behind)) : NONE, "rounds behind, most"],
+    ["gap of rounds", span(now.median_gap_s), "median"],
+    ["tokens per second", count(now.tokens_per_s), `${count(now.tokens)} in all`],
+    ["bytes in", `${bytes(of("in_per_s"))}/s`, bytes(now.bytes_in)],
+    ["bytes out", `${bytes(of("out_per_s"))}/s`, bytes(now.bytes_out)],
+    ["newest cut", now.cut === null ? NONE : count(now.cut), `term ${now.term}`],
+  ];
+  const place = by("tiles");
+  if (place.childElementCount !== facts.length) place.replaceChildren(...facts.map(tile));
+  facts.forEach(([, value, small], i) => {
+    const [strong, beside] = place.children[i].lastElementChild.children;
+    put(strong, value);
+    put(beside, small);
+  });
+  shares(run);
+}
+
+function tile([name]) {
+  const box = document.createElement("div"), title = document.createElement("dt"), value = document.createElement("dd");
+  title.textContent = name;
+  value.append(document.createElement("span"), document.createElement("small"));
+  box.append(title, value);
+  return box;
+}
+
+function shares(run) {
+  const now = run.now, alive = now.learners.filter((one) => one.state !== "gone").length;
+  const share = now.expected ? alive / now.expected : null;
+  const since = now.term > 1 ? `in term ${now.term}` : "since the first parameters";
+  bar("alive", share, `now, ${alive} of ${now.expected} · ${percent(now.liveness)} ${since}`);
+  const round = run.rounds.at(-1);
+  const last = round ? ` · last round ${now.members.length} of ${round[4]}` : "";
+  bar("part", now.participation, `over the last rounds${last}`);
+  bar("good", now.goodput, since);
+}
+
+function bar(name, share, words) {
+  put(by(`${name}-now`), percent(share));
+  put(by(`${name}-words`), words);
+  by(`${name}-bar`).style.width = `${100 * Math.min(1, share ?? 0)}%`;
+}
+
+export function learners(run) {
+  const body = by("rows"), lanes = new Map(run.names.map((name, lane) => [name, lane]));
+  const known = [...run.now.learners].sort((a, b) => byName(a.learner, b.learner));
+  while (body.rows.length > known.length) body.deleteRow(-1);
+  known.forEach((one, i) => {
+    const row = body.rows[i] ?? learnerRow(body), lane = lanes.get(one.learner);
+    const state = lane === undefined ? one.state : run.state(lane);
+    const here = state !== "gone";
+    const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
+      decimal(one.loss), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
+    texts.forEach((text, cell) => put(row.cells[cell], String(text)));
+    if (row.dataset.learner !== one.learner) row.dataset.learner = one.learner;
+    if (row.dataset.state !== state) row.dataset.state = state;
+  });
+}
+
+function learnerRow(body) {
+  const row = body.insertRow(), name = document.createElement("th");
+  name.scope = "row";
+  row.append(name);
+  for (let i = 0; i < 7; i += 1) row.insertCell();
+  return row;
+}
+
+export function ledger(run) {
+  const fates = run.now.fates, computed = fates.computed || 0;
+  const bars = by("fates"), rows = by("ledger");
+  if (!rows.childElementCount) {
+    bars.replaceChildren(...Object.keys(FATES).map((fate) => Object.assign(document.createElement("span"), { className: `f-${fate}` })));
+    rows.replaceChildren(...[...Object.keys(FATES), "computed"].map(fateRow));
+  }
+  Object.keys(FATES).forEach((fate, i) => { bars.children[i].style.width = `${computed ? (100 * (fates[fate] || 0)) / computed : 0}%`; });
+  [...Object.keys(FATES), "computed"].forEach((fate, i) => {
+    put(rows.rows[i].cells[1], computed ? count(fates[fate] || 0) : NONE);
+    put(rows.rows[i].cells[2], computed ? percent((fates[fate] || 0) / computed) : "");
+  });
+}
+
+function fateRow(fate) {
+  const row = document.createElement("tr"), name = document.createElement("th"), key = document.createElement("span");
+  name.scope = "row";
+  key.className = fate === "computed" ? "" : `key f-${fate}`;
+  name.append(key, FATES[fate] ?? "computed, in all");
+  row.append(name, document.createElement("td"), document.createElement("td"));
+  return row;
+}
+
+export function fragments(run) {
+  const versions = run.now.versions, newest = run.rounds.at(-1)?.[2], list = by("fragments");
+  const shown = versions.slice(0, FRAGMENTS);
+  while (list.childElementCount > shown.length) list.lastElementChild.remove();
+  while (list.childElementCount < shown.length) {
+    const item = document.createElement("li");
+    item.append(Object.assign(document.createElement("span"), { className: "faint", textContent: list.childElementCount }), document.createElement("span"));
+    list.append(item);
+  }
+  shown.forEach((version, i) => {
+    put(list.children[i].lastElementChild, version < 0 ? NONE : `v${version}`);
+    const is = i === newest ? "yes" : "no";
+    if (list.children[i].dataset.newest !== is) list.children[i].dataset.newest = is;
+  });
+  put(by("fragment-words"), versions.length ? `${versions.length} of them, version ${Math.min(...versions)} to ${Math.max(...versions)}` : "");
+}
+
+export function notes(run) {
+  const items = run.notes.slice().reverse().map(([at, kind, text]) => {
+    const item = document.createElement("li"), time = document.createElement("time"), word = document.createElement("b"), said = document.createElement("span");
+    item.dataset.kind = kind;
+    time.textContent = run.began && at >= run.began ? clock(at - run.began) : "before";
+    word.textContent = kind;
+    said.textContent = text;
+    item.append(time, word, said);
+    return item;
+  });
+  by("notes").replaceChildren(...items);
+}
+
+// Says important events to screen readers, a few at a time and not too often.
+export class Announcer {
+  constructor(place, everyMs = 3000) {
+    Object.assign(this, { place, everyMs, waiting: [], timer: null });
+  }
+
+  hear(notes) {
+    this.waiting.push(...notes.filter((note) => IMPORTANT.has(note[1])).map((note) => note[2]));
+    if (this.waiting.length && this.timer === null) this.timer = setTimeout(() => this.#speak(), 200);
+  }
+
+  #speak() {
+    const some = this.waiting.splice(0, 3), more = this.waiting.length;
+    this.waiting = [];
+    this.place.textContent = some.join(". ") + (more ? `. And ${more} more events.` : ".");
+    this.timer = setTimeout(() => { this.timer = null; if (this.waiting.length) this.#speak(); }, this.everyMs);
+  }
+}

@@ -1,0 +1,53 @@
+// Numbers as people read them; the same rules as on the terminal's screen.
+
+export const NONE = "–";
+
+export function count(value) {
+  if (value === null || value === undefined) return NONE;
+  for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (Math.abs(value) >= size) {
+      const scaled = value / (letter === "k" ? 1e3 : size);
+      return scaled.toFixed(scaled < 100 ? 1 : 0) + letter;
+    }
+  }
+  return Math.round(value).toLocaleString("en");
+}
+
+export function percent(share) {
+  if (share === null || share === undefined) return NONE;
+  const text = (100 * share).toFixed(0);
+  return (text === "100" && share < 0.9995 ? (100 * share).toFixed(1) : text) + " %"; // 99.7 % is not all of it
+}
+
+export function decimal(value, digits = 3) {
+  return value === null || value === undefined ? NONE : value.toFixed(digits);
+}
+
+export function clock(seconds) {
+  if (seconds === null || seconds === undefined) return NONE;
+  const whole = Math.max(0, Math.floor(seconds));
+  const two = (n) => String(n).padStart(2, "0");
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+}
+
+export function span(seconds) {
+  if (seconds === null || seconds === undefined) return NONE;
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  return seconds < 60 ? `${seconds.toFixed(1)} s` : clock(seconds);
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return NONE;
+  for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
+  }
+  return `${Math.round(value)} B`;
+}
+
+export function listing(names, most) {
+  return names.length <= most ? names.join(", ") : `${names.slice(0, most).join(", ")} and ${names.length - most} more`;
+}
+
+// learner-2 before learner-10.
+export const byName = new Intl.Collator("en", { numeric: true }).compare;

@@ -1,0 +1,90 @@
+"""The run's figures for Prometheus, from a status as every screen shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from atoll.observe.dashboard.history import rounds_behind
+from atoll.telemetry.status import LearnerStatus, RunStatus
+
+STATES = ("joining", "training", "stalled", "muted", "quarantined", "stopped", "gone")
+FATES = ("merged", "dropped", "lost", "in_flight")
+
+
+def exposition(status: RunStatus, viewers: int = 0) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Figures(status, viewers))
+    return generate_latest(registry)
+
+
+class _Figures(Collector):
+    def __init__(self, status: RunStatus, viewers: int) -> None:
+        self._status, self._viewers = status, viewers
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _of_run(self._status, self._viewers)
+        yield from _of_learners(self._status)
+
+
+def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
+    info = GaugeMetricFamily("atoll_run_info", "The run, and what it is doing.", labels=["run", "phase"])
+    info.add_metric([status.run, status.phase], 1)
+    yield info
+    figures: list[tuple[str, str, float | None]] = [
+        ("progress_ratio", "Share of the budget that is spent.", status.progress),
+        ("global_step", "Steps of the global model.", status.global_step),
+        ("rounds", "Rounds committed.", status.round),
+        ("goodput_ratio", "Learner-seconds spent stepping over those allocated.", status.goodput),
+        ("liveness_ratio", "Mean share of the M learners alive.", status.liveness),
+        ("participation_ratio", "Mean share of the live learners in a round.", status.participation),
+        ("effective_h_steps", "Median learner steps between two syncs of a fragment.", status.effective_h),
+        ("sync_every_steps", "H: the same, as set.", status.sync_every),
+        ("grace_seconds", "How long a round waits beyond its quorum.", status.grace_s),
+        ("round_gap_seconds", "Median time between two commits.", status.median_gap_s),
+        ("tokens_per_second", "Of all learners together.", status.tokens_per_s),
+        ("validation_loss", "Of the global model.", status.validation_loss),
+        ("validation_round", "The round that was scored.", status.validation_round),
+        ("learners_expected", "M.", status.expected),
+        ("term", "Which reign of a syncer this is.", status.term),
+        ("alarm", "1 while nothing can be committed.", 1.0 if status.alarm else 0.0),
+        ("dashboard_viewers", "Browsers that look on.", viewers),
+    ]
+    for name, text, value in figures:
+        if value is not None:
+            yield GaugeMetricFamily(f"atoll_{name}", text, value=value)
+    yield CounterMetricFamily("atoll_tokens", "Tokens trained on.", value=status.tokens)
+    yield CounterMetricFamily("atoll_received_bytes", "Bodies and messages from learners.", value=status.bytes_in)
+    yield CounterMetricFamily("atoll_sent_bytes", "Bodies and messages to learners.", value=status.bytes_out)
+    fates = ((fate, status.fates[fate]) for fate in FATES if fate in status.fates)
+    yield _labelled("ledger_tokens", "What became of the tokens computed.", "fate", fates)
+    versions = ((str(fragment), version) for fragment, version in enumerate(status.versions))
+    yield _labelled("fragment_version", "Newest version.", "fragment", versions)
+
+
+def _of_learners(status: RunStatus) -> Iterator[Metric]:
+    counts = ((state, sum(one.state == state for one in status.learners)) for state in STATES)
+    yield _labelled("learners", "Learners known, by state.", "state", counts)
+
+    def each(name: str, text: str, values: Iterable[tuple[LearnerStatus, float | None]]) -> Metric:
+        known = ((one.learner, value) for one, value in values if value is not None)
+        return _labelled(f"learner_{name}", text, "learner", known)
+
+    all_of_them = status.learners
+    yield each("up", "1 while it is connected.", ((one, one.state != "gone") for one in all_of_them))
+    yield each("step", "Its own step.", ((one, one.step) for one in all_of_them))
+    yield each("incarnation", "Which life of it this is.", ((one, one.incarnation) for one in all_of_them))
+    yield each("tokens_per_second", "Its speed.", ((one, one.tokens_per_s) for one in all_of_them))
+    yield each("loss", "Its training loss.", ((one, one.loss) for one in all_of_them))
+    behind = ((one, rounds_behind(status, one.version_round)) for one in all_of_them)
+    yield each("rounds_behind", "Rounds since the newest it holds.", behind)
+
+
+def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"atoll_{name}", text, labels=[label])
+    for labelled, value in values:
+        family.add_metric([labelled], value)
+    return family

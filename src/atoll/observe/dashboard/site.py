@@ -1,0 +1,197 @@
+"""The dashboard's paths.
+
+    GET /              the page            GET /assets/{name}   its parts    GET /plotly.min.js  plotly's own file
+    GET /v1/live       WebSocket: a snapshot, then what is new, about twice a second
+    GET /metrics       the same figures for Prometheus
+
+Rules:
+- everything is read only; other verbs than GET and HEAD are refused (405);
+- only under a name of this machine, and the WebSocket only for a page of this very port: a page of elsewhere, also one
+  whose name was made to lead here, reads nothing;
+- a page runs no script but those served here, and loads nothing from elsewhere;
+- while nobody looks on, the run is looked at every two seconds, for the curves of whoever comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from atoll.fabric.intake import Rejected
+from atoll.observe.dashboard.history import History
+from atoll.observe.dashboard.viewers import Viewers
+from atoll.observe.tail import EventTail
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import parse
+from atoll.telemetry.status import RunStatus
+
+TICK_S = 0.5
+ALONE_S = 2.0
+"""Between two looks while nobody looks on."""
+BACK_BYTES = 8 << 20
+"""Of events.jsonl are read at most, at the start or after a pause."""
+
+HEAD_BYTES = 1 << 18
+"""Of events.jsonl say when the run began."""
+
+ASSETS = Path(__file__).parent / "assets"
+TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    # plotly writes style elements of its own; scripts come from here alone.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Dashboard:
+    """A `syncer.pages.LivePages`."""
+
+    sockets = frozenset({"/v1/live"})
+
+    def __init__(self, events: Path) -> None:
+        self.history = History(beginning(events))
+        self.viewers = Viewers()
+        self._tail = EventTail(events, most_bytes=BACK_BYTES)
+        self._figures: Callable[[], RunStatus] | None = None
+        self._reading = False
+        """Another thread has the history."""
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        answers: dict[str, Answer] = {
+            "/": self._page,
+            "/assets/{name}": self._asset,
+            "/plotly.min.js": self._plotly,
+            "/metrics": self._metrics,
+            "/v1/live": self._live,
+        }
+        return [web.get(path, _here(answer), allow_head=path != "/v1/live") for path, answer in answers.items()]
+
+    async def run(self, figures: Callable[[], RunStatus]) -> None:
+        self._figures = figures
+        while True:
+            self._reading = True
+            await asyncio.to_thread(self._catch_up)
+            self._reading = False
+            self.tick(time.time(), figures())
+            await self._pause()
+
+    def tick(self, at: float, status: RunStatus) -> None:
+        """Take in the state of now, and tell whoever looks on."""
+        self.history.look(at, status)
+        delta = self.history.delta(at, status)
+        self.viewers.tell(delta, lambda: self.history.snapshot(at, status))
+
+    def close(self) -> None:
+        if self._figures is not None and not self._reading:
+            self.tick(time.time(), self._figures())
+        self.viewers.close()
+
+    def _catch_up(self) -> None:
+        self.history.take(self._tail.new_events())
+
+    async def _pause(self) -> None:
+        if self.viewers:
+            await asyncio.sleep(TICK_S)
+            return
+        try:
+            async with asyncio.timeout(ALONE_S):
+                await self.viewers.came.wait()
+        except TimeoutError:
+            pass
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return _file(ASSETS / "index.html")
+
+    async def _asset(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in {path.name for path in ASSETS.iterdir() if path.suffix in TYPES}:
+            raise Rejected(404, "there is no such part of the page")
+        return _file(ASSETS / name)
+
+    async def _plotly(self, request: web.Request) -> web.StreamResponse:
+        path = plotly_file()
+        if path is None:
+            raise Rejected(404, "the installed plotly has no script of its own: the page goes without its charts")
+        return _file(path)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        if self._figures is None:
+            raise Rejected(503, "the syncer is starting")
+        body = await asyncio.to_thread(_exposition, self._figures(), len(self.viewers))
+        return web.Response(body=body, headers={**HEADERS, "Content-Type": METRICS_TYPE})
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
+            raise Rejected(403, "only a page of this very address may look on")
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            raise Rejected(426, "this is a WebSocket: open the page at / instead")
+        return await self.viewers.serve(request)
+
+
+def pages(out: RunDir) -> Dashboard:
+    return Dashboard(out.events)
+
+
+def beginning(events: Path) -> float | None:
+    """When the first parameters were there, as the head of the events says."""
+    try:
+        with events.open("rb") as file:
+            lines = parse(file.read(HEAD_BYTES).splitlines(keepends=True))
+    except OSError:
+        return None
+    return next((event["at"] for event in lines if event.get("kind") == "recovered"), None)
+
+
+def plotly_file() -> Path | None:
+    """Found without importing plotly, which takes a second and much memory."""
+    spec = find_spec("plotly")
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = [Path(folder) / "package_data" / "plotly.min.js" for folder in folders or ()]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _here(answer: Answer) -> Answer:
+    """Only for a request that names this machine as its host."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+        if not names_this_machine(request.host):
+            raise Rejected(403, "ask for it under a name of this machine: 127.0.0.1 or localhost")
+        return await answer(request)
+
+    return checked
+
+
+def names_this_machine(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _file(path: Path) -> web.FileResponse:
+    kind = f"{TYPES[path.suffix]}; charset=utf-8"
+    return web.FileResponse(path, headers={**HEADERS, "Content-Type": kind})
+
+
+def _exposition(status: RunStatus, viewers: int) -> bytes:
+    from atoll.observe.dashboard.metrics import exposition  # 0.1 s, for those who ask for it
+
+    return exposition(status, viewers)

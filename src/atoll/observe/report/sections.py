@@ -1,0 +1,164 @@
+"""What the sections of a report say in words and tables; the pictures are in pictures.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from atoll.observe.figures import NONE, clock, count, decimal, percent, plain, span
+from atoll.observe.report.faults import faults
+from atoll.observe.report.html import Html, cards, folded, heading, join, note, paragraph, table, verbatim
+from atoll.observe.report.reading import Run
+from atoll.observe.story import WARNING, last_sample, story
+from atoll.observe.summary import of_kind
+from atoll.telemetry.versions import versions
+
+MOST_FAULTS = 500
+"""Rows of the faults' table; a storm has more, and nobody reads them."""
+FATES = {
+    "merged": "in the model",
+    "dropped": "given up when a learner adopted a newer version",
+    "lost": "gone with a learner",
+    "in_flight": "on their way when the account ends",
+}
+
+
+def summary(run: Run) -> Html:
+    figures, tokens = run.summary, run.summary["tokens"]
+    meant = figures["settings"].get("sync_every") or 0
+    steps = sum(learner["steps"] for learner in figures["learners"].values())
+    start, end = figures["validation_loss_start"], figures["validation_loss_end"]
+    facts = [
+        ("goodput", percent(figures["goodput"]), "of learner time went into steps"),
+        ("uptime", percent(figures["uptime"]), "somebody was stepping"),
+        ("liveness", percent(figures["liveness"]), "of the learners were alive"),
+        ("participation", percent(figures["participation"]), "of the live were in a round"),
+        ("effective H", decimal(figures["effective_h"], 1), f"steps between two syncs, of {meant}" if meant else ""),
+        ("rounds", f"{figures['rounds']:,}", f"{figures['rounds_passed']} passed over"),
+        ("tokens", count(tokens["computed"]), f"in {steps:,} steps" if steps else ""),
+        ("merged", percent(figures["merged_share"]), "of fragment-tokens"),
+        ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),
+        ("validation loss", decimal(end, 3), "never scored" if start is None else f"from {decimal(start, 3)}"),
+        ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
+        ("training took", span(figures["wall_s"]), f"kills {figures['kills']}, restarts {figures['restarts']}"),
+    ]
+    return join([cards(facts), *_story(run)])
+
+
+def _story(run: Run) -> list[Html]:
+    if not run.summary["rounds"] or not run.summary["learners"]:
+        return []
+    sentences = [plain(one) for one in story(run.summary, run.timeline)]
+    told = " ".join(one for one in sentences if not one.startswith(WARNING))
+    warnings = [sentence(one.removeprefix(WARNING)) for one in sentences if one.startswith(WARNING)]
+    honest = [paragraph(told, "told")] if run.state == "ended" else []  # half of its figures would be missing
+    return [*honest, *([note("Worth a look", warnings)] if warnings else [])]
+
+
+def learners(run: Run) -> Html:
+    columns = ("learner", "steps", "tokens", "stepping", "rounds", "in rounds", "incarnations", "longest absence")
+    rows = [
+        (
+            plain(name),
+            f"{one['steps']:,}",
+            count(one["tokens"]),
+            span(one["busy_s"]),
+            f"{one['rounds']:,}",
+            percent(one["share"]),
+            str(one["incarnations"]),
+            span(one["longest_absence_s"]),
+        )
+        for name, one in run.summary["learners"].items()
+    ]
+    return table(columns, rows) if rows else paragraph("No learner joined.")
+
+
+def sample(run: Run) -> Html:
+    written = last_sample(run.timeline)
+    if not written:
+        return Html("")
+    return join([heading("What the model last wrote"), verbatim(plain(written.strip("\n").expandtabs(4), keep="\n"))])
+
+
+def fault_table(run: Run) -> Html:
+    found = faults(run.timeline)
+    if not found:
+        return paragraph("Nothing hit this run.")
+    kinds = Counter(fault.kind for fault in found)
+    rows = [
+        (
+            clock(fault.at - run.part.start),
+            fault.kind,
+            plain(", ".join(fault.whom)) or NONE,
+            span(fault.seconds) if fault.seconds is not None else "never",
+            plain(fault.text),
+        )
+        for fault in found[:MOST_FAULTS]
+    ]
+    told = ", ".join(f"{number} × {kind}" for kind, number in kinds.most_common())
+    left_out = f" The first {MOST_FAULTS} of {len(found)} are listed." if len(found) > MOST_FAULTS else ""
+    columns = ("at", "what", "whom", "contributed again after", "in its own words")
+    return join([paragraph(f"{told}.{left_out}"), table(columns, rows, words=(1, 2, 4))])
+
+
+def ledger(run: Run) -> Html:
+    tokens, computed = run.summary["tokens"], run.summary["tokens"]["computed"]
+    rows = [
+        (name.replace("_", " "), f"{tokens[name]:,}", _share(tokens[name], computed), FATES[name]) for name in FATES
+    ]
+    rows.append(("computed", f"{computed:,}", _share(computed, computed), "all of them, each with one fate"))
+    return join([table(("fate", "tokens", "share", ""), rows, words=(0, 3)), _fragments(run)])
+
+
+def _fragments(run: Run) -> Html:
+    """Per fragment: a token counts once for each fragment it was merged into."""
+    merged: Counter[int] = Counter()
+    rounds: Counter[int] = Counter()
+    version: dict[int, int] = {}
+    for event in of_kind(run.timeline, "round"):
+        merged[event["fragment"]] += sum(member["tokens"] for member in event["members"])
+        rounds[event["fragment"]] += 1
+        version[event["fragment"]] = event["version"]
+    if not merged:
+        return Html("")
+    fragments = int(run.summary["settings"].get("fragments") or 0) or 1 + max(merged)
+    computed = run.summary["tokens"]["computed"]
+    total = sum(merged.values())
+    rows = [
+        (str(one), str(version[one]), str(rounds[one]), f"{merged[one]:,}", _share(merged[one], computed))
+        for one in sorted(merged)
+    ]
+    told = (
+        f"Fragment-tokens: {total:,} merged of {computed * fragments:,} computed ({fragments} fragments × tokens), "
+        f"{_share(total, computed * fragments)}."
+    )
+    columns = ("fragment", "version", "rounds", "fragment-tokens merged", "of computed")
+    return join([paragraph(told), folded("Every fragment", table(columns, rows))])
+
+
+def settings(run: Run) -> Html:
+    shown = [verbatim(run.settings)] if run.settings else [paragraph("There is no run.toml.")]
+    made = {key: run.summary["settings"].get(key) for key in ("fragments", "sync_every", "cut_every")}
+    if run.summary["parameters"]:
+        parameters = f"The model has {run.summary['parameters']:,} parameters. Filled in from it: "
+        shown.insert(0, paragraph(parameters + ", ".join(f"{key} = {value}" for key, value in made.items()) + "."))
+    changes = [plain(str(event.get("text", ""))) for event in of_kind(run.timeline, "changed")]
+    return join([*shown, *(paragraph(f"Changed on the way: {text}") for text in changes)])
+
+
+def built_with(run: Run) -> Html:
+    told = next((event["versions"] for event in of_kind(run.timeline, "run") if event.get("versions")), None)
+    words = (
+        "As the syncer said when the run began."
+        if told
+        else "The run did not write them down: these are of the machine on which this report was made."
+    )
+    rows = [(str(name), str(value)) for name, value in (told or versions()).items()]
+    return join([paragraph(words), table(("", "version"), rows, words=(0, 1))])
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else NONE

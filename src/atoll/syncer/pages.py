@@ -1,0 +1,49 @@
+"""Pages that show the run as it goes. They are made above this layer, and handed in or named.
+
+A mistake in them is told and ends them; the run does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol, cast
+
+from atoll.fabric.pages import Pages
+from atoll.fabric.wire import one_line
+from atoll.protocol.errors import ConfigError
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
+from atoll.telemetry.status import RunStatus
+
+Figures = Callable[[], RunStatus]
+"""The state of the run now."""
+
+
+class LivePages(Pages, Protocol):
+    async def run(self, figures: Figures) -> None:
+        """Follow the run until cancelled."""
+        ...
+
+
+Maker = Callable[[RunDir], LivePages]
+
+
+def named(name: str) -> Maker:
+    """`module:function`, as a supervisor hands it to a process of its own."""
+    module, _, function = name.partition(":")
+    try:
+        return cast(Maker, getattr(import_module(module), function))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--pages {name} is not there ({error}): name a module and a function in it") from error
+
+
+async def show(pages: LivePages, figures: Figures, events: EventLog) -> None:
+    try:
+        await pages.run(figures)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # whatever it is, it is no reason to stop training
+        text = f"the dashboard stands still ({type(error).__name__}: {error}); the run goes on"
+        events.say("warning", one_line(text))

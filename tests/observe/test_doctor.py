@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll import cli
+from atoll.observe import doctor
+from atoll.observe.doctor import disk, machine, network, software, syncer
+from atoll.observe.doctor.check import Check, Clocks, size
+
+GIB = 1 << 30
+TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "import_s": 1.8, "cuda": None, "gpus": [], "mps": False, "threads": 2}
+GPU = {"name": "NVIDIA H200", "memory_bytes": 140 * GIB}
+WARM: dict[str, Any] = {"warm_s": 0.7, "cache": "/somewhere", "writable": True, "compiled": 0}
+
+
+# ---- judgements ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "words"),
+    [
+        (software.python((3, 11, 0)), "ok", "3.11.0"),
+        (software.python((3, 10, 9)), "fail", "3.10.9"),
+        (software.judge_torch(TORCH), "ok", "2.13.0+cpu, CPU only, imported in 1.8 s"),
+        (software.judge_torch(TORCH | {"gpus": [GPU, GPU], "cuda": "13.0"}), "ok", "2 × NVIDIA H200"),
+        (software.judge_torch(TORCH | {"cuda": "13.0"}), "warn", "CPU only"),
+        (software.judge_torch(TORCH | {"version": "2.5.1"}), "fail", "2.5.1"),
+        (software.judge_torch(TORCH | {"version": "10.0.0"}), "ok", "10.0.0"),
+        (software.judge_torch(None, "No module named 'torch'"), "fail", "No module named 'torch'"),
+        (software.judge_kernels(WARM), "ok", "loaded from their cache in 0.70 s"),
+        (software.judge_kernels(WARM | {"compiled": 1}), "ok", "compiled in 0.70 s"),
+        (software.judge_kernels(WARM | {"writable": False}), "warn", "loaded"),
+        (software.judge_kernels(None, "no locator available"), "fail", "no locator available"),
+        (machine.judge_processors(2, 1.5), "ok", "2 cores, load 1.5"),
+        (machine.judge_processors(1, 1.5), "warn", "1 core, load 1.5"),
+        (machine.judge_memory(24 * GIB, 20 * GIB), "ok", "20 GiB of 24 GiB free"),
+        (machine.judge_memory(24 * GIB, 2 * GIB), "warn", "2.0 GiB of 24 GiB free"),
+        (machine.judge_memory(24 * GIB, GIB // 2), "fail", "512 MiB of 24 GiB free"),
+        (machine.judge_memory(None, None), "ok", "does not say"),
+        (machine.judge_shared(GIB, GIB), "ok", "1.0 GiB of 1.0 GiB free"),
+        (machine.judge_shared(GIB // 16, GIB // 16), "warn", "64 MiB"),
+        (machine.judge_open_files(1024, 4096), "ok", "1,024"),
+        (machine.judge_open_files(256, 4096), "warn", "256"),
+        (machine.judge_open_files(64, 4096), "fail", "64"),
+        (machine.clock(Clocks(100.0, 5.0), Clocks(103.001, 8.0)), "ok", "differ by 1.0 ms after 3.0 s"),
+        (machine.clock(Clocks(100.0, 5.0), Clocks(102.0, 8.0)), "warn", "differ by 1000.0 ms"),
+        (disk.judge_room(Path("runs"), 70 * GIB), "ok", "70 GiB free in runs"),
+        (disk.judge_room(Path("runs"), GIB), "warn", "1.0 GiB free in runs"),
+        (disk.judge_room(Path("runs"), GIB // 8), "fail", "128 MiB free in runs"),
+        (disk.judge_writing(64 << 20, 0.1), "ok", "671 MB/s (64 MiB in 0.10 s)"),
+        (disk.judge_writing(64 << 20, 10.0), "warn", "7 MB/s"),
+        (disk.judge_syncing([0.001, 0.002, 0.4]), "ok", "2.0 ms until 4 KiB are safe, 400 ms at worst"),
+        (disk.judge_syncing([0.06, 0.2, 0.3]), "warn", "200.0 ms"),
+        (syncer.judge_trips("http://h:1", [0.01] * 9 + [0.9]), "ok", "10.0 ms to http://h:1, 900 ms at worst"),
+        (syncer.judge_trips("http://h:1", [0.3]), "warn", "300.0 ms"),
+        (syncer.judge_clock([0.3, -0.4]), "ok", "the same as here"),
+        (syncer.judge_clock([-7.0]), "warn", "7.0 s behind ours"),
+        (syncer.judge_clock([]), "ok", "does not tell its time"),
+        (syncer.judge_bandwidth(64 << 20, 1.0), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
+        (syncer.judge_bandwidth(2 << 20, 3.0), "warn", "6 Mbit/s"),
+        (syncer.judge_bandwidth(1 << 10, 3.0), "ok", "too little to tell"),
+        (syncer.judge_bandwidth(0, 3.0), "ok", "not measured"),
+    ],
+)
+def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
+    assert (check.verdict, words in check.value) == (verdict, True), check
+    assert bool(check.next) == (verdict != "ok"), "what is not well comes with a next step, and nothing else does"
+
+
+def test_sizes_are_as_people_read_them() -> None:
+    assert [size(value) for value in (20 << 10, 512 << 20, 3 * GIB // 2, 73 * GIB)] == [
+        "20 KiB",
+        "512 MiB",
+        "1.5 GiB",
+        "73 GiB",
+    ]
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_small_program_says_or_complains_of_is_heard() -> None:
+    assert software.told_by("print('noise'); print('{\"a\": 1}')") == ({"a": 1}, "")
+    found, words = software.told_by("raise RuntimeError('no locator available')")
+    assert found is None and words == "RuntimeError: no locator available"
+
+
+def test_the_disk_is_measured_and_nothing_stays_behind(tmp_path: Path) -> None:
+    names = [check.name for check in disk.checks(tmp_path / "not" / "there")]
+    assert names == ["disk room", "disk writing", "disk syncing"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_so_much_is_written_and_so_often_synced(tmp_path: Path) -> None:
+    done, took_s = disk.written(tmp_path / "block", 3 << 20)
+    assert done == 3 << 20 == (tmp_path / "block").stat().st_size and took_s > 0
+    assert len(disk.syncs(tmp_path / "block", 5)) == 5
+
+
+def test_a_disk_that_refuses_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path, length: int = 0) -> tuple[int, float]:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(disk, "written", refuse)
+    *_, last = disk.checks(tmp_path)
+    assert (last.verdict, last.name) == ("fail", "disk") and "Read-only file system" in last.value
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loopback_can_be_used_here() -> None:
+    assert network.ports().verdict == "ok"
+
+
+def test_the_card_of_the_default_route_and_its_speed(tmp_path: Path) -> None:
+    routes, card = tmp_path / "route", tmp_path / "ib0"
+    routes.write_text("Iface\tDestination\tGateway\neth9\t0000A8C0\t0\nib0\t00000000\t0102A8C0\n")
+    card.mkdir()
+    (card / "speed").write_text("200000\n")
+    assert network.card(None, tmp_path, routes).value == "ib0, 200,000 Mbit/s"
+    (card / "speed").write_text("10\n")
+    assert network.card(None, tmp_path, routes).verdict == "warn"
+    (card / "speed").write_text("-1\n")
+    assert "does not tell its speed" in network.card(None, tmp_path, routes).value
+    assert network.card(None, tmp_path, tmp_path / "none").value == "no default route"
+
+
+def test_a_syncer_on_this_machine_is_reached_over_loopback() -> None:
+    assert network.card("http://127.0.0.1:7077").figures["card"] == "lo"
+
+
+# ---- the way to a syncer ---------------------------------------------------------------------------------------------
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers like a syncer with two fragments of 1 MiB."""
+
+    protocol_version = "HTTP/1.1"
+    status = b'{"run": "small", "phase": "training", "fragments": 2}'
+    fragment = bytes(1 << 20)
+
+    def do_GET(self) -> None:
+        body = self.status if self.path == "/v1/status" else self.fragment
+        self.send_response(200 if self.path != "/v1/fragments/2" else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stub() -> Iterator[tuple[str, type[Stub]]]:
+    kind = type("Own", (Stub,), {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", kind
+        server.shutdown()
+        thread.join()
+
+
+def test_trips_clock_and_bandwidth_are_measured(stub: tuple[str, type[Stub]]) -> None:
+    trips, clock, bandwidth = syncer.checks(stub[0])
+    assert trips.verdict == clock.verdict == "ok" and trips.figures["url"] == stub[0]
+    assert bandwidth.figures["bytes"] == 2 << 20
+
+
+def test_a_run_without_parameters_has_no_bandwidth(stub: tuple[str, type[Stub]]) -> None:
+    stub[1].status = b'{"phase": "waiting", "fragments": 2}'
+    *_, bandwidth = syncer.checks(stub[0])
+    assert bandwidth.value == "not measured: the run has no parameters yet"
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}"])
+def test_something_that_is_no_syncer_is_a_failed_check(stub: tuple[str, type[Stub]], answer: bytes) -> None:
+    stub[1].status = answer
+    (found,) = syncer.checks(stub[0])
+    assert found.verdict == "fail" and "something else does" in found.value
+
+
+def test_a_syncer_that_is_not_there_is_a_failed_check() -> None:
+    (found,) = syncer.checks("http://127.0.0.1:9")
+    assert found.verdict == "fail" and "Connection refused" in found.value
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the seconds that torch and the kernels take, and with memory enough."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "memory", lambda: machine.judge_memory(24 * GIB, 20 * GIB))
+    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(TORCH))
+    monkeypatch.setattr(software, "kernels", lambda: software.judge_kernels(WARM))
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_check_has_its_line_within_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "doctor") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    for name in ("python", "torch", "kernels", "memory", "disk syncing", "ports", "network card", "clock"):
+        assert any(name in line for line in lines)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_fails_makes_the_command_fail_and_names_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(None, "No module named 'torch'"))
+    assert atoll(monkeypatch, "doctor") == 1
+    out = capsys.readouterr().out
+    assert "✗ torch" in out and "pip install 'torch>=2.6'" in out and "checks fail" in out
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_same_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stub: tuple[str, type[Stub]]
+) -> None:
+    assert atoll(monkeypatch, "doctor", "--json", "--syncer", stub[0]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    assert {"round trip", "syncer's clock", "bandwidth"} <= {check["name"] for check in told["checks"]}
+    assert atoll(monkeypatch, "doctor", "--json", "--syncer", "http://127.0.0.1:9") == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_folder_without_a_syncer_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert atoll(monkeypatch, "doctor", "--syncer", tmp_path) == 2
+    assert "holds no run with a syncer" in capsys.readouterr().err
+
+
+def test_what_is_measured_is_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quick: None) -> None:
+    said: list[str] = []
+    list(doctor.examine(tmp_path, announce=said.append))
+    assert said == ["Python", "torch", "the kernels", "the machine", "the disk", "the network"]

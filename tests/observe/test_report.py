@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.observe.written import everything
+
+from atoll.observe.plots.pictures import Lane
+from atoll.observe.report import read, write_report
+from atoll.observe.report.faults import faults, mended
+from atoll.observe.report.pictures import MOST_POINTS, lanes, losses, participation
+from atoll.observe.summary import in_its_own_time, summarise
+from atoll.protocol.errors import ConfigError
+from atoll.telemetry.events import Event
+from atoll.telemetry.versions import versions
+
+Say = Callable[..., Event]
+SCRIPT = "<script>alert(1)</script>"
+LATER = 1e12
+"""A clock that shows every file to be old."""
+
+
+def lay(folder: Path, events: Iterable[Event], rest: bytes = b"", summary: bool = True) -> Path:
+    """A run's folder with these events."""
+    folder.mkdir(exist_ok=True)
+    events = list(events)
+    (folder / "events.jsonl").write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events) + rest)
+    (folder / "run.toml").write_text("seed = 7\n[protocol]\nlearners = 2\n")
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summarise(events)))
+    return folder
+
+
+def page(folder: Path) -> str:
+    return write_report(folder)[1].read_text()
+
+
+def without_library(text: str) -> str:
+    scripts = [one for one in re.findall(r"<script>.*?</script>", text, re.DOTALL) if len(one) > 1_000_000]
+    assert len(scripts) == 1, "the library is in the page once"
+    return text.replace(scripts[0], "")
+
+
+def shown(text: str) -> str:
+    """What a reader sees of it."""
+    return re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL))
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_has_every_section_and_a_way_to_each(events: list[Event], tmp_path: Path) -> None:
+    text = page(lay(tmp_path / "run", events))
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == ["Summary", "Timeline", "Loss", "Participation", "Faults", "Ledger", "Settings", "Versions"]
+    assert re.findall(r'<a href="#(\w+)">', text) == [title.lower() for title in titles]
+    assert all(f'<section id="{title.lower()}"' in text for title in titles)
+
+
+def test_a_page_holds_all_it_needs_and_three_figures(events: list[Event], tmp_path: Path) -> None:
+    rest = without_library(page(lay(tmp_path / "run", events)))
+    assert not re.search(r"https?:|\bsrc=|<link|@import|url\(", rest)
+    assert "default-src 'none'" in rest
+    drawn = re.findall(r'Plotly\.react\("([\w-]+)"', rest)
+    assert drawn == ["figure-timeline", "figure-loss", "figure-participation"]
+    assert all(f'id="{name}"' in rest for name in drawn)
+
+
+def test_the_figures_are_those_of_the_summary(events: list[Event], tmp_path: Path) -> None:
+    seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
+    for words in ("goodput 68 %", "uptime 100 %", "liveness 90 %", "participation 86 %", "effective H 4.0"):
+        assert words in seen
+    assert "steps between two syncs, of 4" in seen and "from 5.500" in seen and "2.250" in seen
+    assert "bytes per token" in seen and "10.0" in seen and "longest gap" in seen and "2.0 s" in seen
+
+
+def test_every_token_has_its_line_in_the_ledger(events: list[Event], tmp_path: Path) -> None:
+    seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
+    assert "merged 195 81.2 %" in seen and "dropped 20 8.3 %" in seen and "lost 25 10.4 %" in seen
+    assert "computed 240 100.0 %" in seen
+    assert "390 merged of 480 computed (2 fragments × tokens), 81.2 %" in seen
+
+
+def test_the_settings_are_shown_as_they_lie_there(events: list[Event], tmp_path: Path) -> None:
+    assert "seed = 7\n[protocol]\nlearners = 2" in page(lay(tmp_path / "run", events))
+
+
+def test_versions_are_the_runs_own_where_it_wrote_them_down(events: list[Event], tmp_path: Path) -> None:
+    assert "The run did not write them down" in page(lay(tmp_path / "run", events))
+    events[0]["versions"] = {"python": "3.99.1", "torch": "9.8.7"}
+    text = page(lay(tmp_path / "run", events))
+    assert "3.99.1" in text and "9.8.7" in text and "did not write them down" not in text
+
+
+def test_versions_name_python_torch_and_the_platform() -> None:
+    assert {"python", "atoll", "torch", "numpy", "platform"} <= versions().keys()
+
+
+def test_what_a_run_says_cannot_become_part_of_the_page(events: list[Event], tmp_path: Path) -> None:
+    for event in events:
+        event["text"] = SCRIPT
+        if event["kind"] == "score":
+            event["sample"] = SCRIPT
+        for key in ("learner", "process"):
+            if event.get(key) == "b":
+                event[key] = SCRIPT
+        for member in event.get("members", ()):
+            member["learner"] = SCRIPT if member["learner"] == "b" else member["learner"]
+    folder = lay(tmp_path / "run", events)
+    (folder / "run.toml").write_text(f'script = ["{SCRIPT}"]\n')
+    rest = without_library(page(folder))
+    assert "alert(1)" in rest and SCRIPT not in rest
+
+
+def test_a_report_changes_nothing_else_of_the_run(events: list[Event], tmp_path: Path) -> None:
+    folder = lay(tmp_path / "run", events)
+    before = everything(folder)
+    write_report(folder)
+    assert {name: data for name, data in everything(folder).items() if "report.html" not in str(name)} == before
+    write_report(folder, tmp_path / "other.html")
+    assert (tmp_path / "other.html").read_bytes() == (folder / "report.html").read_bytes()
+
+
+# ---- runs that are not whole -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_cut_off_says_so_first_and_what_is_missing(events: list[Event], tmp_path: Path) -> None:
+    cut = [event for event in events if event["at"] <= 1010.0]
+    folder = lay(tmp_path / "run", cut, rest=b'{"at": 1010.5, "kind": "rou', summary=False)
+    run = read(folder, now=LATER)
+    assert run.state == "cut off"
+    assert any("torn" in one for one in run.missing) and any("Bytes per token" in one for one in run.missing)
+    assert run.summary["goodput"] is None, "nobody said how long those were stepping that were there at the end"
+    text = page(folder)
+    assert text.index("This run has not ended") < text.index("<nav>")
+
+
+def test_a_run_whose_syncer_was_just_heard_of_is_going_on(events: list[Event], tmp_path: Path) -> None:
+    folder = lay(tmp_path / "run", events[:-1], rest=b'{"at": 1010.5, "kind": "rou', summary=False)
+    heard = (folder / "events.jsonl").stat().st_mtime
+    run = read(folder, now=heard + 1.0)
+    assert run.state == "going on"
+    assert not any("torn" in one for one in run.missing), "its last line is only under way"
+    assert read(folder, now=heard + 60.0).state == "cut off"
+
+
+def test_a_run_that_was_gone_on_with_after_its_end_has_not_ended(events: list[Event], say: Say, tmp_path: Path) -> None:
+    again = [*events, say(20, "started", process="syncer"), say(21, "reigned", run="small", term=2, round=7)]
+    assert read(lay(tmp_path / "run", again), now=LATER).state == "cut off"
+    assert read(lay(tmp_path / "run", events), now=LATER).state == "ended"
+
+
+@pytest.mark.parametrize("rest", [b"", b"\xff\xfe\n", b"[1, 2]\n", b'{"kind": "score"}\n', b'{"a": "\xff"}\n', b"{"])
+def test_a_run_that_said_nothing_yet_has_a_report(tmp_path: Path, rest: bytes) -> None:
+    seen = shown(page(lay(tmp_path / "run", [], rest, summary=False)))
+    assert "has not ended" in seen and "No round was committed" in seen
+    assert ("torn" in seen) == rest.endswith(b"\n"), "it is going on: what has no end yet may be under way"
+
+
+def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path: Path) -> None:
+    told = [say(at, "validation", step=at, validation_loss=5.0 - at, tokens=10) for at in (0, 1, 2)]
+    folder = lay(tmp_path / "run", told, summary=False)
+    fates = {"computed": 30, "merged": 30, "dropped": 0, "lost": 0, "in_flight": 0}
+    document = {"algorithm": "data-parallel", "rounds": 3, "learners": 2, "tokens": fates, "wall_s": 2.0}
+    (folder / "summary.json").write_text(json.dumps(document | {"validation_loss_end": 3.0}))
+    run = read(folder, now=LATER)
+    assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["learners"] == {}
+    assert losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
+    assert "30" in shown(page(folder))
+
+
+@pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "run").mkdir()])
+def test_a_folder_that_holds_no_run_is_one_line(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    with pytest.raises(ConfigError, match="holds no run: name the folder that --out made"):
+        read(tmp_path / "run")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(events: list[Event], tmp_path: Path) -> None:
+    folder = lay(tmp_path / "run", events)
+    with pytest.raises(ConfigError, match="is a folder: name a file in it"):
+        write_report(folder, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report(folder, tmp_path / "none" / "such.html")
+
+
+# ---- the pictures ----------------------------------------------------------------------------------------------------
+
+
+def spans(lane: Lane) -> list[tuple[str, float, float]]:
+    return [(one.kind, round(one.start_s, 3), round(one.end_s, 3)) for one in lane.stretches]
+
+
+def test_a_lane_shows_what_a_learner_did(events: list[Event], tmp_path: Path) -> None:
+    a, b = lanes(read(lay(tmp_path / "run", events))).lanes
+    assert spans(a) == [("stepping", 0.0, 11.0)], "what was before the first parameters is left out"
+    assert spans(b) == [
+        ("recovering", 0.0, 1.0),
+        ("stepping", 1.0, 4.0),
+        ("gone", 4.0, 5.0),
+        ("joining", 5.0, 6.0),
+        ("recovering", 6.0, 6.5),
+        ("stepping", 6.5, 11.0),
+    ]
+    marks = [(mark.name, round(mark.at_s, 3), mark.good) for mark in b.marks]
+    assert marks == [("killed", 4.0, False), ("restarted", 5.0, True), ("refused", 7.5, False)]
+
+
+def test_a_learner_that_never_came_back_is_gone_to_the_end(events: list[Event], tmp_path: Path) -> None:
+    dead = [e for e in events if e.get("incarnation") != 2 and e["kind"] != "restarted"]
+    for event in dead:
+        event["members"] = [m for m in event.get("members", ()) if m["incarnation"] != 2]
+    _, b = lanes(read(lay(tmp_path / "run", dead))).lanes
+    assert spans(b)[-1] == ("gone", 4.0, 10.0)
+
+
+def test_losses_begin_with_the_score_of_before_the_first_step(events: list[Event], tmp_path: Path) -> None:
+    run = read(lay(tmp_path / "run", events))
+    (trail,) = losses(run).trails
+    assert trail.points == ((0.0, 5.5), (10.5, 2.25))
+
+
+def test_learners_losses_are_drawn_where_rounds_tell_them(events: list[Event], tmp_path: Path) -> None:
+    for event in events:
+        for member in event.get("members", ()):
+            member["loss"] = 1.0 + member["t"]
+    names = [trail.name for trail in losses(read(lay(tmp_path / "run", events))).trails]
+    assert names == ["validation, global model", "training, a", "training, b"]
+
+
+def test_participation_is_members_of_live_and_live_of_all(events: list[Event], tmp_path: Path) -> None:
+    members, live = participation(read(lay(tmp_path / "run", events))).trails
+    assert [value for _, value in members.points] == [1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5]
+    assert [value for _, value in live.points] == [1.0, 0.5, 1.0, 1.0]
+
+
+def test_many_rounds_become_few_points(events: list[Event], tmp_path: Path) -> None:
+    one = next(event for event in events if event["kind"] == "round")
+    many = [*events, *({**one, "at": 1014.0 + number} for number in range(10 * MOST_POINTS))]
+    members = participation(read(lay(tmp_path / "run", many))).trails[0]
+    assert MOST_POINTS // 2 < len(members.points) <= MOST_POINTS
+    assert "mean of 11 rounds" in members.name
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def told(timeline: Iterable[Event]) -> list[tuple[str, tuple[str, ...], float | None]]:
+    return [(one.kind, one.whom, one.seconds and round(one.seconds, 3)) for one in faults(list(timeline))]
+
+
+def test_one_death_is_one_fault_however_often_it_is_told(events: list[Event]) -> None:
+    assert told(events) == [("killed", ("b",), 3.0), ("refused", ("b",), 0.5)]
+
+
+def test_a_fault_takes_as_long_as_the_summary_says(events: list[Event]) -> None:
+    timeline = in_its_own_time(events)
+    recovery = [entry["seconds"] for entry in summarise(timeline)["recovery"] if entry["after"] == "killed"]
+    assert [seconds for kind, _, seconds in told(timeline) if kind == "killed"] == recovery
+
+
+def test_a_process_that_ends_well_is_no_fault(say: Say) -> None:
+    assert told([say(1, "exited", process="a", code=0), say(2, "exited", process="b", code=1)]) == [
+        ("exited", ("b",), None)
+    ]
+
+
+def round_of(say: Say, at: float, *learners: str, **fields: Any) -> Event:
+    return say(at, "round", members=[{"learner": name} for name in learners], **fields)
+
+
+def test_an_injected_fault_lasts_until_everybody_it_hit_is_back(say: Say) -> None:
+    timeline = [
+        say(1, "fault", number=3, what="partition", targets=["a", "b"], target="a", seconds=2.0),
+        round_of(say, 1.5, "a", "b"),
+        say(2, "lost", learner="b", incarnation=1),
+        say(3, "mended", number=3),
+        round_of(say, 4, "a"),
+        say(5, "joined", learner="b", incarnation=1),
+        round_of(say, 6, "a", "b"),
+    ]
+    assert told(timeline) == [("partition", ("a", "b"), 5.0)], "what it brought about is no fault of its own"
+    ((event, whom),) = mended(timeline)
+    assert event["kind"] == "mended" and whom == ("a", "b")
+
+
+def test_where_the_syncer_was_hit_any_round_will_do(say: Say) -> None:
+    timeline = [
+        say(1, "fault", number=1, what="syncer-kill", targets=[], target="", seconds=0.0),
+        say(2, "mended", number=1),
+        round_of(say, 4, "a"),
+    ]
+    assert told(timeline) == [("syncer-kill", (), 3.0)]

@@ -1,0 +1,128 @@
+"""`atoll compare` up to the moment a process is started; tests/system has the rest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll import cli
+from atoll.chaos.plan import Plan, load, parse
+from atoll.cli.compare_methods import as_synchronous, comparable, product_outcome, rank_faults
+from atoll.launch.baselines.faults import RankFault
+from atoll.protocol.errors import ConfigError
+
+
+def plan(**document: Any) -> Plan:
+    return parse({"config": {"protocol": {"learners": 3}, "workload": {"pace_s": 0.5}}, **document}, "plan.toml")
+
+
+def test_faults_of_learners_happen_to_ranks_and_the_others_are_named() -> None:
+    made = plan(
+        fault=[
+            {"kind": "kill", "target": "learner-2", "at_s": 3.0},
+            {"kind": "slow", "target": "learner-1", "at_s": 1.0, "for_s": 5.0, "size": 0.5},
+            {"kind": "syncer-kill", "at_s": 2.0},
+            {"kind": "partition", "target": ["learner-0", "learner-1"], "at_s": 2.0, "for_s": 1.0},
+            {"kind": "restart", "target": "learner-0", "at_round": 9},
+        ]
+    )
+    faults, left_out = rank_faults(made)
+    assert faults == (RankFault(1.0, "slow", 1, 5.0, 0.5), RankFault(3.0, "kill", 2))
+    assert left_out == ("partition", "restart", "syncer-kill")
+
+
+def test_the_budget_outlasts_the_plan_at_its_pace() -> None:
+    assert comparable(plan(seconds=60.0), "plan.toml").config.protocol.steps == 150
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"script": ["mine.py"]}, "only the built-in workload can be compared"),
+        ({}, "the learning rate has nothing to follow: set pace_s"),
+        ({"workload": {"pase_s": 1.0}}, "unknown key 'pase_s': did you mean 'pace_s'?"),
+    ],
+)
+def test_a_plan_that_cannot_be_compared_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^plan\.toml") as caught:
+        comparable(plan(config=config), "plan.toml")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_synchronous_diloco_is_the_whole_model_at_once() -> None:
+    rules = as_synchronous(plan().config).protocol
+    assert (rules.synchronous, rules.fragments, rules.overlap, rules.learners) == (True, 1, 0, 3)
+
+
+def test_what_the_dead_had_not_given_and_pauses_are_no_goodput() -> None:
+    events = [
+        {"at": 0.0, "kind": "recovered", "learner": "learner-0", "incarnation": 1},
+        {"at": 2.0, "kind": "fault", "number": 1, "what": "pause", "targets": ["learner-1"]},
+        {"at": 4.0, "kind": "mended", "number": 1},
+        {"at": 10.0, "kind": "ending"},
+    ]
+    summary = {
+        "goodput": 0.9,
+        "uptime": 1.0,
+        "tokens": {"computed": 100, "merged": 80, "lost": 10},
+        "settings": {"learners": 2},
+        "wall_s": 10.0,
+        "rounds": 7,
+        "restarts": 1,
+        "longest_gap_s": 0.5,
+        "validation_loss_end": 2.0,
+    }
+    found = product_outcome("decoupled", summary, events)
+    assert found.goodput == pytest.approx(0.9 * 0.9 - 2 / 20)
+    assert (found.tokens, found.updates, found.faults) == (80, 7, 1)
+
+
+def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["atoll", "compare", *arguments])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("seconds = 0", "", "seconds = 0 must be from 1 to 86400"),
+        ("[[fault]]\nkind = 'kil'\nat_s = 1", "", "there is no fault 'kil'"),
+        ("", "--methods decoupled,fsdp", "--methods 'decoupled,fsdp': there is no 'fsdp'; take decoupled,"),
+        ("", "", "the learning rate has nothing to follow"),
+        ("[config.workload]\npace_s = 1", "--out old", "already holds a run: choose another folder with --out"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    arguments: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.toml").write_text(text)
+    (tmp_path / "old" / "decoupled").mkdir(parents=True)
+    (tmp_path / "old" / "decoupled" / "run.toml").write_text("")
+    assert atoll(monkeypatch, "plan.toml", *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert atoll(monkeypatch, "--help") == 0
+    assert "atoll compare examples/kills.toml" in capsys.readouterr().out
+
+
+def test_the_example_can_be_compared() -> None:
+    path = Path(__file__).parents[1] / "examples" / "kills.toml"
+    made = comparable(load(path), str(path))
+    faults, left_out = rank_faults(made)
+    assert len(faults) == len(made.faults()) > 3 and not left_out

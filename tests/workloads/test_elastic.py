@@ -1,0 +1,87 @@
+"""One rank: which orders it follows, and that what it does over a restart is what it would have done without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.workloads.elastic import Batches, Order, Orders, Place, Rank
+from atoll.workloads.settings import WorkloadSettings
+
+ALONE = Order(generation=1, ranks=(0,))
+STOP = Order(stop=True, scores=0)
+
+
+class Ordered(Orders):
+    """Trains alone until it has made so many steps, then is stopped."""
+
+    def __init__(self, until: int) -> None:
+        self.until, self.step, self._said = until, 0, iter((ALONE, STOP))
+
+    @property
+    def waiting(self) -> bool:
+        return self.step >= self.until
+
+    def newest(self) -> Order:
+        return next(self._said)
+
+
+def train(tmp_path: Path, until: int, checkpoint: Path | None = None, every: int = 0) -> list[dict[str, Any]]:
+    data = tmp_path / "data.txt"
+    data.write_text("".join(f"{n} squared is {n * n}\n" for n in range(2000)))
+    settings = WorkloadSettings(depth=1, block=16, batch=4, data=(str(data),), eval_windows=8)
+    orders, said = Ordered(until), []
+
+    def say(words: dict[str, object]) -> None:
+        said.append(words)
+        if words["kind"] in ("step", "ready"):
+            orders.step = int(str(words["step"]))
+
+    Rank(settings, 5, Place(0, 20, tmp_path, checkpoint, every), orders, say).run()
+    return said
+
+
+def test_a_rank_tells_its_story_and_scores_the_model_in_the_end(tmp_path: Path) -> None:
+    said = train(tmp_path, 3)
+    assert [(w["kind"], w["step"]) for w in said] == [
+        ("ready", 0), ("formed", 0), ("step", 1), ("step", 2), ("step", 3), ("end", 3),
+    ]  # fmt: skip
+    assert said[-1]["validation_loss"] > 0 and said[2]["tokens"] == 4 * 16
+
+
+def test_a_rank_that_begins_with_a_checkpoint_ends_where_it_would_have_ended(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    straight = train(tmp_path, 6)
+    first = train(tmp_path, 5, checkpoint, every=4)
+    assert [w["step"] for w in first if w["kind"] == "saved"] == [4]
+    second = train(tmp_path, 6, checkpoint, every=4)
+    assert [w["step"] for w in second if w["kind"] == "step"] == [5, 6]
+    assert second[-1]["digest"] == straight[-1]["digest"]
+
+
+def lines(*orders: str) -> Iterator[bytes]:
+    return iter([f"{order}\n".encode() for order in orders])
+
+
+def test_the_newest_order_counts_and_a_stop_before_all() -> None:
+    orders = Orders(lines('{"generation": 1, "ranks": [0, 1]}', '{"stop": true, "scores": 1}'))
+    heard = [orders.newest()]
+    if not heard[0].stop:
+        heard.append(orders.newest())
+    assert heard[-1] == Order(stop=True, scores=1)
+
+
+def test_a_rank_without_a_launcher_stops_and_scores_nothing() -> None:
+    assert Orders(lines()).newest() == Order(stop=True, scores=-1)
+
+
+def test_a_step_has_its_batch_however_often_it_is_tried() -> None:
+    batches = Batches(iter(np.arange(8, dtype=np.int64).reshape(4, 2)))
+    assert batches.of(1).tolist() == batches.of(1).tolist() == [0, 1]
+    assert batches.of(3).tolist() == [4, 5]
+    with pytest.raises(AssertionError, match="in order"):
+        batches.of(2)
