@@ -49,17 +49,20 @@ class Stage:
     def __init__(self, learners: int, folder: Path, past_s: float = PAST_S) -> None:
         self._events = (folder / "events.jsonl").open("ab", buffering=0)
         self.run = PretendedRun(learners, time.time() - past_s, self._say)
+        past = []
+        for number in range(int(past_s)):
+            self.run.advance(self.run.began + number)
+            past.append((self.run.now, self.run.status()))
         self.dashboard = Dashboard(folder / "events.jsonl")
+        self.dashboard._catch_up()
+        for at, status in past:  # the curves of the past, as a syncer that was there has them
+            self.dashboard.history.look(at, status)
         self.server = Server(self, host="127.0.0.1", port=0, pages=self.dashboard)  # type: ignore[arg-type]
 
     def _say(self, at: float, kind: str, text: str, data: dict[str, object]) -> None:
         self._events.write(msgspec.json.encode({"at": round(at, 6), "kind": kind, "text": text, **data}) + b"\n")
 
     async def __aenter__(self) -> Stage:
-        began = self.run.began
-        for number in range(int(time.time() - began)):  # the curves of the past, as a syncer that was there has them
-            self.run.advance(began + number)
-            self.dashboard.history.look(began + number, self.run.status())
         await self.server.start()
         self._tasks = [asyncio.create_task(self._live()), asyncio.create_task(self.dashboard.run(self.run.status))]
         return self
@@ -117,6 +120,7 @@ async def measured(learners: int, seconds: float, height: int) -> dict[str, Any]
 
 
 async def pictures(folder: Path, sizes: list[int]) -> None:
+    from PIL import Image
     from playwright.async_api import async_playwright
 
     for learners in sizes:
@@ -131,7 +135,8 @@ async def pictures(folder: Path, sizes: list[int]) -> None:
                     await page.wait_for_selector("body[data-connection=live]")
                     await page.wait_for_selector("#traffic .main-svg")
                     await asyncio.sleep(3)
-                    await page.screenshot(path=folder / f"{learners}-{scheme}.png", full_page=True)
+                    await page.screenshot(path=(path := folder / f"{learners}-{scheme}.png"), full_page=True)
+                    Image.open(path).convert("RGB").quantize(224).save(path, optimize=True)
                 await browser.close()
 
 

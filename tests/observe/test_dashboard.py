@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -57,12 +58,22 @@ class Place:
             return answer.status, await answer.text(), answer.headers
 
     async def look(self, origin: str | None = None) -> aiohttp.ClientWebSocketResponse:
-        return await self.session.ws_connect(f"http://{self.host}/v1/live", origin=origin or f"http://{self.host}")
+        url, own = f"http://{self.host}/v1/live", f"http://{self.host}"
+        return await self.session.ws_connect(url, origin=origin or own, autoclose=False)
 
 
 async def heard(socket: aiohttp.ClientWebSocketResponse) -> dict[str, Any]:
     async with asyncio.timeout(WAIT_S):
         return cast(dict[str, Any], json.loads(await socket.receive_str()))
+
+
+async def sent_away(socket: aiohttp.ClientWebSocketResponse) -> int:
+    """The code that it is closed with."""
+    async with asyncio.timeout(WAIT_S):
+        while (frame := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
+            pass
+    assert frame.type is aiohttp.WSMsgType.CLOSE
+    return cast(int, frame.data)
 
 
 @pytest.fixture
@@ -170,10 +181,8 @@ async def test_a_viewer_that_speaks_is_sent_away_and_nobody_else_notices(place: 
     quiet, loud = await place.look(), await place.look()
     assert (await heard(quiet))["type"] == (await heard(loud))["type"] == "snapshot"
     await (loud.send_str(garbage) if isinstance(garbage, str) else loud.send_bytes(garbage))
-    async with asyncio.timeout(WAIT_S):
-        while not loud.closed:
-            await loud.receive()
-    assert loud.close_code in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.MESSAGE_TOO_BIG)
+    assert await sent_away(loud) in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.MESSAGE_TOO_BIG)
+    await loud.close()
     while len(place.dashboard.viewers) > 1:
         assert (await heard(quiet))["type"] == "delta"
 
@@ -202,15 +211,10 @@ async def test_a_viewer_that_reads_too_slowly_is_dropped() -> None:
 async def test_viewers_are_sent_away_when_the_port_closes(place: Place) -> None:
     socket = await place.look()
     await heard(socket)
-
-    async def until_closed() -> None:
-        while not socket.closed:
-            await socket.receive()
-
-    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(until_closed())
+    async with asyncio.TaskGroup() as tasks:
+        code = tasks.create_task(sent_away(socket))
         tasks.create_task(place.server.stop())
-    assert socket.close_code == aiohttp.WSCloseCode.GOING_AWAY
+    assert code.result() == aiohttp.WSCloseCode.GOING_AWAY
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------
@@ -329,16 +333,20 @@ def test_events_that_make_no_sense_are_left_out() -> None:
 def test_a_restarted_syncer_shows_the_past_and_no_more_of_it_than_a_bound(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
     with out.events.open("wb") as file:
-        file.write(
-            json.dumps({"at": 7.5, "kind": "recovered", "learner": "learner-0", "incarnation": 1}).encode() + b"\n"
-        )
-        for number in range(3000):
-            file.write(json.dumps(crowded_round(number, 64)).encode() + b"\n")
-    assert out.events.stat().st_size > site.BACK_BYTES
+
+        def write(event: Event) -> None:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+        write({"at": 7.5, "kind": "recovered", "learner": "learner-0", "incarnation": 1})
+        write({"at": 8.0, "kind": "score", "round": 0, "loss": 5.0})
+        for number in range(6000):
+            write(crowded_round(number, 64))
+    assert out.events.stat().st_size > 2 * site.NEAR_BYTES
     dashboard = pages(out)
-    dashboard._catch_up()
-    assert [dashboard.history.rounds[0][0], dashboard.history.rounds[-1][0]] == [3000 - history.ROUNDS, 2999]
     assert dashboard.history._began == 7.5, "the head of the file says when it began"
+    dashboard._catch_up()
+    assert [dashboard.history.rounds[0][0], dashboard.history.rounds[-1][0]] == [6000 - history.ROUNDS, 5999]
+    assert dashboard.history.scores.points == [[8.0, 0, 5.0]], "what is rare is found far back"
 
 
 # ---- figures for Prometheus -----------------------------------------------------------------------------------------

@@ -33,3 +33,12 @@ def test_what_lies_too_far_back_is_passed_over(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"".join(lines[40:42]))
     assert [event["at"] for event in tail.read_new()] == [50, 51]
+
+
+def test_rounds_far_back_are_passed_over_and_the_rest_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    rounds = b"".join(b'{"at":%d,"kind":"round","text":"%s"}\n' % (at, b"x" * 1000) for at in range(5000))
+    path.write_bytes(b'{"at":1,"kind":"score","text":""}\n' + rounds)
+    found = EventTail(path, near_bytes=1 << 20).read_new()
+    assert found[0]["kind"] == "score" and len(found) < 3100
+    assert found[-1]["at"] == 4999

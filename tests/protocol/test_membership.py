@@ -3,9 +3,21 @@
 from msgspec.structs import replace
 from tests.protocol.world import World
 
-from atoll.protocol.effects import Arrived, Cut, Greeted, Initialised, Received, Registered, Say, Send, Stepped
+from atoll.protocol.effects import (
+    Adopted,
+    Arrived,
+    Cut,
+    Fetched,
+    Greeted,
+    Initialised,
+    Received,
+    Registered,
+    Say,
+    Send,
+    Stepped,
+)
 from atoll.protocol.learner import Learner
-from atoll.protocol.messages import Announce, Ending, Hello, Leave, Progress, Refused, Welcome
+from atoll.protocol.messages import Announce, Ending, Fresh, Hello, Leave, Progress, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 
@@ -193,6 +205,28 @@ def test_the_welcome_of_an_earlier_process_is_passed_over() -> None:
     assert learner.incarnation == 0
     learner.handle(0.0, Arrived(replace(welcome, session="second", incarnation=2)))
     assert learner.incarnation == 2 and learner.run == "run"
+
+
+def test_a_life_that_begins_in_the_middle_of_a_step_is_told_of_once_the_step_is_over() -> None:
+    """A peer's word came before the training process had forgotten: the step under way was in no life's account."""
+    learner = Learner("learner-0", "session", ())
+    settings = Settings(learners=2, fragments=1, sync_every=4)
+    welcome = Welcome(
+        run="run", incarnation=1, settings=settings, fingerprint="p", versions=(5,), gathering=5, committed=5
+    )
+    learner.handle(0.0, Arrived(welcome))
+    learner.handle(0.1, Arrived(Fresh(reason="nobody is there")))
+    learner.handle(0.2, Fetched(0, 5))
+    learner.handle(0.3, Adopted(0, 5, 0))
+    learner.handle(1.0, Stepped(t=3, steps=(3,), tokens=(30,), tokens_total=30, dropped=(0,)))
+    learner.handle(1.1, Arrived(Recover(incarnation=2, reason="broken", clock={"syncer": 5})))
+    said = learner.handle(1.2, Arrived(Fresh(reason="nobody is there")))
+    assert not [one for one in said if isinstance(one, Say) and isinstance(one.message, Progress)]
+    learner.handle(1.3, Fetched(0, 5))
+    learner.handle(1.4, Adopted(0, 5, 4))  # at the boundary of step 4, which was under way
+    said = learner.handle(1.4, Stepped(t=4, steps=(0,), tokens=(0,), tokens_total=40, dropped=(0,)))
+    told = [one.message for one in said if isinstance(one, Say) and isinstance(one.message, Progress)]
+    assert [(one.incarnation, one.tokens_total) for one in told] == [(2, 40)]
 
 
 def test_a_new_life_has_taken_none_of_its_samples() -> None:

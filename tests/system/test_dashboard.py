@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.system.conftest import Run
+from tests.system.conftest import SCRIPTS, Run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -44,7 +44,7 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(run: Run, page: Page, 
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
-    run.train("--learners", "4", "--steps", "100000", "--port", "0", "--evaluate-every", "0", *TINY)
+    run.train(SCRIPTS / "line.py", "--learners", "4", "--steps", "100000", "--port", "0", "--evaluate-every", "0")
     address = run.address()
     page.goto(f"{address}/")
     page.wait_for_selector("body[data-connection=live]")

@@ -1,4 +1,4 @@
-"""All learners behind one shared link of 10 Mbit/s with a small buffer, filled by fragments: control still gets through."""
+"""All learners behind one shared link of 10 Mbit/s with a small buffer, filled by fragments: control gets through."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NAMES = {
     "decoupled": "Decoupled DiLoCo",
     "synchronous-diloco": "synchronous DiLoCo",
     "elastic-data-parallel": "elastic data-parallel",
-    "data-parallel": "data-parallel, restarted",
+    "data-parallel": "data-parallel",
 }
 
 
@@ -104,15 +104,16 @@ def _run_all(
 def _show(plan: Plan, outcomes: list[Outcome], folder: Path) -> None:
     console = Console()
     title = f"{plan.config.protocol.learners} learners, {plan.seconds:g} s, {len(plan.faults())} faults"
-    columns = ("goodput %", "uptime %", "tokens", "updates", "restarts", "longest standstill", "validation loss")
+    columns = ("good-\nput", "uptime", "tokens", "updates", "re-\nstarts", "stood\nstill", "valid.\nloss")
     made = table(title, "method", *columns)
+    made.padding = (0, 1, 0, 0)  # for 80 columns
     for one in outcomes:
         made.add_row(
             NAMES[one.method],
             _percent(one.goodput),
             _percent(one.uptime),
-            f"{one.tokens:,}",
-            f"{one.updates:,} {one.counts}",
+            f"{one.tokens / 1000:,.0f}k",
+            f"{one.updates:,}",
             str(one.restarts),
             "–" if one.longest_standstill_s is None else f"{one.longest_standstill_s:.1f} s",
             "–" if one.validation_loss is None else f"{one.validation_loss:.3f}",
@@ -126,8 +127,10 @@ def _show(plan: Plan, outcomes: list[Outcome], folder: Path) -> None:
 def _notes(outcomes: list[Outcome]) -> list[str]:
     left = sorted({kind for one in outcomes for kind in one.left_out})
     nothing = "have nothing to happen to in data-parallel training and were left out of it"
-    return [f"{', '.join(left)}: {nothing}."] if left else []
+    rest = [f"{', '.join(left)}: {nothing}."] if left else []
+    updates = "Updates are rounds of DiLoCo and steps of data-parallel training"
+    return [f"{updates}; stood still is the longest time between two that were kept.", *rest]
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f}"
+    return "–" if share is None else f"{100 * share:.1f}%"

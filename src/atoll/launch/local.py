@@ -350,7 +350,8 @@ class LocalRun:
 
     @property
     def _served(self) -> list[str]:
-        return [*(["--evaluated"] if self.evaluator else []), *(["--pages", self.pages] if self.pages else []), *self.syncer_words]
+        pages = ["--pages", self.pages] if self.pages else []
+        return [*(["--evaluated"] if self.evaluator else []), *pages, *self.syncer_words]
 
     def _warn(self, child: Child, text: str) -> None:
         self._events.say("warning", text, {"process": child.name})

@@ -10,17 +10,19 @@ import msgspec
 from atoll.telemetry.events import Event
 
 _CHUNK = 1 << 20
+_ROUND = b'"kind":"round"'
 
 
 class EventTail:
     """What has been appended since the last look. A last line that is still being written waits for the next one.
 
-    `most_bytes`: what lies further back than this is passed over.
+    `most_bytes`: what lies further back than this is passed over; `near_bytes`: so are rounds further back than this,
+    which make up nearly all of a long file.
     """
 
-    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, most_bytes: int | None = None, near_bytes: int | None = None) -> None:
         self.path = path
-        self._most_bytes = most_bytes
+        self._most_bytes, self._near_bytes = most_bytes, near_bytes
         self._offset = 0
         self._rest = b""
 
@@ -31,12 +33,16 @@ class EventTail:
         """The same, without holding all of them at once."""
         try:
             with self.path.open("rb") as file:
-                self._skip(file.seek(0, 2))
+                size = file.seek(0, 2)
+                self._skip(size)
+                near = size - self._near_bytes if self._near_bytes is not None else 0
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
+                    far = self._offset + len(chunk) < near
                     self._offset += len(chunk)
                     *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    yield from (event for line in lines if (event := _decode(line)) is not None)
+                    wanted = (line for line in lines if not (far and _ROUND in line[:64]))
+                    yield from (event for line in wanted if (event := _decode(line)) is not None)
         except FileNotFoundError:
             return
 

@@ -52,6 +52,8 @@ class Learner:
         self._stepped = fx.Stepped(0, (), ())
         self._half_told = False
         """It adopted at a boundary whose step is not told yet: its counters do not fit together."""
+        self._forgetting = False
+        """It was told to forget, and is in the middle of a step for all we know: its counters are of two lives."""
         self._tape = Spoken()
         self._data_of: fx.Registered | None = None
         self._marker = 0
@@ -131,7 +133,7 @@ class Learner:
             case fx.Cut(reason):
                 self._cut(reason)
             case fx.Stepped():
-                self._stepped, self.t, self._half_told = event, event.t, False
+                self._stepped, self.t, self._half_told, self._forgetting = event, event.t, False, False
                 self._report(now)
             case fx.Told(first, entries):
                 self._tape.add(first, entries)  # the next report carries them
@@ -369,6 +371,7 @@ class Learner:
         fragment = event.fragment
         if (number := self._versions.adopted(fragment, event.version)) is None:
             return
+        self._forgetting = False
         self._orders.adopted(fragment, number)
         self._copies.drop(fragment)
         if event.t > self.t:
@@ -392,6 +395,7 @@ class Learner:
         self._orders.forget()
         self._versions.forget(fragments)
         self._stepped = forgotten(self._stepped, fragments)
+        self._forgetting |= self.phase == "training"
         if self.phase == "training":
             self.phase = "joining"
         self._do(fx.Forget(reason, reset))
@@ -432,7 +436,7 @@ class Learner:
             self._say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
 
     def _report(self, now: float) -> None:
-        if not self._connected or not self.versions or self._half_told:
+        if not self._connected or not self.versions or self._half_told or self._forgetting:
             return
         offer, aims = self._copies.offer, self._orders.aims
         seeking, tape = self._seeking.open, self._tape

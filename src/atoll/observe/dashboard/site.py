@@ -35,8 +35,10 @@ from atoll.telemetry.status import RunStatus
 TICK_S = 0.5
 ALONE_S = 2.0
 """Between two looks while nobody looks on."""
-BACK_BYTES = 8 << 20
-"""Of events.jsonl are read at most, at the start or after a pause."""
+BACK_BYTES = 64 << 20
+"""Of events.jsonl are read at most, at the start …"""
+NEAR_BYTES = 8 << 20
+"""… and of those that many with their rounds."""
 
 HEAD_BYTES = 1 << 18
 """Of events.jsonl say when the run began."""
@@ -66,7 +68,7 @@ class Dashboard:
     def __init__(self, events: Path) -> None:
         self.history = History(beginning(events))
         self.viewers = Viewers()
-        self._tail = EventTail(events, most_bytes=BACK_BYTES)
+        self._tail = EventTail(events, most_bytes=BACK_BYTES, near_bytes=NEAR_BYTES)
         self._figures: Callable[[], RunStatus] | None = None
         self._reading = False
         """Another thread has the history."""

@@ -50,6 +50,8 @@ class Viewers:
 
     def tell(self, delta: bytes, snapshot: Callable[[], bytes]) -> None:
         """News to those who are there, everything to those who have just come."""
+        if self._closed:
+            return
         for viewer in [one for one in self._there if not one.outbox.put(delta)]:
             self._there.discard(viewer)
             viewer.send_away(WSCloseCode.TRY_AGAIN_LATER, "you read too slowly")
