@@ -50,7 +50,8 @@ def test_a_run_of_ones_own_script_under_faults_holds_what_the_plan_asks(run: Run
 
 def test_what_does_not_hold_is_the_exit_code(run: Run) -> None:
     plan = run.folder / "plan.toml"
-    plan.write_text(tomli_w.dumps({**PLAN, "seconds": 10.0, "settle_s": 1.0, "fault": PLAN["fault"][:1], "verdict": {"goodput": 1.5}}))
+    asked = {"seconds": 10.0, "settle_s": 1.0, "fault": PLAN["fault"][:1], "verdict": {"goodput": 1.5}}
+    plan.write_text(tomli_w.dumps({**PLAN, **asked}))
     run.start("chaos", plan, SCRIPTS / "plain.py", "--out", run.out).ended(code=1)
     assert "NO" in run.stdout and "goodput" in run.stdout
 
