@@ -63,6 +63,11 @@ def test_who_is_paused_or_slowed_is_not_missed() -> None:
     assert truth.participation(a_run(*a_fault(1, "delay", C, 0.5, 10.4), rounds=rounds)) == pytest.approx(2 / 3)
 
 
+def test_a_learner_that_is_there_to_misbehave_is_not_missed() -> None:
+    rogue = [event(2.0, kind, learner="rogue-nan-17", incarnation=1) for kind in ("joined", "recovered")]
+    assert truth.participation(a_run(*rogue)) == pytest.approx(1.0)
+
+
 def test_steps_are_counted_where_a_learner_was_live_and_able() -> None:
     assert truth.steps_per_live_s(a_run()) == pytest.approx(1.0)
     slow = [round_of(float(at), learner_0=at, learner_1=at, learner_2=min(at, 4)) for at in range(1, 11)]

@@ -46,8 +46,25 @@ def test_a_large_norm_within_the_limit_is_accepted() -> None:
     assert seasoned(0.5).judge(0, of_norm(5.01)) is not None
 
 
-def test_norms_are_not_judged_before_there_are_enough() -> None:
-    assert seasoned(0.3, count=7).judge(0, of_norm(1e6)) is None
+def test_before_there_are_enough_norms_only_what_is_absurd_is_refused() -> None:
+    """A learning rate that warms up makes norms grow by much, but not by a thousand."""
+    assert seasoned(0.3, count=3).judge(0, of_norm(1e6)) is None, "nothing is known"
+    assert seasoned(0.3, count=7).judge(0, of_norm(290.0)) is None
+    assert seasoned(0.3, count=7).judge(0, of_norm(310.0)) is not None
+    assert seasoned(0.3, count=8).judge(0, of_norm(3.1)) is not None
+
+
+def test_a_new_term_knows_what_was_usual() -> None:
+    screen = Screen([4, 2])
+    screen.restore(seasoned(0.3).snapshot())
+    assert screen.judge(0, of_norm(12.3)) is not None and screen.judge(0, of_norm(0.4)) is None
+
+
+@pytest.mark.parametrize("norms", [[], [[0.3] * 8], [[0.3] * 8, [float("nan")]], [[-1.0] * 8, []]])
+def test_norms_of_another_plan_or_broken_ones_say_nothing(norms: list[list[float]]) -> None:
+    screen = Screen([4, 2])
+    screen.restore(norms)
+    assert screen.judge(0, of_norm(1e6)) is None
 
 
 def test_each_fragment_has_its_own_usual() -> None:

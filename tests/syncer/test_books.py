@@ -416,3 +416,13 @@ def test_durable_at_cuts_the_disk_is_not_waited_for_in_between(tmp_path: Path) -
     disk.calls.clear()
     reign.round(5)
     assert disk.calls and not [call for call in disk.calls if call[0] == "sync" and "segment" in call[1]]
+
+
+def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path) -> None:
+    out = RunDir.create(tmp_path / "run")
+    books = Books(out, acquire(out.journal))
+    assert books.norms("r1") == []
+    books.keep_norms("r1", [[0.5, 0.25], []])
+    assert books.norms("r1") == [[0.5, 0.25], []] and books.norms("r2") == []
+    out.norms.write_bytes(b"{torn")
+    assert books.norms("r1") == []

@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 
 from atoll.chaos.attacks import ATTACKS, Attack
+from atoll.chaos.truth import ROGUE
 from atoll.fabric.client import Link
 from atoll.fabric.wire import digest, encode
 from atoll.numerics.codec import make_codec
@@ -219,7 +220,7 @@ def main(arguments: list[str]) -> int:
         begun_of(RunDir(Path(folder))),
         url,
         ATTACKS[name],
-        f"rogue-{name}-{os.getpid()}",
+        f"{ROGUE}{name}-{os.getpid()}",
         float(more[0]) if more else STEP_S,
     )
     asyncio.run(rogue.run())

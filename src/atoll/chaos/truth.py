@@ -17,6 +17,8 @@ HINDERED = ("pause", "slow")
 OUTAGES = ("syncer-pause", "disk-full", "disk-slow")
 """Faults in which the syncer itself can commit nothing, or only late."""
 OF_ALL_TIME = float("inf")
+ROGUE = "rogue-"
+"""Whose name begins so is there to misbehave, and not missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def participation(timeline: Sequence[Event]) -> float | None:
     """Mean over rounds of members over learners that were live, recovered, not paused and not slowed."""
     there: dict[str, list[Span]] = defaultdict(list)
     for name, span in stays(timeline, ("recovered",), training_part(timeline).end):
-        there[name].append(span)
+        if not name.startswith(ROGUE):
+            there[name].append(span)
     held = hindered(timeline)
     shares = []
     for event in paced_rounds(timeline):

@@ -17,6 +17,7 @@ from atoll.chaos.verdict import Finding
 from atoll.cli.app import app, short, write_summary
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.numerics import kernels
+from atoll.observe import dashboard
 from atoll.observe.screen import choose
 from atoll.observe.summary import summarise
 from atoll.observe.tables import table
@@ -76,7 +77,9 @@ def chaos(
 
 def _perform(plan: Plan, out: RunDir, arguments: list[str], console: Console) -> None:
     with choose(console) as view:
-        performance.perform(Performance(plan, out, arguments, watch=view.update))
+        performance.perform(
+            Performance(plan, out, arguments, watch=view.update, pages=dashboard.NAME, listens=view.listens)
+        )
     write_summary(out, summarise(performance.events_of(out)), as_json=False)
 
 

@@ -2,7 +2,8 @@
 
 Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
-- usual is the running median of the norms merged of the same fragment, and only once there are enough of them;
+- usual is the running median of the norms merged of the same fragment; before there are enough of them, when a
+  learning rate that warms up makes the first ones tiny, only what is absurd by any measure is refused;
 - norms are compared per inner step, because a learner that could not be heard for a while has more steps to give;
 - what is not merged leaves no trace here, whoever refused it and why: nobody can shift what is usual by giving what
   is refused anyway.
@@ -23,6 +24,10 @@ from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan
 
+EARLY = 4
+"""Norms from which on what is absurd is known."""
+EARLY_LIMIT = 100.0
+"""Times the limit: what is absurd before there are enough norms."""
 CHUNK = 65_536
 """Elements looked at together when the broken ones are counted."""
 
@@ -59,15 +64,27 @@ class Screen:
         if (found := self._waiting.pop(key, None)) is not None:
             self._norms[found[0]].append(found[1])
 
+    def snapshot(self) -> list[list[float]]:
+        """Per fragment, the norms that make what is usual."""
+        return [list(norms) for norms in self._norms]
+
+    def restore(self, norms: Sequence[Sequence[float]]) -> None:
+        """Those of an earlier term; of another plan, or broken, they say nothing."""
+        sound = all(math.isfinite(norm) and norm >= 0 for row in norms for norm in row)
+        if len(norms) == len(self._norms) and sound:
+            for kept, row in zip(self._norms, norms, strict=True):
+                kept.extend(row)
+
     def forget(self, key: Hashable) -> None:
         """It does not, or is already in one."""
         self._waiting.pop(key, None)
 
     def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
-        usual = median(accepted) if len(accepted) >= self._least else 0.0
-        if usual == 0.0 or norm <= self.limit * usual:
+        usual = median(accepted) if len(accepted) >= min(EARLY, self._least) else 0.0
+        limit = self.limit if len(accepted) >= self._least else EARLY_LIMIT * self.limit
+        if usual == 0.0 or norm <= limit * usual:
             return None
-        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {self.limit:g})"
+        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {limit:g})"
 
 
 def _norm(values: FloatArray) -> float:

@@ -7,6 +7,7 @@
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
+    norms.json          which norms are usual, for the next term
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
     report.html         all of it on one page, once somebody asked for it
@@ -38,7 +39,7 @@ LONGEST_NAME = 64
 _NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
-_OURS = (*_MARKS, "model.safetensors", "report.html", "syncer.url", "journal", "cuts", "learners", "logs")
+_OURS = (*_MARKS, "model.safetensors", "report.html", "syncer.url", "norms.json", "journal", "cuts", "learners", "logs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,10 @@ class RunDir:
     def address(self) -> Path:
         """Where the syncer of this run listens, while it does."""
         return self.path / "syncer.url"
+
+    @property
+    def norms(self) -> Path:
+        return self.path / "norms.json"
 
     @property
     def model(self) -> Path:

@@ -7,6 +7,7 @@ still give everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDone, Reigned
+from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,
     LearnerPart,
@@ -33,6 +35,13 @@ from atoll.store.rundir import RunDir
 from atoll.store.segments import segment_path
 from atoll.store.terms import Reign
 from atoll.syncer.recovery import CutState, Recovered, recover
+
+
+class Norms(msgspec.Struct, frozen=True):
+    """What is usual (numerics/screen.py): a new term must not have to learn it again."""
+
+    run: str
+    norms: list[list[float]]
 
 
 class Books:
@@ -60,6 +69,19 @@ class Books:
                 history.apply(line)
             if self.recovered.cut is not None:
                 self._kept.append(self.recovered.kept)
+
+    def norms(self, run: str) -> list[list[float]]:
+        """Per fragment, those that an earlier term of this run knew to be usual; empty: nothing is known."""
+        try:
+            kept = msgspec.json.decode(self._out.norms.read_bytes(), type=Norms)
+        except (OSError, msgspec.DecodeError):
+            return []
+        return kept.norms if kept.run == run else []
+
+    def keep_norms(self, run: str, norms: list[list[float]]) -> None:
+        """Old ones do as well, so a disk that takes none is no reason to stop."""
+        with suppress(OSError):
+            write_atomic(self._out.norms, msgspec.json.encode(Norms(run, norms)))
 
     def _unsaid(self, known: list[int], cut: int | None) -> list[CutDone]:
         """A cut whose manifest an earlier term wrote, and died before it could say so in the journal."""

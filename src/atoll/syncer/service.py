@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -47,6 +48,7 @@ LARGE = 1 << 18
 """Fragments of more elements than this are decoded and merged beside the event loop."""
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
+NORMS_BEATS = 3
 BEAT_S = 1.0
 """Between two signs of life to a standby."""
 LAST_SCORE_S = 120.0
@@ -240,6 +242,7 @@ class SyncerService:
         self._run = history.run
         plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
         self._set_up(history, plan, found.parameters or Parameters(plan, outer_of(history)))
+        self._screen.restore(self._books.norms(history.run))
         for remark in found.remarks:
             self._events.say("warning", remark)
         text = (
@@ -260,9 +263,11 @@ class SyncerService:
 
     async def _beat(self) -> None:
         """Say to a standby that this syncer moves; one that was replaced while it stood still ends, also with nothing
-        to write down."""
-        while True:
+        to write down. Every few beats what is usual is kept for the next term."""
+        for beat in count():
             await asyncio.to_thread(self._books.beat)
+            if beat % NORMS_BEATS == 0 and self._machine is not None and self._machine.committed:
+                await asyncio.to_thread(self._books.keep_norms, self._run, self._screen.snapshot())
             if self._books.fenced():
                 raise Deposed(DEPOSED)
             await asyncio.sleep(BEAT_S)
