@@ -1,11 +1,14 @@
 """Rounds in the virtual world: members, failures, order, deadlines, mutes."""
 
+from itertools import pairwise
+
 import pytest
 from tests.protocol.world import World
 
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
+from atoll.protocol.rounds import SILENT_BEATS
 from atoll.protocol.settings import Settings
 
 
@@ -149,3 +152,15 @@ def test_one_that_falls_mute_is_probed_at_once() -> None:
     (muted_at,) = [at for at, note in world.notes if note.kind == "muted"]
     probes = [at for at, pull in world.sent(Pull, "learner-1") if pull.probe]
     assert probes[0] == muted_at
+
+
+def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_link() -> None:
+    world = World(3, fragments=4, sync_every=4, latency_s=0.4).run_until(round=12)
+    deadline_s = world.syncer.estimates.pull_deadline_s(world.settings)
+    assert deadline_s > 3.0, "the link is slow, and known to be"
+    world.islands["learner-1"].frozen = True
+    before = world.now
+    world.run_until(round=world.syncer.committed + 6)
+    times = [before] + [at for at, note in world.notes if note.kind == "round" and at > before]
+    longest = max(b - a for a, b in pairwise(times))
+    assert longest < SILENT_BEATS * world.settings.heartbeat_s + 1.5 < deadline_s

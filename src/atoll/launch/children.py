@@ -31,6 +31,8 @@ class Child:
     obeys: bool = False
     """It takes orders on its standard input, and ends when that closes."""
     waits_s: tuple[float, ...] = BACKOFF_S
+    nice: int = 0
+    """How far it lets others go first from its start on."""
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None
@@ -42,6 +44,9 @@ class Child:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = self._spawn(log)
+        if self.nice:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, self.nice)
         self._started_at = time.monotonic()
         self._restart_at = None
 

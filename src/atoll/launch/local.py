@@ -41,8 +41,10 @@ START_S = 60.0
 LAST_S = 30.0
 """How long the others may take to end after the syncer."""
 RUNNER = ["-m", "atoll.launch.script"]
-TRAINING_NICE = 5
-"""The niceness of a learner once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
+NEWCOMER_NICE = 4
+"""The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits."""
+TRAINING_NICE = 9
+"""Once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
 UNWRITABLE = 4
 """A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
@@ -376,7 +378,8 @@ class LocalRun:
         if hasattr(self, "_url"):
             common["ATOLL_SYNCER"] = self._url
         command = [sys.executable, *arguments]
-        return Child(name, command, {**common, **(env or {})}, self.out.log(name))
+        nice = 0 if name == "syncer" else NEWCOMER_NICE
+        return Child(name, command, {**common, **(env or {})}, self.out.log(name), nice=nice)
 
 
 def script_arguments(script: Path, arguments: list[str]) -> list[str]:

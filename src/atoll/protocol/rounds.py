@@ -22,6 +22,8 @@ from atoll.protocol.pace import Recent
 from atoll.protocol.round import Round, Seat, weight
 from atoll.protocol.settings import Settings
 
+SILENT_BEATS = 1.5
+"""Heartbeats after which a member that says nothing is not waited for."""
 RECENT = 512
 """Samples behind the live figure of effective H."""
 
@@ -178,6 +180,8 @@ class Rounds:
 
     def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """Wait for the members' answers; merge once it is this round's turn."""
+        if round_.given:
+            self._leave_out_silent(now, round_, wakes)
         missed = now >= round_.deadline and bool(round_.asked)
         if missed:
             if not round_.given:  # for all we know the deadline was too short: learn from it
@@ -198,8 +202,18 @@ class Rounds:
             self.out.add(Merge(round_.t, round_.fragment, parts))
         return missed  # whoever fell mute is to be probed
 
-    def _miss(self, round_: Round, seat: Seat) -> None:
-        self.leave_out(round_, seat, "missed its deadline")
+    def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> None:
+        """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still."""
+        for seat in round_.asked:
+            last = max(round_.frozen_at, self.members.learners[seat.learner].last_heard)
+            silent_at = last + SILENT_BEATS * self.settings.heartbeat_s
+            if now >= silent_at:
+                self._miss(round_, seat, "says nothing any more")
+            elif silent_at < round_.deadline:
+                wakes.append(silent_at)
+
+    def _miss(self, round_: Round, seat: Seat, why: str = "missed its deadline") -> None:
+        self.leave_out(round_, seat, why)
         learner = self.members.learners[seat.learner]
         if learner.incarnation != seat.incarnation or not learner.connected:
             return

@@ -79,7 +79,7 @@ from atoll.protocol.watch import Watch
 Phase = Literal["empty", "running", "ending", "finished"]
 
 
-RETURN_S = 2.0
+RETURN_S = 1.5
 """So long a new term's rounds wait for the learners it knows: whoever lives dials every second."""
 
 
