@@ -48,6 +48,7 @@ def test_a_run_of_ones_own_script_under_faults_holds_what_the_plan_asks(run: Run
     assert len(lives) >= 2, "it was killed, came back and contributed"
 
 
+@pytest.mark.faults
 def test_what_does_not_hold_is_the_exit_code(run: Run) -> None:
     plan = run.folder / "plan.toml"
     asked = {"seconds": 10.0, "settle_s": 1.0, "fault": PLAN["fault"][:1], "verdict": {"goodput": 1.5}}
