@@ -84,7 +84,7 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
         ({"fault": [fault(kind="pause", target=f"learner-{n}", at_s=20 + n, for_s=9.0) for n in range(4)]}, "at once"),
         ({"seconds": 0.0}, "seconds = 0 must be from 1 to 86400"),
         ({"seconds": float("nan")}, "must be from 1 to 86400"),
-        ({"settle_s": 40.0}, "leaves no time for faults"),
+        ({"settle_s": 40.0, "rates": {"kill": 60.0}}, "leaves no time for faults"),
         ({"verdict": {"goodput": -1.0}}, "must be a number of 0 or more"),
         ({"verdict": {"beauty": 1.0}}, "unknown field `beauty`"),
         ({"config": {"protocol": {"learner": 3}}}, "did you mean 'learners'?"),

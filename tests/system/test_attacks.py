@@ -13,7 +13,7 @@ from tests.system.conftest import SCRIPTS, Run
 
 from atoll.chaos.attacks import ATTACKS, HARMLESS
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(400)]
 
 TWELVE = [name for name in ATTACKS if name not in HARMLESS]
 SAMPLE = ["nan", "stale", "garbage"]
@@ -33,7 +33,7 @@ def rogues(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         one.wait()
 
 
-@pytest.mark.parametrize("attacks", [SAMPLE, pytest.param(TWELVE, marks=pytest.mark.faults)], ids=["sample", "all"])
+@pytest.mark.parametrize("attacks", [SAMPLE, TWELVE], ids=["sample", "all"])
 def test_attacks_leave_the_model_as_it_is_without_them(
     attacks: list[str], tmp_path_factory: pytest.TempPathFactory, rogues: list[subprocess.Popen[bytes]]
 ) -> None:

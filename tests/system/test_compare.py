@@ -89,6 +89,7 @@ def test_restarted_ranks_go_back_to_their_checkpoint_and_lose_what_came_after(tm
     assert summary["goodput"] < summary["uptime"] < 1 and summary["validation_loss"] < 5.4
 
 
+@pytest.mark.faults
 def test_the_command_runs_methods_under_one_plan_and_writes_their_figures(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     made = config(tmp_path, 2)

@@ -200,7 +200,7 @@ def _draw_one(
 def check(plan: Plan, origin: str) -> None:
     if not 1 <= plan.seconds <= 86_400:
         raise ConfigError(f"{origin}: seconds = {plan.seconds:g} must be from 1 to 86400")
-    if plan.settle_s < 0 or 2 * plan.settle_s >= plan.seconds:
+    if plan.rates and (plan.settle_s < 0 or 2 * plan.settle_s >= plan.seconds):
         raise ConfigError(f"{origin}: settle_s = {plan.settle_s:g} leaves no time for faults in {plan.seconds:g} s")
     for kind, rate in plan.rates.items():
         _known(kind, f"{origin}, [rates]")

@@ -23,7 +23,7 @@ def job(method: cell.Method, learners: int, chips: int, *, hours: float = 24.0, 
 
 
 def test_the_published_cells_come_out() -> None:
-    found = fit.compare(PAPER, fit.published(), hours=72.0, seeds=3)
+    found = fit.compare(PAPER, fit.published(), hours=48.0, seeds=1)
     assert len(found.misses) == 23
     assert found.mean <= 1.5 and found.worst <= 6.0, [(m.method, m.chips, m.error) for m in found.misses]
 
