@@ -18,6 +18,8 @@ PACKET = 1460
 CHUNK = 65536
 BUFFER = 64 * 1024
 """Of one direction of one connection."""
+SLACK_S = 0.01
+"""Timers are late by a millisecond or so: what a bottleneck fell behind by that, it may make good."""
 STOP_S = 2.0
 """Connections may take this long to notice that the line is gone."""
 DELAYS = 4096
@@ -36,7 +38,7 @@ class Bottleneck:
     async def carry(self, count: int) -> None:
         async with self._turn:  # asyncio's locks are fair: whoever waits longest is next
             loop = asyncio.get_running_loop()
-            self._free_at = max(self._free_at, loop.time()) + count / self.bytes_per_s
+            self._free_at = max(self._free_at, loop.time() - SLACK_S) + count / self.bytes_per_s
             self.carried += count
             if (wait := self._free_at - loop.time()) > 0.0005:
                 await asyncio.sleep(wait)
