@@ -45,7 +45,7 @@ class Injector:
         self._status: RunStatus | None = None
         self._seen: set[str] = set()
         self._kinds: set[str] = set()
-        self._joined = 0
+        self._joined = self._told = 0
         self._look = asyncio.Event()
 
     # ---- what the run calls ----------------------------------------------------------------------------------------
@@ -80,17 +80,24 @@ class Injector:
 
     async def beside(self) -> None:
         """The faults, each at its moment; then, where the run has no budget of its own, its end."""
-        loop = asyncio.get_running_loop()
+        await self._until_so(lambda: self._seen >= set(self.plan.learners))
+        await self.attack(self._end)
+
+    async def attack(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """The faults from now on, each at its moment; `last` goes on beside them."""
+        self.began_at, self._kinds = asyncio.get_running_loop().time(), set()
+        faults, first = self.plan.faults(), self._told + 1
+        self._told += len(faults)
+        self._say("chaos", f"the attack begins: {len(faults)} faults follow", {"first": first, "count": len(faults)})
         try:
-            await self._until_so(lambda: self._seen >= set(self.plan.learners))
-            self.began_at = loop.time()
-            self._say("chaos", f"every learner has contributed: {len(self.plan.faults())} faults follow", {})
             async with asyncio.TaskGroup() as tasks:
-                for number, fault in enumerate(self.plan.faults(), 1):
+                for number, fault in enumerate(faults, first):
                     tasks.create_task(self._when(number, fault))
-                tasks.create_task(self._end())
+                if last is not None:
+                    tasks.create_task(_awaited(last))
         finally:
             Trouble.over(self.trouble)
+            self._say("spared", f"the attack is over: {len(faults)} faults", {"first": first, "count": len(faults)})
 
     async def _end(self) -> None:
         await self._until(self.plan.seconds)
@@ -183,8 +190,8 @@ class Injector:
     async def _join(self, fault: Fault) -> None:
         name = f"learner-{len(self.plan.learners) + self._joined}"
         self._joined += 1
-        await self._line(name, self.run.url)
-        self.run.addresses[name] = self.lines[name].url
+        if self.lines:
+            self.run.addresses[name] = (await self._line(name, self.run.url)).url
         self.run.start_again(name)
         await asyncio.sleep(fault.for_s)
         await self._leave_now(name)
@@ -281,6 +288,10 @@ class Injector:
         "disk-slow": _disk_slow,
         **dict.fromkeys(ROGUES, _rogue),
     }
+
+
+async def _awaited(last: Callable[[], Awaitable[None]]) -> None:
+    await last()
 
 
 def _free(line: Line) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from atoll.chaos.inject import Injector
 from atoll.chaos.plan import Plan
-from atoll.chaos.trouble import NAME
+from atoll.chaos.trouble import DISK, NAME
 from atoll.chaos.verdict import Finding, judge
 from atoll.launch.local import WORKLOAD, LocalRun
 from atoll.observe.tail import EventTail
@@ -20,7 +20,6 @@ from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
 from atoll.telemetry.status import RunStatus
 
-DISK = "atoll.chaos.trouble:disk_of"
 TRACEBACK = b"Traceback (most recent call last)"
 Watch = Callable[[RunStatus | None, Sequence[Event]], None]
 

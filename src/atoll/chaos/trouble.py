@@ -41,6 +41,8 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 NAME = "trouble.json"
+DISK = "atoll.chaos.trouble:disk_of"
+"""What a syncer is told by `--disk`, so that its journal lies on one that can be troubled."""
 
 
 def disk_of(out: RunDir) -> TroubledDisk:

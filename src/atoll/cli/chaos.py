@@ -13,14 +13,17 @@ from atoll.chaos import performance
 from atoll.chaos import plan as plans
 from atoll.chaos.performance import Performance
 from atoll.chaos.plan import KINDS, Plan
+from atoll.chaos.standby import follow, order
 from atoll.chaos.verdict import Finding
-from atoll.cli.app import app, short, write_summary
+from atoll.cli.app import app, document_of, short, write_summary
+from atoll.config import Config, convert
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import choose
 from atoll.observe.summary import summarise
 from atoll.observe.tables import table
+from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
@@ -36,6 +39,7 @@ def chaos(
     calm: Annotated[
         Path | None, typer.Option(help="A calm run of the same plan that lies there already.", metavar="DIR")
     ] = None,
+    run: Annotated[Path | None, typer.Option(help="Attack the run that goes on in this folder.", metavar="DIR")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the faults, and do nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
@@ -43,21 +47,30 @@ def chaos(
     """Attack a real run by a plan of faults, and get a verdict in numbers.
 
     Where the verdict compares with a run in peace, that one is made first. Exit code 0: everything holds that the plan
-    asks for. 1: something does not. The same plan and seed are the same faults.
+    asks for. 1: something does not. The same plan and seed are the same faults. With --run, the run that `atoll train`
+    is busy with is attacked, by its own settings; the verdict is given when that run ends.
 
     Examples:
 
       atoll chaos examples/storm.toml
 
       atoll chaos examples/storm.toml my_script.py --seed 8 --out atoll-runs/storm
+
+      atoll chaos examples/storm.toml --run atoll-runs/first
     """
-    found = plans.load(plan)
+    going = RunDir.open(run) if run is not None else None
+    found = plans.load(plan, load_settings(going) if going is not None else None)
     if seed is not None:
         if seed < 0:
             raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
         found = msgspec.structs.replace(found, seed=seed)
     if show:
         _print_faults(found)
+        return
+    if going is not None:
+        if script is not None or out is not None or force:
+            raise ConfigError("--run attacks a run that goes on already: leave SCRIPT, --out and --force out")
+        _attack(found, going, RunDir.open(calm) if calm is not None else None, json_)
         return
     arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
     run_dir = RunDir.create(out, force=force)
@@ -73,6 +86,22 @@ def chaos(
     _perform(found, run_dir, arguments, console)
     findings = performance.verdict(found, run_dir, beside)
     _close(found, run_dir, findings, console, json_)
+
+
+def _attack(plan: Plan, out: RunDir, calm: RunDir | None, as_json: bool) -> None:
+    if plan.verdict.needs_calm and calm is None:
+        raise ConfigError(
+            "the verdict asks for tokens_per_live_s or loss, which need a calm run: name one by --calm DIR"
+        )
+    console = Console(stderr=as_json)
+    tail = EventTail(out.events)
+    tail.read_new()
+    order(out, plan)
+    console.print(f"{len(plan.faults())} faults for {short(out.path)}", highlight=False, soft_wrap=True)
+    with console.status("until the run ends; Ctrl-C leaves it alone"):
+        for event in follow(out, tail):
+            console.print(str(event["text"]), highlight=False, soft_wrap=True, markup=False)
+    _close(plan, out, performance.verdict(plan, out, calm), console, as_json)
 
 
 def _perform(plan: Plan, out: RunDir, arguments: list[str], console: Console) -> None:
@@ -104,6 +133,10 @@ def _close(plan: Plan, out: RunDir, findings: list[Finding], console: Console, a
         console.print(f"see atoll report {short(out.path)}", highlight=False, soft_wrap=True)
     if not ok:
         raise typer.Exit(1)
+
+
+def load_settings(out: RunDir) -> Config:
+    return convert(document_of(out.settings), str(out.settings))
 
 
 def _print_faults(plan: Plan) -> None:

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from atoll.chaos.standby import Standby
+from atoll.chaos.trouble import DISK
 from atoll.cli.app import app, close, document_of, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.data_parallel import DataParallelRun
@@ -86,6 +88,10 @@ def train(
         Path | None,
         typer.Option(help="Follow this scenario (atoll simulate tape).", metavar="FILE", rich_help_panel=RUN),
     ] = None,
+    breakable: Annotated[
+        bool,
+        typer.Option("--breakable", help="atoll chaos --run may break links and disk too.", rich_help_panel=RUN),
+    ] = False,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Figures for TensorBoard, as it goes.", metavar="DIR", rich_help_panel=RUN)
     ] = None,
@@ -164,7 +170,7 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
-        _go_on(resume, cut, out, script, config, changes, targets, force=force, as_json=json_)
+        _go_on(resume, cut, out, script, config, changes, targets, force=force, as_json=json_, breakable=breakable)
         return
     document = document_of(config)
     if demo:
@@ -190,7 +196,7 @@ def train(
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    _train(settings, run_dir, console, arguments, kills, json_, targets=targets)
+    _train(settings, run_dir, console, arguments, kills, json_, targets=targets, breakable=breakable)
 
 
 def _go_on(
@@ -204,6 +210,7 @@ def _go_on(
     *,
     force: bool,
     as_json: bool,
+    breakable: bool,
 ) -> None:
     """`--resume`: the run's own settings and script, with what may change while a run goes on."""
     if script is not None or config is not None:
@@ -222,7 +229,7 @@ def _go_on(
     for remark in found.remarks:
         console.print(remark, soft_wrap=True, highlight=False)
     arguments = list(settings.script) or list(WORKLOAD)
-    _train(settings, run_dir, console, arguments, (), as_json, found, targets)
+    _train(settings, run_dir, console, arguments, (), as_json, found, targets, breakable=breakable)
 
 
 CHANGEABLE = {
@@ -279,16 +286,20 @@ def _train(
     as_json: bool,
     resume: Resume | None = None,
     targets: Targets = NO_TARGETS,
+    *,
+    breakable: bool = False,
 ) -> None:
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
     tail = EventTail(out.events)
+    standby = Standby(config, out, breakable=breakable)
     with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
             view.update(status, events)
             tracking.update(status, events)
+            standby.watch(status, {event["kind"] for event in events})
 
         run = LocalRun(
             config,
@@ -300,8 +311,11 @@ def _train(
             watch=watch,
             pages=dashboard.NAME,
             listens=view.listens,
+            route=standby.route if breakable else None,
+            beside=standby.beside,
+            syncer_words=("--disk", DISK) if breakable else (),
         )
-        asyncio.run(run.run())
+        asyncio.run(standby.run(run))
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
     close(out, console, as_json)

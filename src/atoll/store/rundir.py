@@ -8,6 +8,7 @@
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
+    standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
     report.html         all of it on one page, once somebody asked for it
@@ -39,7 +40,11 @@ LONGEST_NAME = 64
 _NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
-_OURS = (*_MARKS, "model.safetensors", "report.html", "syncer.url", "norms.json", "journal", "cuts", "learners", "logs")
+_OURS = (
+    *_MARKS,
+    *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
+    *("journal", "cuts", "learners", "logs"),
+)
 
 
 @dataclass(frozen=True, slots=True)

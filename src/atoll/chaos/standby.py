@@ -1,0 +1,161 @@
+"""A run that can be attacked while it goes on: its supervisor looks for a plan in the run's folder, and carries it out.
+
+    standby.json        who looks (a process id), and whether links and the disk can be broken
+    attack.json         a plan for it: taken, and gone with that
+
+Signals and bad contributions need nothing. Links can only be broken where learners dial through lines of their own from
+the start, and a disk where the journal lies on one that can be told: `atoll train --breakable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from atoll.chaos.inject import Injector
+from atoll.chaos.plan import KINDS, Plan, check
+from atoll.chaos.trouble import NAME as TROUBLE
+from atoll.config import Config
+from atoll.launch.local import LocalRun
+from atoll.observe.tail import EventTail
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import write_atomic
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import Event
+from atoll.telemetry.status import RunStatus
+
+LOOK_S = 0.25
+SIGN, ATTACK = "standby.json", "attack.json"
+TAKEN_S = 10.0
+"""A plan that lies there for so long is not looked for by anybody."""
+TOLD = ("chaos", "fault", "mended", "spared", "warning", "ending", "finished")
+DISK_KINDS = ("disk-full", "disk-slow")
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What can be done to a run, and by whom."""
+
+    pid: int
+    breakable: bool
+
+    def refuses(self, plan: Plan) -> str:
+        """Why not this plan; empty: it can be done."""
+        if self.breakable:
+            return ""
+        kinds = {fault.kind for fault in plan.faults()}
+        needs = sorted(kind for kind in kinds if KINDS[kind].on == "link" or kind in DISK_KINDS)
+        return f"{', '.join(needs)} need a run that was started with atoll train --breakable" if needs else ""
+
+
+class Standby:
+    """Belongs to one run. Hand `route` (where it is breakable), `beside` and `watch` to it."""
+
+    def __init__(self, config: Config, out: RunDir, *, breakable: bool) -> None:
+        self._out, self._config = out, config
+        self._ready = Ready(os.getpid(), breakable)
+        self._injector = Injector(Plan(config=config), out.path / TROUBLE)
+
+    async def run(self, run: LocalRun) -> None:
+        """From its beginning to its end."""
+        self._injector.run = run
+        try:
+            await run.run()
+        finally:
+            await self._injector.close()
+
+    async def route(self, url: str) -> dict[str, str]:
+        return await self._injector.route(url)
+
+    def watch(self, status: RunStatus | None, kinds: set[str]) -> None:
+        self._injector.noticed(kinds)
+        self._injector.watch(status)
+
+    async def beside(self) -> None:
+        sign = self._out.path / SIGN
+        write_atomic(sign, msgspec.json.encode(self._ready))
+        try:
+            while True:
+                if (plan := self._take()) is not None:
+                    await self._attack(plan)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            sign.unlink(missing_ok=True)
+
+    def _take(self) -> Plan | None:
+        path = self._out.path / ATTACK
+        if not path.exists():
+            return None
+        events = self._injector.run.events
+        try:
+            plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+            plan = msgspec.structs.replace(plan, config=self._config)
+            check(plan, ATTACK)
+            if reason := self._ready.refuses(plan):
+                raise ConfigError(reason)
+        except (OSError, msgspec.MsgspecError, ConfigError) as error:
+            events.say("warning", f"a plan of faults was not understood, and nothing is done: {error}")
+            return None
+        finally:
+            path.unlink(missing_ok=True)
+        return plan
+
+    async def _attack(self, plan: Plan) -> None:
+        self._injector.plan = plan
+        await self._injector.attack()
+
+
+# ---- the other side ------------------------------------------------------------------------------------------------
+
+
+def ready(out: RunDir) -> Ready:
+    """Who does what a plan says to the run in this folder."""
+    try:
+        found = msgspec.json.decode((out.path / SIGN).read_bytes(), type=Ready)
+        os.kill(found.pid, 0)
+    except (FileNotFoundError, ProcessLookupError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"no run goes on in {out.path}: --run is for one that `atoll train` is busy with") from error
+    except PermissionError as error:
+        raise ConfigError(f"the run in {out.path} belongs to somebody else: {error}") from error
+    return found
+
+
+def order(out: RunDir, plan: Plan) -> Ready:
+    """Hand a plan to a run that goes on."""
+    found = ready(out)
+    if reason := found.refuses(plan):
+        raise ConfigError(reason)
+    path: Path = out.path / ATTACK
+    if path.exists():
+        raise ConfigError(f"another plan waits in {path} already")
+    write_atomic(path, msgspec.json.encode(plan))
+    return found
+
+
+def follow(out: RunDir, tail: EventTail) -> Iterator[Event]:
+    """What is done to a run, until that run is over. A plan that nobody takes is taken back."""
+    begun, deadline = False, time.monotonic() + TAKEN_S
+    while True:
+        over = _over(out)
+        for event in tail.read_new():
+            begun = begun or event["kind"] == "chaos"
+            if event["kind"] in TOLD:
+                yield event
+        if over and begun:
+            return
+        if not begun and (over or time.monotonic() > deadline):
+            (out.path / ATTACK).unlink(missing_ok=True)
+            raise ConfigError(f"the run in {out.path} did not take the plan; its last events say why")
+        time.sleep(LOOK_S)
+
+
+def _over(out: RunDir) -> bool:
+    try:
+        ready(out)
+    except ConfigError:
+        return True
+    return False
