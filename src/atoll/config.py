@@ -51,6 +51,14 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free one."""
+    keys: str = ""
+    """The folder of certificate and tokens (`atoll cert`). Empty: this machine alone, and nobody is asked."""
+    advertise: tuple[str, ...] = ()
+    """HOST or HOST:PORT under which learners find it, for the join link; empty: as this machine knows itself."""
+    mutual: bool = False
+    """Learners must bring a certificate of the keys' own authority."""
+    front: str = ""
+    """The certificate of a proxy in front that ends TLS. Empty: none; else this port is in the clear, on loopback."""
     durability: Literal["round", "cut"] = "round"
     """round: every round is on disk before it is told. cut: the disk is only waited for at cuts, so that a crash of the
     whole machine (not of a process) may cost the rounds since the last one."""

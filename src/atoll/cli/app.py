@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import msgspec
 import typer
 from rich.console import Console
 
+from atoll.config import convert
+from atoll.fabric.certificates import fingerprint
+from atoll.fabric.way import SCHEME, Way, way_of
 from atoll.observe.closing import print_closing
 from atoll.observe.story import last_sample, story
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
+from atoll.syncer.doors import read_tokens
 from atoll.telemetry.events import parse
 
 app = typer.Typer(
@@ -57,11 +63,27 @@ def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:
 
 
 def address_of(run: RunDir) -> str:
-    """Where the syncer of a run listens."""
+    """Where the syncer of a run listens; with the operator's token, where one is asked for."""
     try:
-        return run.address.read_text()
+        url = run.address.read_text()
     except OSError as error:
         raise ConfigError(f"{run.path} holds no run with a syncer: name the folder that --out made") from error
+    service = convert(document_of(run.settings if run.settings.exists() else None), str(run.settings)).service
+    if not service.keys:
+        return url
+    keys = KeyDir.open(Path(service.keys))
+    if (token := read_tokens(keys).with_role("operator", time.time())) is None:
+        raise ConfigError(f"{keys.tokens} has no operator's token that counts: atoll tokens add NAME --role operator")
+    pin = fingerprint(keys.certificate.read_bytes()) if url.startswith("https") else ""
+    return Way(urls=(url,), token=token.secret, pin=pin).link()
+
+
+def where(run: str) -> str:
+    """Where a syncer is, by a run's folder, an address or a join link."""
+    if run.startswith(("http://", SCHEME)):
+        way_of(run)
+        return run
+    return address_of(RunDir(Path(run).absolute()))
 
 
 def short(path: Path) -> Path:

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.app import address_of, app
-from atoll.fabric.client import checked_url
+from atoll.cli.app import app, where
 from atoll.observe.doctor import Check, examine
 from atoll.observe.figures import plain
-from atoll.store.rundir import RUNS, RunDir
+from atoll.store.rundir import RUNS
 
 LOOKS = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red")}
 NAME = 14
@@ -42,7 +41,7 @@ def doctor(
 
       atoll doctor --syncer http://127.0.0.1:7077 --out /data/runs
     """
-    url = _address(syncer) if syncer else None
+    url = where(syncer) if syncer else None
     console = Console(stderr=json_)
     found: list[Check] = []
     with console.status("looking") as status:
@@ -58,10 +57,6 @@ def doctor(
         console.print(_closing(counts))
     if counts["fail"]:
         raise typer.Exit(1)
-
-
-def _address(syncer: str) -> str:
-    return checked_url(syncer) if syncer.startswith("http") else address_of(RunDir(Path(syncer).absolute()))
 
 
 def _row(check: Check) -> Table:

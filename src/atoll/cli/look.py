@@ -11,14 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import address_of, app, short
-from atoll.fabric.client import checked_url, get_json
+from atoll.cli.app import app, short, where
+from atoll.fabric.client import get_json
 from atoll.fabric.transfer import post_settings
 from atoll.observe.export import export_run
 from atoll.observe.screen import Screen
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import RunFailed, Unreachable
-from atoll.store.rundir import RunDir
 from atoll.telemetry.status import RunStatus
 
 
@@ -34,7 +33,7 @@ def status(
 
       atoll status atoll-runs/first --watch
     """
-    url = checked_url(run) if run.startswith("http") else address_of(RunDir(Path(run).absolute()))
+    url = where(run)
     try:
         now = asyncio.run(_status(url))
     except Unreachable as error:
@@ -130,7 +129,7 @@ def set_(
 
       atoll set atoll-runs/first quorum=2 outer_lr=0.5
     """
-    url = checked_url(run) if run.startswith("http") else address_of(RunDir(Path(run).absolute()))
+    url = where(run)
     try:
         changed = asyncio.run(post_settings(url, words))
     except Unreachable as error:

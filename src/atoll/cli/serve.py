@@ -6,19 +6,27 @@ import os
 import re
 import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
 from atoll.cli.app import app, close, document_of, short
-from atoll.config import convert, merged
-from atoll.fabric.client import checked_url
+from atoll.cli.keys import Last, join_link, own_address, remember
+from atoll.config import Config, Service, convert, merged
+from atoll.fabric.certificates import fingerprint
+from atoll.fabric.way import SCHEME, check_bind, host_port, way_of
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.observe import dashboard
+from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
+from atoll.syncer.doors import read_tokens
 from atoll.syncer.process import serve
 
 
@@ -31,6 +39,20 @@ def syncer(
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
     port: Annotated[int, typer.Option(help="Where to listen; 0 for any.")] = 7077,
+    bind: Annotated[
+        str | None, typer.Option(help="The address to listen on; others than this machine's own need --keys.")
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="What atoll cert made.", metavar="DIR")] = None,
+    advertise: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST or HOST:PORT for the join link; several times for several.", metavar="HOST"),
+    ] = None,
+    mutual: Annotated[
+        bool | None, typer.Option("--mutual", help="Learners must bring a certificate (atoll cert --learner).")
+    ] = None,
+    front: Annotated[
+        Path | None, typer.Option(help="The certificate of a proxy in front that ends TLS.", metavar="FILE")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.")] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.", metavar="DIR")] = None,
     standby: Annotated[
@@ -43,62 +65,108 @@ def syncer(
 
       atoll syncer --learners 2 --steps 500 --port 7077
 
+      atoll cert && atoll syncer --bind 0.0.0.0 --keys atoll-keys --advertise syncer.example.org
+
       atoll syncer --standby atoll-runs/20260101-120000 --port 7078
     """
+    door = {
+        "host": bind,
+        "port": port,
+        "keys": str(keys.absolute()) if keys is not None else None,
+        "advertise": advertise or None,
+        "mutual": mutual,
+        "front": str(front.absolute()) if front is not None else None,
+    }
     if resume is not None or standby is not None:
-        _serve_again(resume or standby, port, waits=standby is not None)
+        _serve_again(resume or standby, door, waits=standby is not None)
         return
     changes: dict[str, dict[str, Any]] = {
         "protocol": {"learners": learners, "steps": steps, "tokens": tokens, "quorum": quorum},
-        "service": {"port": port},
+        "service": door,
     }
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
+    check_door(settings.service)
     run_dir = RunDir.create(out, force=force)
     write_atomic(run_dir.settings, settings.toml())
-    console = Console()
-
-    def ready(url: str) -> None:
-        console.print(f"syncer at [bold]{url}[/], run in {short(run_dir.path)}", soft_wrap=True)
-        console.print(f"dashboard: {url}/", soft_wrap=True)
-        console.print(f"join with: atoll learn SCRIPT --syncer {url}", soft_wrap=True)
-
-    code = serve(settings, run_dir, evaluated=False, ready=ready, pages=dashboard.pages)
-    if code:
-        raise typer.Exit(code)
-    close(run_dir, console)
+    _serve(settings, run_dir, None)
 
 
-def _serve_again(folder: Path | None, port: int, *, waits: bool) -> None:
+def _serve_again(folder: Path | None, door: dict[str, Any], *, waits: bool) -> None:
     """A run that lies there already: at once, or when the syncer that serves it is gone or stands still."""
     assert folder is not None
-    run_dir, console = RunDir.open(folder), Console()
-    settings = convert(merged(document_of(run_dir.settings), {"service": {"port": port}}), str(run_dir.settings))
-
-    def ready(url: str) -> None:
-        console.print(f"syncer at [bold]{url}[/], run in {short(run_dir.path)}", soft_wrap=True)
-        console.print(f"dashboard: {url}/", soft_wrap=True)
+    run_dir = RunDir.open(folder)
+    settings = convert(merged(document_of(run_dir.settings), {"service": door}), str(run_dir.settings))
+    check_door(settings.service)
 
     def waiting() -> None:
-        console.print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
+        Console().print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
 
-    code = serve(
-        settings,
-        run_dir,
-        evaluated=False,
-        standby=waiting if waits else None,
-        ready=ready,
-        pages=dashboard.pages,
-    )
+    _serve(settings, run_dir, waiting if waits else None)
+
+
+def _serve(settings: Config, run_dir: RunDir, standby: Callable[[], None] | None) -> None:
+    console = Console()
+
+    def ready(url: str, run: str) -> None:
+        console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
+        console.print(f"dashboard: {url}/", soft_wrap=True)
+        for line in invitation(settings.service, url, run):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    code = serve(settings, run_dir, evaluated=False, standby=standby, ready=ready, pages=dashboard.pages)
     if code:
         raise typer.Exit(code)
     close(run_dir, console)
+
+
+def check_door(service: Service) -> None:
+    """Before anything is made: who binds beyond this machine has TLS and tokens."""
+    check_bind(service.host, secured=bool(service.keys) and not service.front)
+    if (service.mutual or service.front) and not service.keys:
+        raise ConfigError("--mutual and --front go with --keys: make them with `atoll cert`")
+    if service.keys:
+        KeyDir.open(Path(service.keys))
+
+
+def invitation(service: Service, url: str, run: str) -> list[str]:
+    """How learners join."""
+    if not service.keys:
+        return [f"join with: atoll learn SCRIPT --syncer {url}"]
+    keys = KeyDir.open(Path(service.keys))
+    pin = fingerprint(Path(service.front).read_bytes() if service.front else keys.certificate.read_bytes())
+    port = urlsplit(url).port or 0
+    hosts = service.advertise or (_own_host(service.host),)
+    last = Last(tuple(host if _has_port(host) else host_port(host, port) for host in hosts), run, pin)
+    remember(keys, last)
+    token = read_tokens(keys).with_role("learner", time.time())
+    if token is None:
+        return ["nobody can join yet: atoll tokens add NAME makes a token and prints its link"]
+    return [
+        "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
+        "join with (a secret: whoever has it can join):",
+        f"  atoll learn SCRIPT --join {join_link(last, token)}",
+    ]
+
+
+def _own_host(host: str) -> str:
+    return (own_address() or "127.0.0.1") if host in ("0.0.0.0", "::") else host
+
+
+def _has_port(host: str) -> bool:
+    return bool(re.search(r":\d+$", host)) and (not host.count(":") > 1 or "]:" in host)
 
 
 @app.command(context_settings={"allow_extra_args": True})
 def learn(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script, which uses atoll.Learner.")],
-    syncer: Annotated[str, typer.Option(help="Where the syncer listens; several with commas.", envvar="ATOLL_SYNCER")],
+    join: Annotated[
+        str | None, typer.Option(help="The join link that the syncer printed.", envvar="ATOLL_JOIN", metavar="LINK")
+    ] = None,
+    syncer: Annotated[
+        str | None,
+        typer.Option(help="Or where it listens on this machine; several with commas.", envvar="ATOLL_SYNCER"),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Its own in the run; by default this machine and process.", envvar="ATOLL_LEARNER"),
@@ -110,15 +178,39 @@ def learn(
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")
     ] = False,
+    ca: Annotated[
+        Path | None, typer.Option(help="The authority of the syncer's certificate.", envvar="ATOLL_CA", metavar="FILE")
+    ] = None,
+    cert: Annotated[
+        Path | None, typer.Option(help="Our own certificate (mutual TLS).", envvar="ATOLL_CERT", metavar="FILE")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="And its key.", envvar="ATOLL_KEY", metavar="FILE")] = None,
+    proxy: Annotated[
+        str | None, typer.Option(help="An HTTP proxy to dial through.", envvar="ATOLL_PROXY", metavar="URL")
+    ] = None,
 ) -> None:
     """Run a training script as one learner of a run that somebody else started.
 
-    Example:
+    ATOLL_JOIN says the same as --join, and is in no list of processes.
+
+    Examples:
+
+      atoll learn my_script.py --join atoll://TOKEN@syncer.example.org:7077/RUN/FINGERPRINT
 
       atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
     """
     arguments = script_arguments(script, context.args)
-    os.environ["ATOLL_SYNCER"] = ",".join(checked_url(one) for one in syncer.split(","))
+    if (where := join or syncer) is None:
+        raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
+    for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
+        if value is not None:
+            os.environ[variable] = str(value.absolute())
+    if proxy is not None:
+        os.environ["ATOLL_PROXY"] = proxy
+    way = way_of(where)
+    way.context()  # what cannot be used is said now
+    os.environ["ATOLL_SYNCER"] = where if where.startswith(SCHEME) else ",".join(way.urls)
+    os.environ.pop("ATOLL_JOIN", None)
     os.environ["ATOLL_LEARNER"] = checked_name(name or _own_name())
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
     if folder is not None:

@@ -15,12 +15,10 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from atoll.fabric.outbox import Outbox
-from atoll.fabric.security import check_loopback
 from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
 from atoll.fabric.transfer import (
     body_headers,
@@ -31,12 +29,14 @@ from atoll.fabric.transfer import (
     get_json,
     post_score,
     put_body,
+    reason_of,
 )
+from atoll.fabric.way import Way, checked_url, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
 
-__all__ = ["Link", "get_fragment_once", "get_json", "post_score"]
+__all__ = ["Link", "checked_url", "get_fragment_once", "get_json", "post_score"]
 
 
 class Link:
@@ -44,7 +44,7 @@ class Link:
 
     def __init__(
         self,
-        url: str,
+        where: str,
         *,
         hello: Callable[[], Hello],
         on_open: Callable[[], None],
@@ -53,7 +53,8 @@ class Link:
         limits: Limits | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._urls = [checked_url(one) for one in url.split(",")]
+        self._way = way_of(where)
+        self._urls = list(self._way.urls)
         self.bytes_in = 0
         self.bytes_out = 0
         self._hello = hello
@@ -76,12 +77,17 @@ class Link:
         return self._urls[0]
 
     @property
+    def private(self) -> bool:
+        """Its syncer asks for something at the door; then learners do not talk past it."""
+        return self._way.private
+
+    @property
     def up(self) -> bool:
         return self._outbox is not None
 
     async def run(self) -> None:
         self._idle.clear()
-        self._control = _control_session(self._limits)
+        self._control = _control_session(self._way, self._limits)
         try:
             while not self._closing.is_set():
                 reason = await self._connected()
@@ -140,7 +146,8 @@ class Link:
         direct: str = "",
     ) -> str:
         """The digest of a peer's state, which came into the buffer that `into` gave for its size."""
-        sources = [*_direct(direct, ticket), Source.relayed(self.url, ticket, learner, session)]
+        near = _direct(direct, ticket) if not self.private else []
+        sources = [*near, Source.relayed(self.url, ticket, learner, session)]
         arrival = Arrival(into, most_bytes)
         try:
             return await get_state(self._for_bodies(), sources, arrival, deadline_s, self._limits)
@@ -175,7 +182,7 @@ class Link:
 
     def _for_bodies(self) -> aiohttp.ClientSession:
         if self._bodies is None:
-            self._bodies = body_session(self._limits)
+            self._bodies = body_session(self._way, self._limits)
         return self._bodies
 
     async def _pause(self) -> None:
@@ -193,6 +200,9 @@ class Link:
             socket = await self._dial()
         except TimeoutError:
             return f"{self.url} did not answer within {self._limits.dial_s:g} s"
+        except Denied as error:
+            self._on_message(Refused(reason=str(error), final=True))
+            return str(error)
         except (aiohttp.ClientError, OSError, PeerError) as error:
             return one_line(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
         outbox = Outbox(self._limits.send_queue)
@@ -244,26 +254,12 @@ class Link:
         await socket.close()
 
 
-def checked_url(url: str) -> str:
-    """http://HOST:PORT without a path; ConfigError otherwise."""
-    parts = urlsplit(url)
-    try:
-        good = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/") and not parts.query
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(one_line(f"{url!r} is no address of a syncer: it looks like http://127.0.0.1:7077"))
-    return url.rstrip("/")
-
-
 def _direct(url: str, ticket: str) -> list[Source]:
-    """Where a peer says that it can be reached; what we may not dial is passed over, for the syncer passes it on."""
+    """Where a peer on this machine says that it can be reached. Of any other the syncer passes the state on."""
     try:
-        checked = checked_url(url)
-        check_loopback(urlsplit(checked).hostname or "")
+        return [Source.direct(checked_url(url), ticket)]
     except ConfigError:
         return []
-    return [Source.direct(checked, ticket)]
 
 
 def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -> str:
@@ -275,21 +271,31 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
     return f"the syncer closed the control channel{': ' + why if why else ''}"
 
 
-def _control_session(limits: Limits) -> aiohttp.ClientSession:
+def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=2, force_close=True),
+        connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
+        headers=way.headers,
+        proxy=way.proxy or None,
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        middlewares=[_no_redirect],
+        middlewares=[_plain_answers],
     )
 
 
-async def _no_redirect(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """A WebSocket's handshake would follow one, whatever else is said."""
+class Denied(PeerError):
+    """The syncer does not let us in, and dialling again with the same token cannot help."""
+
+
+async def _plain_answers(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
     response = await handler(request)
     if 300 <= response.status < 400:
         await response.read()
         response.close()
         raise PeerError("it answered with a redirect: is this a syncer?")
+    if response.status in (401, 403):
+        reason = await reason_of(response)
+        response.close()
+        raise Denied(reason)
     return response

@@ -4,31 +4,40 @@ Rules:
 - one live channel per learner: a newer one that the desk accepts replaces it, and the desk hears nothing more of the
   replaced one; a newer one that the desk refuses changes nothing;
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
+- a name belongs to the token that it first came by; whose token counts no more is sent away within a second;
 - the hello must come within 5 s; a silent peer is pinged and lost after 9 s; a slow one after 1024 waiting messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 from aiohttp import WSMsgType, web
 
 from atoll.fabric.desk import Channel, Desk
+from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.wire import Limits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Hello, Refused
 
+BURST_S = 5.0
+"""Seconds' worth of messages that may come at once: what waited behind a link that was down."""
+
 
 class Control:
-    def __init__(self, desk: Desk, limits: Limits) -> None:
+    def __init__(self, desk: Desk, limits: Limits, guard: Guard | None = None) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.bad_frames = 0
         self._desk = desk
         self._limits = limits
+        self._guard: Guard = guard or OpenDoor()
         self._channels: dict[str, Channel] = {}
+        self._owners: dict[str, str] = {}
+        """By which token each name came first: nobody else's token speaks under it."""
 
     def channel(self, learner: str) -> Channel | None:
         """The live one."""
@@ -54,12 +63,17 @@ class Control:
             return socket
         outbox = Outbox(limits.send_queue)
         channel = Channel(
-            hello.learner, hello.session, outbox=outbox, flush_s=limits.flush_s, abort=lambda: _abort(request)
+            hello.learner,
+            hello.session,
+            outbox=outbox,
+            flush_s=limits.flush_s,
+            abort=lambda: _abort(request),
+            token=request[VISITOR].token,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
             try:
-                if self._open(channel, hello):
+                if self._open(channel, hello, request[VISITOR]):
                     await self._read(socket, channel)
                 else:
                     await self._until_closed(socket)
@@ -70,23 +84,47 @@ class Control:
                 self._shut(channel)
         return socket
 
-    def _open(self, channel: Channel, hello: Hello) -> bool:
+    def _open(self, channel: Channel, hello: Hello, visitor: Visitor) -> bool:
+        try:
+            self._check_owner(channel, visitor)
+        except PeerError as error:
+            self._reject(channel, error, final=True)
+            return False
         try:
             self._desk.opened(channel, hello)
         except PeerError as error:
             self._reject(channel, error)
         if channel.closing:
             return False
+        self._owners[channel.learner] = channel.token
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
         if older is not None:
             older.close("replaced by a newer connection of the same learner")
         return True
 
+    def _check_owner(self, channel: Channel, visitor: Visitor) -> None:
+        learner, token = channel.learner, channel.token
+        there = {name for name, other in self._channels.items() if other.token == token and not other.closing}
+        self._guard.may_join(visitor, learner, there)
+        owner = self._owners.get(learner, token)
+        if owner != token and not self._guard.gone(owner):
+            raise PeerError(
+                f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
+            )
+
+    def sweep(self) -> None:
+        """Send away whose token counts no more."""
+        for channel in list(self._channels.values()):
+            if not channel.closing and (reason := self._guard.gone(channel.token)):
+                self._reject(channel, PeerError(reason), final=True)
+
     async def _read(self, socket: web.WebSocketResponse, channel: Channel) -> None:
+        flood = Flood(self._limits.messages_rate, asyncio.get_running_loop().time)
         while True:
             try:
                 message = decode_from_learner(await self._frame(socket))
+                flood.one_more()
                 if isinstance(message, Hello):
                     raise PeerError("a second hello on the same channel")
                 if not channel.closing:
@@ -94,9 +132,9 @@ class Control:
             except PeerError as error:
                 self._reject(channel, error)
 
-    def _reject(self, channel: Channel, error: PeerError) -> None:
+    def _reject(self, channel: Channel, error: PeerError, *, final: bool = False) -> None:
         self.bad_frames += 1
-        channel.send(Refused(reason=one_line(error), final=False))
+        channel.send(Refused(reason=one_line(error), final=final))
         channel.close(f"refused: {error}")
 
     def _shut(self, channel: Channel) -> None:
@@ -146,6 +184,21 @@ class Control:
     async def _until_closed(self, socket: web.WebSocketResponse) -> None:
         while True:
             await self._frame(socket)
+
+
+class Flood:
+    """A learner may send so many messages a second, and has some seconds' worth of them to begin with."""
+
+    def __init__(self, rate: float, clock: Callable[[], float]) -> None:
+        self._rate, self._clock = rate, clock
+        self._left, self._at = BURST_S * rate, clock()
+
+    def one_more(self) -> None:
+        now = self._clock()
+        self._left = min(BURST_S * self._rate, self._left + (now - self._at) * self._rate) - 1
+        self._at = now
+        if self._left < 0:
+            raise PeerError(f"more than {self._rate:g} messages a second: this is a flood")
 
 
 class _Gone(Exception):

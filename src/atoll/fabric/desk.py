@@ -16,10 +16,19 @@ class Channel:
     """One learner's control channel, after its hello. Belongs to the event loop."""
 
     def __init__(
-        self, learner: str, session: str, *, outbox: Outbox, abort: Callable[[], None], flush_s: float
+        self,
+        learner: str,
+        session: str,
+        *,
+        outbox: Outbox,
+        abort: Callable[[], None],
+        flush_s: float,
+        token: str = "",
     ) -> None:
         self.learner = learner
         self.session = session
+        self.token = token
+        """The name of what it showed at the door; no secret."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox
@@ -111,3 +120,6 @@ class Desk(Protocol):
     def change(self, words: Sequence[str]) -> str:
         """Settings that the operator changes; what has changed."""
         ...
+
+    def turned_away(self, address: str, reason: str) -> None:
+        """Somebody was not let in."""

@@ -3,7 +3,8 @@
     GET /v1/state/{ticket}   a body; headers Atoll-Size, Atoll-Digest; Range: bytes=START- for what is left of it
 
 Rules:
-- loopback only; so many connections, more are closed unread; headers within 5 s; every error is {"error": "one line"};
+- beyond this machine only with TLS and tokens (`guard`); connections as `doorway` lets them in;
+- every error is {"error": "one line"};
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;
 - a state goes from the learner's own buffers to the socket, 1 MiB at a time; once withdrawn, they are not read again;
@@ -13,8 +14,9 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
+import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,10 +24,12 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from atoll.fabric.doorway import Doorway, address_of
+from atoll.fabric.guard import VISITOR, Guard, OpenDoor
 from atoll.fabric.intake import Rejected
-from atoll.fabric.security import check_loopback
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.transfer import pieces
+from atoll.fabric.way import check_bind, host_port
 from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -40,21 +44,38 @@ T = TypeVar("T")
 class Port:
     """One listening port: bounded connections, a deadline on headers, one-line errors."""
 
-    def __init__(self, host: str, port: int, limits: Limits) -> None:
-        check_loopback(host)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limits: Limits,
+        *,
+        guard: Guard | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        check_bind(host, secured=guard is not None and tls is not None)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
         self.host = host
         self.port = port
         """As asked for; once it is open, as it is."""
-        self._limits = limits
-        self._unheard: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._limits, self._tls = limits, tls
+        self._guard: Guard = guard or OpenDoor()
+        self._shares = Shares(limits.token_connections)
         self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._doorway: Doorway | None = None
+
+    @property
+    def turned_away(self) -> int:
+        """Connections that found no place."""
+        return self._doorway.turned_away if self._doorway is not None else 0
 
     def _pages_may(self, request: web.Request) -> bool:
         """Whether a web page may ask this."""
         return False
+
+    def _refused(self, request: web.Request, reason: str) -> None:
+        """Somebody was not let in."""
 
     async def _open(self, routes: Iterable[web.RouteDef]) -> None:
         limits = self._limits
@@ -70,44 +91,34 @@ class Port:
             auto_decompress=False,
         )
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._doorway = Doorway(limits, self._tls, server, lambda: server.connections, _force_close)
         try:
-            loop = asyncio.get_running_loop()
-            self._listener = await loop.create_server(self._accept, self.host, self.port, backlog=128)
-        except OSError as error:
+            self.port = await self._doorway.open(self.host, self.port)
+        except ConfigError:
             await self._runner.cleanup()
-            raise ConfigError(_unbindable(self.host, self.port, error)) from error
-        self.port = self._listener.sockets[0].getsockname()[1]
+            raise
 
     async def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        if self._doorway is not None:
+            await self._doorway.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        for timer in self._unheard.values():
-            timer.cancel()
-        self._unheard.clear()
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        assert self._runner is not None
-        server = self._runner.server
-        if server is None or max(len(server.connections), len(self._unheard)) >= self._limits.connections:
-            return _Closed()
-        connection = server()
-        loop = asyncio.get_running_loop()
-        self._unheard[connection] = loop.call_later(self._limits.header_s, self._unanswered, connection)
-        return connection
-
-    def _unanswered(self, connection: web.RequestHandler) -> None:
-        del self._unheard[connection]
-        connection.force_close()
 
     @web.middleware
     async def _answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        timer = self._unheard.pop(request.protocol, None)
-        if timer is not None:
-            timer.cancel()
+        assert self._doorway is not None
+        try:
+            request[VISITOR] = self._guard.admit(request)
+        except Rejected as error:
+            self._refused(request, str(error))
+            return _turned_away(request, error)
+        if not self._shares.takes(request.protocol, request[VISITOR].token):
+            return _turned_away(request, Rejected(429, "this token has too many connections open: try again later"))
+        self._doorway.heard(request.protocol)
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
@@ -148,8 +159,7 @@ class Host(Port):
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{host_port(self.host, self.port)}"
 
     async def start(self) -> None:
         await self._open([web.get(f"/v1/state/{{ticket:{TICKET}}}", self._state, allow_head=False)])
@@ -244,14 +254,38 @@ def error_response(status: int, reason: object) -> web.Response:
     return web.json_response({"error": one_line(reason)}, status=status)
 
 
-class _Closed(asyncio.Protocol):
-    """One connection too many."""
+def _turned_away(request: web.Request, error: Rejected) -> web.Response:
+    """A stranger stays one: its connection closes with the answer, and nothing more of it is read."""
+    response = error_response(error.status, error)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = 'Basic realm="atoll", charset="UTF-8"'
+    response.force_close()
+    return response
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+
+class Shares:
+    """Open connections by token."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._token_of: dict[asyncio.BaseProtocol, str] = {}
+        self._counts: Counter[str] = Counter()
+        """Those of late that are closed already included: they are looked for only when it matters."""
+
+    def takes(self, connection: asyncio.BaseProtocol, token: str) -> bool:
+        """Whether there is a place for it, which it then has."""
+        if connection in self._token_of:
+            return True
+        if self._counts.total() >= self._most:
+            self._token_of = {one: name for one, name in self._token_of.items() if address_of(one) is not None}
+            self._counts = Counter(self._token_of.values())
+        if self._counts[token] >= self._most:
+            return False
+        self._token_of[connection] = token
+        self._counts[token] += 1
+        return True
 
 
-def _unbindable(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use on {host}: choose another with --port, or 0 for any"
-    return one_line(f"port {port} on {host} cannot be bound ({error.strerror or error}): choose another with --port")
+def _force_close(connection: asyncio.Protocol) -> None:
+    assert isinstance(connection, web.RequestHandler)
+    connection.force_close()

@@ -54,6 +54,10 @@ class Intake:
             raise Rejected(400, f"the body has {said}, this fragment needs exactly {size} bytes")
         if key in self._taken:
             raise Rejected(409, "the same body is being received already")
+        if sum(length for _, length in self._taken.values()) + size > self._limits.run_bytes:
+            raise Rejected(
+                429, f"the run's budget of {self._limits.run_bytes} bytes on their way is used up: try later"
+            )
         under_way = sum(length for owner, length in self._taken.values() if owner == learner)
         if under_way + size > self._limits.budget_bytes:
             raise Rejected(

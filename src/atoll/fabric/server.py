@@ -5,10 +5,12 @@
     PUT  /v1/initial/{learner}/{fragment}              the same, for version 0
     GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
-    GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings  JSON
+    GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
+    GET, PUT /v1/probe/{bytes}                         worth nothing: how fast the link is (see `probe`)
     and whatever `pages` bring, which only read
 
 Rules:
+- whoever asks anything has been let in by the guard (tokens, where there are any) before it is looked at;
 - only a learner whose channel is open, under that channel's session, may send a body, or ask for a peer's state;
 - a bad frame costs its sender the channel (see `control`), a bad request gets {"error": "one line"};
   nobody else notices either;
@@ -20,6 +22,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,9 +30,11 @@ from aiohttp import web
 
 from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
+from atoll.fabric.guard import VISITOR, Guard
 from atoll.fabric.host import Port, error_response
 from atoll.fabric.intake import Intake, Rejected
 from atoll.fabric.pages import Pages
+from atoll.fabric.probe import Probe
 from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
@@ -46,6 +51,8 @@ from atoll.protocol.errors import PeerError
 __all__ = ["Channel", "Desk", "Served", "Server"]
 
 T = TypeVar("T")
+SWEEP_S = 1.0
+"""Between two looks for tokens that count no more."""
 _NUMBER = r"\d{1,12}"
 
 
@@ -59,14 +66,18 @@ class Server(Port):
         limits: Limits | None = None,
         relay_limits: RelayLimits | None = None,
         pages: Pages | None = None,
+        guard: Guard | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(host, port, limits or Limits())
+        super().__init__(host, port, limits or Limits(), guard=guard, tls=tls)
         self._desk = desk
         self._pages = pages
         self._intake = Intake(self._limits)
-        self._control = Control(desk, self._limits)
+        self._control = Control(desk, self._limits, guard)
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
+        self._probe = Probe(self._limits)
+        self._sweeping: asyncio.Task[None] | None = None
 
     @property
     def bytes_in(self) -> int:
@@ -95,12 +106,21 @@ class Server(Port):
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
                 web.post("/v1/settings", self._settings),
+                *self._probe.routes(),
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
         )
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._control.sweep()
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         self._control.close("the syncer is stopping")
         self._relay.close("the syncer is stopping")
         if self._pages is not None:
@@ -120,7 +140,12 @@ class Server(Port):
         channel = self._control.channel(learner)
         if channel is None or channel.session != request.headers.get(SESSION_HEADER):
             raise Rejected(403, f"{learner} has no open control channel under this session: say hello first")
+        if channel.token != request[VISITOR].token:
+            raise Rejected(403, f"{learner} came by another token than this request shows")
         return channel
+
+    def _refused(self, request: web.Request, reason: str) -> None:
+        self._desk.turned_away(request.remote or "?", reason)
 
     async def _contribution(self, request: web.Request) -> web.Response:
         channel = self._member(request)

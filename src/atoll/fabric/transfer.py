@@ -1,8 +1,9 @@
 """Bodies and small JSON on plain HTTP requests: what a courier and an evaluator ask of a syncer.
 
-Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked; a body
-goes straight between the caller's buffer and the socket, 1 MiB at a time; a fragment of another length or digest than
-the syncer named is a PeerError. `Unreachable` is worth another try, a PeerError is the syncer's considered answer.
+Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked but the one
+that the way to the syncer names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
+fragment of another length or digest than the syncer named is a PeerError. `Unreachable` is worth another try, a
+PeerError is the syncer's considered answer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from atoll.fabric.way import Way, way_of
 from atoll.fabric.wire import (
     DIGEST_HEADER,
     MIB,
@@ -30,13 +32,17 @@ from atoll.protocol.errors import PeerError, Unreachable
 _ANSWER_BYTES = 64 * MIB
 """Largest JSON answer that is read."""
 _ERROR_BYTES = 64 * 1024
+_ANSWERS_S = 3.0
+"""An address that has not answered within this is passed over where there are others."""
 
 
-def body_session(limits: Limits) -> aiohttp.ClientSession:
+def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     """Connections for bodies, apart from the control channel's."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=16, keepalive_timeout=limits.keepalive_s / 2),
+        connector=aiohttp.TCPConnector(limit=16, keepalive_timeout=limits.keepalive_s / 2, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
+        headers=way.headers,
+        proxy=way.proxy or None,
         trust_env=False,
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -78,12 +84,9 @@ async def get_body(
     return version, round, found
 
 
-async def get_json(url: str, path: str, deadline_s: float = 10.0) -> object:
+async def get_json(where: str, path: str, deadline_s: float = 10.0) -> object:
     """What the syncer answers to GET `path`, decoded."""
-    async with (
-        body_session(Limits()) as session,
-        asked(session, "GET", url.rstrip("/") + path, deadline_s) as response,
-    ):
+    async with once(where, "GET", path, deadline_s) as response:
         data = await _bounded(response, _ANSWER_BYTES)
     try:
         answer: object = msgspec.json.decode(data)
@@ -92,31 +95,56 @@ async def get_json(url: str, path: str, deadline_s: float = 10.0) -> object:
     return answer
 
 
-async def post_score(url: str, score: Score, deadline_s: float = 10.0) -> None:
-    headers = {"Content-Type": "application/json"}
-    data = msgspec.json.encode(score)
-    async with (
-        body_session(Limits()) as session,
-        asked(session, "POST", url.rstrip("/") + "/v1/scores", deadline_s, headers=headers, data=data),
-    ):
+async def post_score(where: str, score: Score, deadline_s: float = 10.0) -> None:
+    async with once(where, "POST", "/v1/scores", deadline_s, msgspec.json.encode(score)):
         pass
 
 
-async def post_settings(url: str, words: Sequence[str], deadline_s: float = 10.0) -> str:
+async def post_settings(where: str, words: Sequence[str], deadline_s: float = 10.0) -> str:
     """Change settings of a running run, `key=value`; what has changed, empty for nothing."""
-    data = msgspec.json.encode(list(words))
-    async with (
-        body_session(Limits()) as session,
-        asked(session, "POST", url.rstrip("/") + "/v1/settings", deadline_s, data=data) as response,
-    ):
+    return await _told(where, "/v1/settings", words, "changed", deadline_s)
+
+
+async def post_drain(where: str, learner: str, deadline_s: float = 10.0) -> str:
+    """Let a learner leave without loss; what the syncer says of it."""
+    return await _told(where, "/v1/drain", [learner], "drained", deadline_s)
+
+
+async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_s: float) -> str:
+    async with once(where, "POST", path, deadline_s, msgspec.json.encode(list(words))) as response:
         answer = msgspec.json.decode(await _bounded(response, _ANSWER_BYTES), type=dict[str, str])
-    return answer.get("changed", "")
+    return answer.get(key, "")
 
 
-async def get_fragment_once(url: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
+async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
     """One fragment without a link: version, round, digest."""
-    async with body_session(Limits()) as session:
-        return await get_body(session, fragment_url(url, index), into, deadline_s)
+    way = way_of(where)
+    async with body_session(way, Limits()) as session:
+        return await get_body(session, fragment_url(await _answering(session, way), index), into, deadline_s)
+
+
+@asynccontextmanager
+async def once(
+    where: str, method: str, path: str, deadline_s: float, data: bytes | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """One request on a connection of its own, to the first address that answers."""
+    way = way_of(where)
+    headers = {"Content-Type": "application/json"} if data is not None else None
+    async with body_session(way, Limits()) as session:
+        url = await _answering(session, way)
+        async with asked(session, method, url + path, deadline_s, headers=headers, data=data) as response:
+            yield response
+
+
+async def _answering(session: aiohttp.ClientSession, way: Way) -> str:
+    """Of several addresses the first at which somebody speaks for the run."""
+    for url in way.urls[:-1]:
+        try:
+            async with asked(session, "GET", f"{url}/v1/status", _ANSWERS_S):
+                return url
+        except Unreachable:
+            continue
+    return way.urls[-1]
 
 
 def fragment_url(url: str, index: int) -> str:
@@ -153,7 +181,7 @@ async def asked(
             session.request(method, url, headers=headers, data=data, allow_redirects=False) as response,
         ):
             if response.status not in (200, 204, 206):
-                await _complain(response, url)
+                await _complain(response)
             yield response
     except TimeoutError:
         raise Unreachable(f"{method} {url} was not done within {deadline_s:g} s") from None
@@ -161,13 +189,18 @@ async def asked(
         raise Unreachable(one_line(f"{method} {url} failed: {str(error) or type(error).__name__}")) from None
 
 
-async def _complain(response: aiohttp.ClientResponse, url: str) -> None:
+async def reason_of(response: aiohttp.ClientResponse) -> str:
+    """Why a syncer says no, in its own words."""
     data = await _bounded(response, _ERROR_BYTES)
     try:
         reason = msgspec.json.decode(data, type=dict[str, str]).get("error", "")
     except (msgspec.MsgspecError, ValueError):
         reason = ""
-    text = one_line(reason or f"{url} answered {response.status}")
+    return one_line(reason or f"{response.url.origin()} answered {response.status}")
+
+
+async def _complain(response: aiohttp.ClientResponse) -> None:
+    text = await reason_of(response)
     if response.status in (408, 429) or response.status >= 500:
         raise Unreachable(text)
     raise PeerError(text)

@@ -41,8 +41,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Largest control message; a hello with 40,000 tensors fits."""
     score_bytes: int = 1 * MIB
     """Largest score of an evaluator."""
-    connections: int = 1024
+    connections: int = 4096
     """Open at once, of all peers together; more are closed unread."""
+    address_connections: int = 2048
+    """The same, of one address: a whole site may be behind one."""
+    token_connections: int = 2048
+    """The same, of one token."""
+    strangers: int = 512
+    """Connections that have not said yet who they are."""
+    messages_rate: float = 1000.0
+    """Control messages a second of one learner, over a few seconds; a flood costs it the channel."""
+    run_bytes: int = 65536 * MIB
+    """Bodies of all learners being received at once, together."""
     send_queue: int = 1024
     """Messages waiting for one peer that reads slowly; one more closes its channel."""
     budget_bytes: int = 4096 * MIB

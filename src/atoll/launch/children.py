@@ -36,6 +36,8 @@ class Child:
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None
+    successor: subprocess.Popen[bytes] | None = None
+    """One that waits for its turn, all that takes long behind it."""
     _deaths: int = field(default=0, repr=False)
     _started_at: float = field(default=0.0, repr=False)
     _restart_at: float | None = field(default=None, repr=False)
@@ -43,20 +45,37 @@ class Child:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = self._spawn(log)
+            self.process = self._succeeding() or self._spawn(log)
         if self.nice:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.process.pid, self.nice)
         self._started_at = time.monotonic()
         self._restart_at = None
 
-    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def prepare(self) -> None:
+        """Have a successor ready: a process of the same command that waits for a line on its standard input."""
+        if self.successor is None or self.successor.poll() is not None:
+            with self.log.open("ab") as log:
+                self.successor = self._spawn(log, "--wait")
+
+    def _succeeding(self) -> subprocess.Popen[bytes] | None:
+        found, self.successor = self.successor, None
+        if found is None or found.poll() is not None or found.stdin is None:
+            return None
+        try:
+            found.stdin.write(b"begin\n")
+            found.stdin.flush()
+        except OSError:
+            return None
+        return found
+
+    def _spawn(self, log: IO[bytes], *more: str) -> subprocess.Popen[bytes]:
         """In a process group of its own: Ctrl-C is for us, and we end it in good order.
 
         Not in a session of its own: Linux shares the processor fairly between sessions, and niceness would not count.
         """
         return subprocess.Popen(
-            self.command,
+            [*self.command, *more],
             env={**os.environ, **self.env, SUPERVISOR: str(os.getpid())},
             stdin=subprocess.PIPE if self.obeys else subprocess.DEVNULL,
             stdout=log,
@@ -134,13 +153,14 @@ class Child:
     def kill_all(self) -> None:
         """The child and whatever it started."""
         self._restart_at = None
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            if self.process.stdin is not None:
-                with suppress(OSError):
-                    self.process.stdin.close()
+        for process in (self.process, self.successor):
+            if process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if process.stdin is not None:
+                    with suppress(OSError):
+                        process.stdin.close()
 
     def last_words(self) -> str:
         """The last line of its log."""

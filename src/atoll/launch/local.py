@@ -148,6 +148,7 @@ class LocalRun:
             status = await self._status()
             self.watch(status)
             self._let_newcomers_first(status)
+            self._prepare_successor(status)
             self._kill_as_planned(status)
             self._mend()
             await asyncio.sleep(TICK_S)
@@ -329,6 +330,13 @@ class LocalRun:
                 self._learners[one.learner].give_way(TRAINING_NICE)
         if self._scorer is not None and status is not None and status.validation_round is not None:
             self._scorer.give_way(TRAINING_NICE)
+
+    def _prepare_successor(self, status: RunStatus | None) -> None:
+        """Once most of them train: what a syncer takes longest for is done before it is needed."""
+        if status is None or self._ending or not self._syncer.running:
+            return
+        if 2 * sum(one.state == "training" for one in status.learners) > self.config.protocol.learners:
+            self._syncer.prepare()
 
     def _kill_as_planned(self, status: RunStatus | None) -> None:
         for kill in [k for k in self._pending if status is not None and status.progress >= k.at]:

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from atoll.config import Config
+from atoll.fabric.way import host_port
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
@@ -44,11 +45,11 @@ def serve(
     changes: tuple[str, ...] = (),
     reopen: bool = False,
     standby: Callable[[], None] | None = None,
-    ready: Callable[[str], None] | None = None,
+    ready: Callable[[str, str], None] | None = None,
     pages: Maker | None = None,
     disk: Disk | None = None,
 ) -> int:
-    """Run a syncer until its run is over. Its address goes to the run directory, and to `ready`.
+    """Run a syncer until its run is over. Its address goes to the run directory, and with the run's name to `ready`.
 
     With `standby` it waits for its turn first, and says through it that it does. `pages` show the run on its port.
     """
@@ -62,7 +63,7 @@ def serve(
             keep=config.protocol.keep_cuts,
             disk=disk,
         )
-        begin = Beginning(changes, reopen, ready or (lambda url: None), pages(out) if pages is not None else None)
+        begin = Beginning(changes, reopen, ready or (lambda url, run: None), pages(out) if pages is not None else None)
         asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
         books.close()
     except* AtollError as errors:
@@ -96,7 +97,7 @@ class Beginning:
 
     changes: tuple[str, ...]
     reopen: bool
-    ready: Callable[[str], None]
+    ready: Callable[[str, str], None]
     pages: LivePages | None = None
 
 
@@ -127,12 +128,19 @@ async def _serve(
                 beside.append(tasks.create_task(_obey(service)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                url = f"http://{service.server.host}:{service.server.port}"
+                url = _local_url(config, service)
                 write_atomic(out.address, url.encode())
-                begin.ready(url)
+                begin.ready(url, service.name)
             await asyncio.wait([running])
             for task in beside:
                 task.cancel()
+
+
+def _local_url(config: Config, service: SyncerService) -> str:
+    """Where commands on this machine reach it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(service.server.host, service.server.host)
+    scheme = "https" if config.service.keys and not config.service.front else "http"
+    return f"{scheme}://{host_port(host, service.server.port)}"
 
 
 async def _obey(service: SyncerService) -> None:

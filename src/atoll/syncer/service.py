@@ -35,6 +35,7 @@ from atoll.protocol.records import Begun
 from atoll.protocol.syncer import Syncer
 from atoll.syncer.books import Books
 from atoll.syncer.changes import change
+from atoll.syncer.doors import doors_of
 from atoll.syncer.inbox import Inbox, Key
 from atoll.syncer.parameters import Buffer, Overflow, Parameters
 from atoll.syncer.recovery import CutState, Recovered, outer_of
@@ -49,6 +50,8 @@ LARGE = 1 << 18
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
 NORMS_BEATS = 3
+AWAY_S = 1.0
+"""Between two events of somebody who was not let in."""
 BEAT_S = 1.0
 """Between two signs of life to a standby."""
 LAST_SCORE_S = 120.0
@@ -87,6 +90,7 @@ class SyncerService:
         self._scored = asyncio.Event()
         self._emptied = asyncio.Event()
         self._reason = ""
+        self._strangers, self._told_away_at = 0, -AWAY_S
         self._scribe = Scribe(
             books.append,
             carry_out=self._carry_out,
@@ -96,7 +100,9 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        self.server = Server(self, host=config.service.host, port=config.service.port, pages=pages)
+        doors = doors_of(config.service, lambda: self._run)
+        host, port = config.service.host, config.service.port
+        self.server = Server(self, host=host, port=port, pages=pages, guard=doors.guard, tls=doors.tls)
         if books.recovered is not None:
             self._come_back(books.recovered)
             return
@@ -104,6 +110,11 @@ class SyncerService:
         data: dict[str, object] = {"run": run, "learners": config.protocol.learners, "settings": settings}
         data["versions"] = versions()
         events.say("run", f"run {run}: waiting for {config.protocol.learners} learners", data)
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        return self._run
 
     async def run(self, save: Callable[[Parameters], None]) -> None:
         """Serve until the run is over; `save` writes the finished model down."""
@@ -290,6 +301,15 @@ class SyncerService:
             self._handle(fx.Lost(channel.learner, reason))
         if not self._channels:
             self._emptied.set()
+
+    def turned_away(self, address: str, reason: str) -> None:
+        """Told once a second at most: whoever knocks fills no disk."""
+        self._strangers += 1
+        if self._loop.time() - self._told_away_at < AWAY_S:
+            return
+        self._told_away_at = self._loop.time()
+        data: dict[str, object] = {"address": address, "reason": reason, "count": self._strangers}
+        self._events.say("turned_away", f"{address} was not let in: {reason}", data)
 
     # ---- the desk: bodies ---------------------------------------------------------------------------------------
 

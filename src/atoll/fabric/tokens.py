@@ -1,0 +1,95 @@
+"""Tokens: who may do what, for how long. A secret that is shown is looked up by its hash; nothing is written here.
+
+| role | may |
+| --- | --- |
+| viewer | look: status, dashboard, metrics |
+| learner | take part, and look |
+| operator | all of it: change settings, drain learners |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from atoll.protocol.errors import ConfigError
+
+Role = Literal["viewer", "learner", "operator"]
+RANKS: dict[str, int] = {"viewer": 0, "learner": 1, "operator": 2}
+
+
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    id: str
+    """What people call it; no secret."""
+    secret: str
+    role: Role = "learner"
+    learner: str = ""
+    """Only for learners of this name; with a star at its end, of names that begin so. Empty: of any."""
+    most: int = 0
+    """Learners at once; 0: any number."""
+    expires: float = 0.0
+    """Seconds since 1970; 0: never."""
+    revoked: bool = False
+
+    def refuses(self, now: float) -> str:
+        """Why it does not count; empty: it does."""
+        if self.revoked:
+            return f"the token {self.id!r} was revoked: ask for another join link"
+        if self.expires and now >= self.expires:
+            since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires))
+            return f"the token {self.id!r} expired on {since}: ask for another join link"
+        return ""
+
+    def allows(self, learner: str) -> bool:
+        if self.learner.endswith("*"):
+            return learner.startswith(self.learner[:-1])
+        return self.learner in ("", learner)
+
+
+class Tokens:
+    """Those of one run, found by what is shown at the door."""
+
+    def __init__(self, tokens: Iterable[Token] = ()) -> None:
+        self.all = tuple(tokens)
+        self._by_hash = {_hash(token.secret): token for token in self.all}
+        """By hash: how long a look-up takes says nothing about a secret."""
+        ids = [token.id for token in self.all]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"two tokens are called {max(ids, key=ids.count)!r}: each needs a name of its own")
+
+    def find(self, secret: str) -> Token | None:
+        return self._by_hash.get(_hash(secret))
+
+    def named(self, id: str) -> Token:
+        for token in self.all:
+            if token.id == id:
+                return token
+        known = ", ".join(token.id for token in self.all) or "none"
+        raise ConfigError(f"there is no token {id!r}; there are: {known}")
+
+    def with_role(self, role: Role, now: float) -> Token | None:
+        """The first that counts now."""
+        return next((token for token in self.all if token.role == role and not token.refuses(now)), None)
+
+    def added(self, token: Token) -> Tokens:
+        return Tokens((*self.all, token))
+
+    def without(self, id: str) -> Tokens:
+        """The same with one that counts no more."""
+        gone = self.named(id)
+        revoked = msgspec.structs.replace(gone, revoked=True)
+        return Tokens(revoked if token is gone else token for token in self.all)
+
+
+def new_secret() -> str:
+    """256 bits that nobody guesses, as letters and digits that survive a chat and a shell."""
+    return secrets.token_hex(32)
+
+
+def _hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()

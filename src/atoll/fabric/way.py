@@ -1,0 +1,164 @@
+"""The way to a syncer: addresses, and what is shown and asked for at the door. One line of text, the join link.
+
+    atoll://TOKEN@HOST:PORT,HOST:PORT/RUN/FINGERPRINT     TLS 1.3, by the fingerprint of its certificate
+    atoll://TOKEN@HOST:PORT/RUN/ca                        TLS 1.3, by an authority (ATOLL_CA, or this machine's own)
+    atoll://HOST:PORT/RUN                                 in the clear: this machine alone
+    http://HOST:PORT,http://HOST:PORT                     the same, without a run
+
+Nothing in it means anything to a shell or a chat. Beside it, the environment may name files and a proxy: ATOLL_CA,
+ATOLL_CERT and ATOLL_KEY (mutual TLS), ATOLL_PROXY (without it HTTPS_PROXY, for what is not this machine).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from atoll.fabric.tls import client_context
+from atoll.fabric.wire import one_line
+from atoll.protocol.errors import ConfigError
+
+SCHEME = "atoll://"
+BY_AUTHORITY = "ca"
+RUN_HEADER = "Atoll-Run"
+
+_LINK = re.compile(
+    r"atoll://(?:(?P<token>[A-Za-z0-9_-]{16,128})@)?(?P<hosts>[^/@\s]+)"
+    r"(?:/(?P<run>[A-Za-z0-9._-]{0,64})(?:/(?P<pin>[0-9a-fA-F]{64}|ca))?)?/?"
+)
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    urls: tuple[str, ...]
+    run: str = ""
+    token: str = ""
+    pin: str = ""
+    """SHA-256 of the syncer's certificate, in hex; `ca`: by an authority."""
+    authority: str = ""
+    certificate: str = ""
+    key: str = ""
+    proxy: str = ""
+
+    def __repr__(self) -> str:
+        """A secret is in no log, wherever this is printed."""
+        return f"Way({', '.join(self.urls)}, run={self.run!r}, token={'…' if self.token else None})"
+
+    @property
+    def private(self) -> bool:
+        """Whether somebody has to show something to get in."""
+        return bool(self.token or self.pin)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request shows."""
+        shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {**shown, RUN_HEADER: self.run} if self.run else shown
+
+    def context(self) -> ssl.SSLContext | None:
+        """None: in the clear."""
+        if not self.pin:
+            return None
+        return client_context(
+            "" if self.pin == BY_AUTHORITY else self.pin,
+            _path(self.authority),
+            _path(self.certificate),
+            _path(self.key),
+        )
+
+    def link(self) -> str:
+        """As a person hands it on."""
+        hosts = ",".join(url.partition("://")[2] for url in self.urls)
+        return f"{SCHEME}{self.token + '@' if self.token else ''}{hosts}/{self.run}{'/' + self.pin if self.pin else ''}"
+
+
+def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
+    """The way that a link, or plain addresses with commas between them, name."""
+    text = text.strip()
+    if not text.startswith(SCHEME):
+        return Way(urls=tuple(checked_url(one) for one in text.split(",")))
+    found = _LINK.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"{_without_token(text)!r} is no join link: it looks like atoll://TOKEN@HOST:7077/RUN/FINGERPRINT, "
+            "as atoll syncer prints it"
+        )
+    pin = (found["pin"] or "").lower()
+    urls = tuple(_url(host, secure=bool(pin)) for host in found["hosts"].split(","))
+    proxy = env.get("ATOLL_PROXY") or env.get("HTTPS_PROXY") or env.get("https_proxy") or ""
+    near = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
+    return Way(
+        urls=urls,
+        run=found["run"] or "",
+        token=found["token"] or "",
+        pin=pin,
+        authority=env.get("ATOLL_CA", ""),
+        certificate=env.get("ATOLL_CERT", ""),
+        key=env.get("ATOLL_KEY", ""),
+        proxy=env.get("ATOLL_PROXY", "") if near else proxy,
+    )
+
+
+def checked_url(url: str) -> str:
+    """http://HOST:PORT without a path, on this machine; ConfigError otherwise."""
+    parts = urlsplit(url)
+    try:
+        good = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/") and not parts.query
+    except ValueError:
+        good = False
+    if not good or parts.username is not None:
+        raise ConfigError(one_line(f"{url!r} is no address of a syncer: it looks like http://127.0.0.1:7077"))
+    if not is_loopback(parts.hostname or ""):
+        raise ConfigError(
+            one_line(f"{url} is another machine, and this would go there in the clear: use the join link of its syncer")
+        )
+    return url.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, *, secured: bool) -> None:
+    """ConfigError for an address that another machine could reach, unless it is secured."""
+    if not secured and not is_loopback(host):
+        raise ConfigError(
+            f"binding to {host} lets other machines in, and that needs TLS and a token: make both with `atoll cert`, "
+            "then start with --keys, or bind to 127.0.0.1"
+        )
+
+
+def host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _url(host: str, *, secure: bool) -> str:
+    if not secure:
+        return checked_url(f"http://{host}")
+    parts = urlsplit(f"https://{host}")
+    try:
+        good = bool(parts.hostname and parts.port) and parts.netloc == host
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(one_line(f"{host!r} in the join link is no HOST:PORT"))
+    return f"https://{host}"
+
+
+def _path(name: str) -> Path | None:
+    return Path(name) if name else None
+
+
+def _without_token(text: str) -> str:
+    return one_line(re.sub(r"//[^@/]*@", "//…@", text))[:120]

@@ -1,0 +1,86 @@
+"""The folder of a syncer's keys, apart from any run's: nothing secret lies in a run's folder.
+
+    syncer.crt, syncer.key     the syncer's certificate and its key
+    tokens.json                who may join (fabric/tokens.py), changed while a run goes on
+    ca.crt, ca.key             an authority of one's own, where there is one
+    NAME.crt, NAME.key         a learner's certificate, for mutual TLS
+
+The folder has mode 700 and every file in it mode 600.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import write_atomic
+from atoll.store.rundir import checked_name
+
+FOLDER = Path("atoll-keys")
+"""Where `atoll cert` puts them, below the current folder."""
+OPEN_TO_OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDir:
+    path: Path
+
+    @property
+    def certificate(self) -> Path:
+        return self.path / "syncer.crt"
+
+    @property
+    def key(self) -> Path:
+        return self.path / "syncer.key"
+
+    @property
+    def authority(self) -> Path:
+        return self.path / "ca.crt"
+
+    @property
+    def authority_key(self) -> Path:
+        return self.path / "ca.key"
+
+    @property
+    def tokens(self) -> Path:
+        return self.path / "tokens.json"
+
+    def of_learner(self, name: str) -> tuple[Path, Path]:
+        name = checked_name(name)
+        if name in ("syncer", "ca"):
+            raise ConfigError(f"a learner cannot be called {name!r} here: its files would take the place of others")
+        return self.path / f"{name}.crt", self.path / f"{name}.key"
+
+    @classmethod
+    def open(cls, path: Path) -> KeyDir:
+        """One that `atoll cert` has made, and nobody else can read."""
+        found = cls(path.absolute())
+        if not found.certificate.is_file() or not found.tokens.is_file():
+            raise ConfigError(f"{path} holds no keys: make them with `atoll cert --out {path}`")
+        for file in (found.key, found.tokens):
+            if file.is_file() and file.stat().st_mode & OPEN_TO_OTHERS:
+                raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
+        return found
+
+    @classmethod
+    def create(cls, path: Path) -> KeyDir:
+        found = cls(path.absolute())
+        try:
+            found.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found.path.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+        return found
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Never readable by others, not for a moment."""
+        before = os.umask(0o077)
+        try:
+            write_atomic(path, data)
+            path.chmod(0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            os.umask(before)
