@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from tests.system.conftest import SCRIPTS, Run
+from tests.system.conftest import SCRIPTS, Run, members
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -71,3 +71,28 @@ def test_a_bad_plan_is_one_line_and_nothing_is_started(run: Run, tmp_path: Path,
     done = run.command("chaos", plan, "--out", run.out)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
     assert not run.out.exists()
+
+
+def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
+    plan = run.folder / "plan.toml"
+    faults = [
+        {"kind": "kill", "target": "learner-1", "at_s": 0.5},
+        {"kind": "blackhole", "target": "learner-0", "at_s": 1.0, "for_s": 1.0},
+        {"kind": "syncer-kill", "at_s": 3.0},
+    ]
+    plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
+    run.train(SCRIPTS / "plain.py", "--learners", "2", "--evaluate-every", "0", "--breakable", "--json")
+    run.until(lambda events: len({name for name, _ in members(events)}) == 2)
+    done = run.command("chaos", plan, "--run", run.folder / "nothing")
+    assert done.returncode == 2 and "holds no run" in done.stderr
+    attack = run.beside("chaos", plan, "--run", run.out, "--json")
+    run.until(lambda events: any(event["kind"] == "spared" for event in events))
+    run.until(lambda events: len({life for name, life in members(events) if name == "learner-1"}) >= 2)
+    run.interrupt()
+    run.ended()
+    assert attack.wait(60) == 0, (run.folder / "beside.log").read_text()
+    verdict = json.loads((run.out / "verdict.json").read_text())
+    assert verdict["ok"] and verdict["faults"] == 3
+    assert {event["process"] for event in run.events("killed")} == {"learner-1", "syncer"}
+    assert len(run.events("fault")) == len(run.events("mended")) == 3
+    assert not (run.out / "standby.json").exists()
