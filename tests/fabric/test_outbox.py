@@ -29,3 +29,9 @@ async def test_a_peer_that_takes_nothing_is_a_timeout() -> None:
 
     with pytest.raises(TimeoutError):
         await outbox.drain(send, 0.01)
+
+
+def test_a_few_long_messages_fill_it_too() -> None:
+    outbox = Outbox(limit=100, limit_bytes=10)
+    assert outbox.put(b"12345") and outbox.put(b"12345")
+    assert not outbox.put(b"1")

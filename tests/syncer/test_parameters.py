@@ -7,7 +7,7 @@ from tests.syncer.conftest import plan
 from atoll.config import Outer
 from atoll.fabric.wire import digest
 from atoll.protocol.errors import PeerError
-from atoll.syncer.parameters import Parameters
+from atoll.syncer.parameters import OLD, Parameters
 
 SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
 
@@ -94,3 +94,19 @@ def test_the_whole_model_by_name() -> None:
     whole = parameters.tensors()
     assert {name: tensor.shape for name, tensor in whole.items()} == {"one": (3,), "two": (2, 2)}
     assert (whole["two"] == 0.5).all() and (whole["one"] == 1.0).all()
+
+
+def test_who_reads_too_slowly_is_cut_off_before_old_versions_pile_up() -> None:
+    parameters, cut = begun(), []
+    slow = [parameters.serve(0)]
+    slow[0].on_cut(lambda: cut.append(0))
+    for version in range(1, OLD + 3):
+        commit(parameters, version, 0.25)
+        slow.append(parameters.serve(0))
+        slow[-1].on_cut(lambda version=version: cut.append(version))
+    assert cut == [0, 1], "those of the oldest versions, and nobody twice"
+    for one in slow:
+        one.release()
+    before = cut[:]
+    commit(parameters, OLD + 3, 0.25)
+    assert cut == before, "who has let go is not cut off"

@@ -61,7 +61,7 @@ class Control:
         except PeerError as error:
             await self._refuse(socket, error)
             return socket
-        outbox = Outbox(limits.send_queue)
+        outbox = Outbox(limits.send_queue, limits.queue_bytes)
         channel = Channel(
             hello.learner,
             hello.session,
@@ -107,6 +107,8 @@ class Control:
         learner, token = channel.learner, channel.token
         there = {name for name, other in self._channels.items() if other.token == token and not other.closing}
         self._guard.may_join(visitor, learner, there)
+        if learner not in self._channels and len(self._channels) >= self._limits.learners:
+            raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
         owner = self._owners.get(learner, token)
         if owner != token and not self._guard.gone(owner):
             raise PeerError(

@@ -67,6 +67,8 @@ class Served:
     digest: str
     data: memoryview
     release: Callable[[], None]
+    on_cut: Callable[[Callable[[], None]], None] = lambda cut: None
+    """Told how to cut the reader off: one that is too slow must not keep versions that are long past."""
 
 
 class Desk(Protocol):

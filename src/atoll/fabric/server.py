@@ -203,6 +203,7 @@ class Server(Port):
         response.content_length = data.nbytes
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)  # a drain means sent: then the buffer may be released
+            served.on_cut(request.transport.abort)
         await response.prepare(request)
         try:
             for at in range(0, data.nbytes, limits.chunk_bytes):
@@ -212,7 +213,7 @@ class Server(Port):
                     await response.write(piece)
             async with asyncio.timeout(limits.send_s):
                 await response.write_eof()
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):  # too slow, gone, or cut off: it fetches a newer version later
             if request.transport is not None:
                 request.transport.abort()
         return response

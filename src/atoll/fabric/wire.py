@@ -55,6 +55,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bodies of all learners being received at once, together."""
     send_queue: int = 1024
     """Messages waiting for one peer that reads slowly; one more closes its channel."""
+    queue_bytes: int = 4 * MIB
+    """The same in bytes."""
+    learners: int = 1024
+    """Open control channels; one more is refused."""
     budget_bytes: int = 4096 * MIB
     """Bodies of one learner being received at once, together."""
     hello_s: float = 5.0

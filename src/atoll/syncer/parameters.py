@@ -20,6 +20,9 @@ from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.protocol.errors import PeerError
 
+OLD = 2
+"""Versions of a fragment before the committed one that slow readers may hold."""
+
 
 class Overflow(ValueError):
     """The outer step was not finite; the fragment's outer state was broken by it and starts anew."""
@@ -28,11 +31,13 @@ class Overflow(ValueError):
 class Buffer:
     """One fragment's values, and how many readers hold them."""
 
-    __slots__ = ("digest", "readers", "round", "values", "version")
+    __slots__ = ("cuts", "digest", "readers", "round", "values", "version")
 
     def __init__(self, size: int) -> None:
         self.values: FloatArray = np.zeros(size, dtype=np.float32)
         self.readers = 0
+        self.cuts: list[Callable[[], None]] = []
+        """How to cut off those readers that can be."""
         self.version = -1
         self.round = -1
         self.digest = ""
@@ -113,6 +118,15 @@ class Parameters:
         new.version, new.round = version, round
         self._spare[fragment].append(self._committed[fragment])
         self._committed[fragment] = new
+        self._cut_off_the_slow(fragment)
+
+    def _cut_off_the_slow(self, fragment: int) -> None:
+        """So many old versions may still be read; of older ones the readers are cut off, and fetch a newer one."""
+        still_read = sorted((one for one in self._spare[fragment] if one.readers), key=lambda one: one.version)
+        for buffer in still_read[:-OLD]:
+            cuts, buffer.cuts = buffer.cuts, []
+            for cut in cuts:
+                cut()
 
     def _take(self, fragment: int) -> Buffer:
         """A buffer that nobody reads."""
@@ -168,7 +182,8 @@ class Parameters:
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         buffer.readers += 1
-        return Served(buffer.version, buffer.round, buffer.digest, buffer.values.view(np.uint8).data, _once(buffer))
+        data = buffer.values.view(np.uint8).data
+        return Served(buffer.version, buffer.round, buffer.digest, data, _once(buffer), buffer.cuts.append)
 
     def tensors(self) -> dict[str, FloatArray]:
         """The whole committed model by name."""
@@ -193,6 +208,8 @@ def _once(buffer: Buffer) -> Callable[[], None]:
         if not let_go:
             let_go = True
             buffer.readers -= 1
+            if not buffer.readers:
+                buffer.cuts.clear()
 
     return release
 

@@ -34,6 +34,7 @@ from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refu
 from atoll.protocol.records import Begun
 from atoll.protocol.syncer import Syncer
 from atoll.syncer.books import Books
+from atoll.syncer.ceiling import ceiling
 from atoll.syncer.changes import change
 from atoll.syncer.doors import doors_of
 from atoll.syncer.inbox import Inbox, Key
@@ -233,7 +234,13 @@ class SyncerService:
         machine = self._set_up(History(begun, self._books.term), plan, Parameters(plan, self._config.outer))
         self._scribe.put([fx.Persist((begun,))])
         text = f"the model has {plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
-        data = {"settings": msgspec.to_builtins(settings), "parameters": plan.size, "data": hello.data}
+        most = ceiling(plan, settings, len(self._config.outer.make().slots()))
+        data = {
+            "settings": msgspec.to_builtins(settings),
+            "parameters": plan.size,
+            "data": hello.data,
+            "memory_ceiling": {"fixed_bytes": most.fixed, "bytes_per_learner": most.each},
+        }
         self._events.say("plan", text, data)
         return machine
 

@@ -1,0 +1,53 @@
+"""The most memory that a syncer takes, whatever its peers do: a sum of what each bound allows.
+
+| what | bytes |
+| --- | --- |
+| the program | 256 MiB: Python, NumPy, compiled kernels, what talk leaves behind |
+| the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
+| a cut | the outer state once more, while it is written |
+| one learner | for each of its pulls a body and what is decoded of it; the queues of its channel, both ways |
+| states passed on | as many streams, and as much of each, as the relay lets through |
+| strangers | what a connection may cost before it has said who it is |
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from atoll.fabric.relay import RelayLimits
+from atoll.fabric.wire import KIB, MIB, Limits
+from atoll.numerics.codec import make_codec
+from atoll.numerics.fragments import Plan
+from atoll.protocol import schedule
+from atoll.protocol.settings import Settings
+from atoll.syncer.parameters import OLD
+
+PROGRAM = 256 * MIB
+CONNECTION = 128 * KIB
+"""An open connection: headers, buffers of the socket and of TLS."""
+MISSES = 3
+"""Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    fixed: int
+    """Whoever is there."""
+    each: int
+    """For each learner."""
+
+    def bytes(self, learners: int) -> int:
+        return self.fixed + learners * self.each
+
+
+def ceiling(
+    plan: Plan, settings: Settings, slots: int, limits: Limits | None = None, relay: RelayLimits | None = None
+) -> Ceiling:
+    """`slots`: of the outer optimizer, per parameter."""
+    limits, relay = limits or Limits(), relay or RelayLimits()
+    model, largest = 4 * plan.size, 4 * plan.largest
+    fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
+    fixed += relay.streams * relay.window_bytes + limits.strangers * CONNECTION
+    pulls = schedule.flights(settings) + MISSES
+    body = make_codec(settings.codec).nbytes(plan.largest)
+    talk = limits.queue_bytes + 2 * limits.control_bytes
+    return Ceiling(fixed, pulls * (body + largest) + talk + 16 * CONNECTION)
