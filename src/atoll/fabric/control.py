@@ -4,6 +4,8 @@ Rules:
 - one live channel per learner: a newer one that the desk accepts replaces it, and the desk hears nothing more of the
   replaced one; a newer one that the desk refuses changes nothing;
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
+- what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
+  hear of it (see `sequence`);
 - the hello must come within 5 s; a silent peer is pinged and lost after 9 s; a slow one after 1024 waiting messages.
 """
 
@@ -16,9 +18,10 @@ from aiohttp import WSMsgType, web
 
 from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.outbox import Outbox
-from atoll.fabric.wire import Limits, check_hello, decode_from_learner, encode, one_line
+from atoll.fabric.sequence import Sequences, unnumbered
+from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Hello, Refused
+from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
 
 
 class Control:
@@ -29,6 +32,7 @@ class Control:
         self._desk = desk
         self._limits = limits
         self._channels: dict[str, Channel] = {}
+        self._sequences = Sequences(limits.sessions)
 
     def channel(self, learner: str) -> Channel | None:
         """The live one."""
@@ -44,6 +48,7 @@ class Control:
         socket = web.WebSocketResponse(
             compress=False, heartbeat=limits.ping_s, max_msg_size=limits.control_bytes, timeout=limits.flush_s
         )
+        socket.headers[PROTOCOL_HEADER] = str(PROTOCOL)
         await socket.prepare(request)
         try:
             hello = check_hello(decode_from_learner(await self._frame(socket, limits.hello_s)))
@@ -54,7 +59,12 @@ class Control:
             return socket
         outbox = Outbox(limits.send_queue)
         channel = Channel(
-            hello.learner, hello.session, outbox=outbox, flush_s=limits.flush_s, abort=lambda: _abort(request)
+            hello.learner,
+            hello.session,
+            outbox=outbox,
+            flush_s=limits.flush_s,
+            abort=lambda: _abort(request),
+            protocol=hello.protocol,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
@@ -72,11 +82,13 @@ class Control:
 
     def _open(self, channel: Channel, hello: Hello) -> bool:
         try:
-            self._desk.opened(channel, hello)
+            self._sequences.check(channel, hello)
+            self._desk.opened(channel, unnumbered(hello))
         except PeerError as error:
             self._reject(channel, error)
         if channel.closing:
             return False
+        self._sequences.note(channel, hello)
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
         if older is not None:
@@ -90,7 +102,9 @@ class Control:
                 if isinstance(message, Hello):
                     raise PeerError("a second hello on the same channel")
                 if not channel.closing:
-                    self._desk.received(channel, message)
+                    self._sequences.check(channel, message)
+                    self._sequences.note(channel, message)
+                    self._desk.received(channel, unnumbered(message))
             except PeerError as error:
                 self._reject(channel, error)
 
@@ -121,7 +135,7 @@ class Control:
         self.bad_frames += 1
         try:
             async with asyncio.timeout(self._limits.flush_s):
-                await self._send(socket, encode(Refused(reason=one_line(error), final=True)))
+                await self._send(socket, encode(Refused(reason=one_line(error), final=True), OLDEST))
                 await socket.close()
         except (OSError, TimeoutError):
             pass  # it is gone already

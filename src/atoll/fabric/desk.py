@@ -9,17 +9,26 @@ from typing import Protocol
 
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.wire import Score, encode, one_line
-from atoll.protocol.messages import FromLearner, FromSyncer, Hello
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
 
 
 class Channel:
     """One learner's control channel, after its hello. Belongs to the event loop."""
 
     def __init__(
-        self, learner: str, session: str, *, outbox: Outbox, abort: Callable[[], None], flush_s: float
+        self,
+        learner: str,
+        session: str,
+        *,
+        outbox: Outbox,
+        abort: Callable[[], None],
+        flush_s: float,
+        protocol: int = PROTOCOL,
     ) -> None:
         self.learner = learner
         self.session = session
+        self.protocol = protocol
+        """The version that both sides speak on it."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox
@@ -32,7 +41,7 @@ class Channel:
 
     def send(self, message: FromSyncer) -> None:
         """Never waits. A peer that lets too much pile up loses the channel."""
-        if not self._outbox.closed and not self._outbox.put(encode(message)):
+        if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
             self.drop("the learner reads too slowly: its queue of messages is full")
 
     def close(self, reason: str) -> None:

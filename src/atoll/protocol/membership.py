@@ -13,7 +13,7 @@ from typing import Literal
 
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
-from atoll.protocol.messages import Hello, Progress
+from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.pace import middle
 from atoll.protocol.settings import Settings
 
@@ -29,6 +29,8 @@ class Learner:
     incarnation: int
     joined_at: float
     fragments: int
+    protocol: int = PROTOCOL
+    """The version that it speaks."""
     state: State = "joining"
     recovered: bool = False
     """It has said that it took the run's parameters."""
@@ -122,6 +124,7 @@ class Membership:
             incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
             joined_at=now,
             fragments=self.settings.fragments,
+            protocol=hello.protocol,
             last_heard=now,
             last_step_at=now,
             t=hello.t,
@@ -150,6 +153,7 @@ class Membership:
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
+        learner.protocol = hello.protocol
         same = hello.run == run and hello.incarnation == learner.incarnation
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"
@@ -170,7 +174,7 @@ class Membership:
         learner.synced_t.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
-        learner.dropped = ()
+        learner.dropped, learner.position = (), -1
 
     def report(self, now: float, learner: Learner, progress: Progress) -> None:
         """Take in a progress message."""
