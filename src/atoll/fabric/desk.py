@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.fabric.outbox import Outbox
-from atoll.fabric.wire import Score, encode, one_line
+from atoll.fabric.wire import Score, encode, one_line, understood
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
 
 
@@ -40,7 +40,9 @@ class Channel:
         return self._outbox.closed
 
     def send(self, message: FromSyncer) -> None:
-        """Never waits. A peer that lets too much pile up loses the channel."""
+        """Never waits. A peer that lets too much pile up loses the channel; what its version lacks it is not told."""
+        if not understood(message, self.protocol):
+            return
         if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
             self.drop("the learner reads too slowly: its queue of messages is full")
 
@@ -119,4 +121,8 @@ class Desk(Protocol):
 
     def change(self, words: Sequence[str]) -> str:
         """Settings that the operator changes; what has changed."""
+        ...
+
+    def drain(self, learner: str) -> str:
+        """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
         ...

@@ -117,8 +117,13 @@ def encode(message: FromLearner | FromSyncer, protocol: int = PROTOCOL) -> bytes
     return _encoder.encode(message if protocol >= PROTOCOL else _as_before(message))
 
 
+def understood(message: FromLearner | FromSyncer, protocol: int) -> bool:
+    """Whether a peer of this version knows such a message at all."""
+    return protocol >= PROTOCOL or type(message).__name__ not in NEW_MESSAGES
+
+
 def _as_before(message: FromLearner | FromSyncer) -> dict[str, Any]:
-    """Without what this version brought; whoever sends a new message looks whether the peer knows it."""
+    """Without what this version brought."""
     kind = type(message).__name__
     assert kind not in NEW_MESSAGES, f"{kind} means nothing to a peer of version {PROTOCOL - 1}"
     said: dict[str, Any] = msgspec.to_builtins(message)

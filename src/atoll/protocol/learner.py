@@ -220,6 +220,8 @@ class Learner:
                 self._seeking.hear(message)
                 self._train_if_recovered()
                 self._report(now)
+            case msg.Drain(reason=reason):
+                self._do(fx.Drain(reason))
             case msg.Ending(reason=reason):
                 self._ending(reason)
             case msg.Finish(reason=reason, versions=versions):

@@ -70,6 +70,8 @@ class Learner:
     """Leased samples it has taken, as it last said."""
     reset: bool = False
     """It is to start with a fresh inner optimizer, and has not said yet that it did."""
+    draining: str = ""
+    """Why it was asked to leave, once it was."""
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
     probed_at: float = 0.0
@@ -132,6 +134,7 @@ class Membership:
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
             merged=[-1] * self.settings.fragments,
+            draining=known.draining if known is not None and known.session == hello.session else "",
         )
         self._add(learner)
         return learner, True

@@ -27,6 +27,7 @@ from atoll.protocol.effects import (
     CutKept,
     CutWritten,
     Delivered,
+    DrainAsked,
     EndAsked,
     Expel,
     Finished,
@@ -67,6 +68,7 @@ from atoll.protocol.messages import (
     Unable,
     Welcome,
 )
+from atoll.protocol.messages import Drain as DrainMessage
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Ended, Reset
@@ -161,6 +163,11 @@ class Syncer:
                 self.peers.wanted(ticket, offset)
             case ChangeAsked():
                 self._asked = event
+            case DrainAsked(name, reason):
+                if (learner := self._known(name)) is not None:
+                    learner.draining = reason
+                    self.out.send(name, DrainMessage(reason=reason))
+                    self.out.note("draining", f"{name} is asked to leave: {reason}", learner)
             case EndAsked(reason):
                 self._end(now, reason)
             case Over():
@@ -272,6 +279,8 @@ class Syncer:
             self.out.send(learner.name, Ending(reason=self._end_reason))
         elif self.phase == "finished":
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
+        elif learner.draining:
+            self.out.send(learner.name, DrainMessage(reason=learner.draining))  # for all we know it did not hear it
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
