@@ -252,3 +252,13 @@ async def test_a_new_run_of_other_rules_makes_the_shared_memory_anew(stage: Stag
     assert not again.said("refused")
     assert old is not None
     old.close()
+
+
+async def test_a_drain_reaches_the_training_process(stage: Stage) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    assert "learner-0 gives its last steps" in run.service.drain("learner-0")
+    await training.until(lambda: bool(training.drains))
+    assert training.drains[0].reason == "the operator asked"
+    assert (await run.until_said("draining"))["learner"] == "learner-0"

@@ -16,7 +16,7 @@ from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.server import Channel, Served, Server
 from atoll.fabric.wire import Limits, Score, digest
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Started
+from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello, Started
 
 WAIT_S = 10.0
 
@@ -232,7 +232,7 @@ async def place() -> AsyncIterator[Place]:
 
 @pytest.fixture
 def hello() -> Callable[..., Hello]:
-    def make(learner: str = "learner-0", session: str = "s0", protocol: int = PROTOCOL) -> Hello:
+    def make(learner: str = "learner-0", session: str = "s0", protocol: int = OLDEST) -> Hello:
         return Hello(protocol=protocol, learner=learner, session=session)
 
     return make

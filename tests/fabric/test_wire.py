@@ -175,7 +175,8 @@ def test_another_protocol_is_refused_with_the_fix() -> None:
     with pytest.raises(PeerError) as caught:
         check_hello(Hello(protocol=PROTOCOL + 1, learner="a", session="s"))
     assert str(caught.value) == (
-        f"this syncer speaks protocol {PROTOCOL}, the learner {PROTOCOL + 1}: install the same version of atoll on both"
+        "this syncer speaks protocol 2 and understands 1, the learner speaks 3: "
+        "install the same version of atoll on both"
     )
 
 

@@ -38,6 +38,60 @@ def test_a_scripts_own_handler_stays() -> None:
     preemption.stop()
 
 
+@pytest.fixture
+def interruptible() -> object:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_handler", "interruptible")
+def test_the_first_interrupt_asks_and_the_second_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    preemption = Preemption()
+    preemption.watch()
+    preemption.begun = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert preemption.why == "it was interrupted (Ctrl-C)"
+    assert "Ctrl-C again ends it at once" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    preemption.stop()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_handler", "interruptible")
+def test_before_training_has_begun_an_interrupt_ends_at_once() -> None:
+    preemption = Preemption()
+    preemption.watch()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not preemption.asked
+    preemption.stop()
+
+
+@pytest.mark.usefixtures("default_handler", "interruptible")
+def test_after_a_drain_an_interrupt_ends_at_once() -> None:
+    preemption = Preemption()
+    preemption.watch()
+    preemption.begun = True
+    preemption.ask("it was drained")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert preemption.why == "it was drained", "the first to ask is the reason"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    preemption.stop()
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    preemption = Preemption()
+    preemption.watch()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    preemption.stop()
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.usefixtures("default_handler")
 def test_in_another_thread_nothing_is_watched() -> None:
     preemption = Preemption()

@@ -215,10 +215,10 @@ def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place
 
     until(lambda: contributions(out, "learner-2") >= 2, "learner-2 contributes")
     interrupted.send_signal(signal.SIGINT)
-    assert interrupted.wait(WAIT_S) == 130
-    assert place.log("learner-2").splitlines()[-1] == "atoll: interrupted; the same command lets it join again"
-    assert "Traceback" not in place.log("learner-2")
-    assert "it was interrupted" in goodbye(out, "learner-2")
+    assert place.result(interrupted, "learner-2")["done"], "its training loop was told"
+    assert "Ctrl-C again ends it at once" in place.log("learner-2") and "Traceback" not in place.log("learner-2")
+    assert "it was interrupted (Ctrl-C); its state is not saved: it has no folder" in goodbye(out, "learner-2")
+    assert [e["unmerged_tokens"] for e in events(out, "left") if e["learner"] == "learner-2"] == [0], "nothing is lost"
 
     until(lambda: contributions(out, "learner-3") >= 2, "learner-3 contributes")
     courier = courier_of(killed)
@@ -229,6 +229,19 @@ def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place
 
     place.processes[0].send_signal(signal.SIGTERM)
     assert_is_the_runs(place.result(stays, "learner-0"), out)
+
+
+def test_the_second_interrupt_ends_a_learner_at_once(place: Place) -> None:
+    out = place.syncer(learners=1, tokens=100_000_000)
+    learner = place.learner("learner-0")
+    until(lambda: contributions(out, "learner-0") >= 2, "it contributes")
+    place.processes[0].send_signal(signal.SIGSTOP)  # nobody takes its last steps
+    learner.send_signal(signal.SIGINT)
+    until(lambda: "Ctrl-C again" in place.log("learner-0"), "it leaves in good order")
+    learner.send_signal(signal.SIGINT)
+    assert learner.wait(WAIT_S) == 130
+    assert place.log("learner-0").splitlines()[-1] == "atoll: interrupted; the same command lets it join again"
+    assert "Traceback" not in place.log("learner-0")
 
 
 def goodbye(out: RunDir, learner: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.messages import Contribution, Progress, Pull, Recover
+from atoll.protocol.messages import Contribution, Progress, Pull, Recover, Refused
 
 
 def pulled(**settings: Any) -> tuple[World, Contribution]:
@@ -20,7 +20,14 @@ def pulled(**settings: Any) -> tuple[World, Contribution]:
     answer = Contribution(
         round=asked[0].round, attempt=1, fragment=asked[0].fragment, base=base, t=24, steps=4, tokens=40, digest="d"
     )
-    return world, answer
+    return world, signed(world, answer)
+
+
+def signed(world: World, answer: Contribution) -> Contribution:
+    """As learner-0 says it now."""
+    machine = world.islands["learner-0"].machine
+    own = {"run": machine.run, "learner": machine.name, "incarnation": machine.incarnation, "term": machine.term}
+    return msgspec.structs.replace(answer, **own)
 
 
 def give(world: World, answer: Contribution, refusal: str | None = None, **changes: Any) -> list[fx.SyncerEffect]:
@@ -67,7 +74,7 @@ def test_a_duplicate_changes_nothing() -> None:
     while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
         world.run_until(seconds=0.01)
     given = {"fragment": asked[0].fragment, "base": world.syncer.versions[asked[0].fragment], "digest": "d"}
-    answer = Contribution(round=asked[0].round, attempt=1, t=24, steps=4, tokens=40, **given)
+    answer = signed(world, Contribution(round=asked[0].round, attempt=1, t=24, steps=4, tokens=40, **given))
     give(world, answer)
     assert give(world, answer) == []
     assert ("learner-0", answer.round, 1) in world.bodies
@@ -77,6 +84,67 @@ def test_an_answer_of_an_earlier_incarnation_is_discarded() -> None:
     world, answer = pulled()
     world.join("learner-0")
     assert [type(effect) for effect in give(world, answer)] == [fx.Discard]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"run": "another"}, "learner-0 (incarnation 1) in run another, this channel of learner-0 (incarnation 1)"),
+        ({"learner": "learner-1"}, "it is of learner-1 (incarnation 1)"),
+        ({"incarnation": 2}, "it is of learner-0 (incarnation 2)"),
+        ({"incarnation": 0}, "it is of learner-0 (incarnation 0)"),
+        ({"run": "", "learner": ""}, "it is of nobody (incarnation 1) in run none"),
+        ({"term": 7}, "it is of term 7, the run is in term"),
+    ],
+)
+def test_what_is_not_its_own_to_give_is_refused_and_told_without_a_strike(changes: dict[str, Any], says: str) -> None:
+    world, answer = pulled()
+    effects = give(world, answer, **changes)
+    assert says in refusals(effects)[0]
+    told = [effect.message for effect in effects if isinstance(effect, fx.Send)]
+    assert isinstance(told[0], Refused) and says in told[0].reason and not told[0].final
+    assert ("learner-0", answer.round, 1) not in world.bodies, "merged into nothing"
+    assert world.syncer.members.learners["learner-0"].strikes == 0
+    world.run_until(round=answer.round + 1)
+    assert world.members(answer.round) == {"learner-1"}
+
+
+def test_a_probe_that_is_not_its_own_proves_nothing() -> None:
+    world, answer = pulled()
+    learner = world.syncer.members.learners["learner-0"]
+    learner.muted = True
+    assert refusals(give(world, answer, probe=True, run="another"))
+    assert learner.muted
+
+
+def test_what_is_not_its_own_does_not_throw_away_what_was_given() -> None:
+    world = World(2, fragments=2, sync_every=4, quorum=2).run_until(round=6)
+    for island in world.islands.values():
+        island.answers = False
+    while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
+        world.run_until(seconds=0.01)
+    given = {"fragment": asked[0].fragment, "base": world.syncer.versions[asked[0].fragment], "digest": "d"}
+    answer = signed(world, Contribution(round=asked[0].round, attempt=1, t=24, steps=4, tokens=40, **given))
+    give(world, answer)
+    assert give(world, answer, run="another") == []
+    assert ("learner-0", answer.round, 1) in world.bodies
+
+
+def test_version_1_names_no_run_and_no_life() -> None:
+    world, answer = pulled()
+    world.syncer.members.learners["learner-0"].protocol = 1
+    assert refusals(give(world, answer, run="", learner="", incarnation=0)) == []
+    world.run_until(round=answer.round + 1)
+    assert world.members(answer.round) == {"learner-0", "learner-1"}
+
+
+def test_right_after_a_takeover_nobody_is_refused_for_its_term() -> None:
+    """Whoever is asked was welcomed by the new term; what was asked by the old one dies with its channel."""
+    world = World(3, fragments=2, sync_every=4, latency_s=0.2).run_until(round=6)
+    for _ in range(5):
+        world.crash_syncer()
+        world.run_until(seconds=7.3)
+    assert not world.said("refused") and world.syncer.committed > 15
 
 
 def test_no_steps_is_nothing_to_give_and_no_strike() -> None:

@@ -14,10 +14,11 @@ from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.pace import Pace
 from atoll.protocol.quorum import Verdict
-from atoll.protocol.round import Round, Seat, weight
+from atoll.protocol.round import Round, Seat
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.versions import Versions
 from atoll.protocol.watch import Watch
+from atoll.protocol.weights import weight
 
 # ---- what may be merged -------------------------------------------------------------------------------------------
 

@@ -124,11 +124,11 @@ class FakeLearner:
     async def contribute(self, pull: Pull, delta: float, **changes: Any) -> None:
         t = self.t
         mark = await self.body(pull, delta)
-        said = {"fragment": pull.fragment, "base": self.versions[pull.fragment], "t": t, "steps": t, "tokens": 8 * t}
+        welcome = await self.until(Welcome)
+        said: dict[str, Any] = {"run": welcome.run, "learner": self.name, "term": welcome.term}
+        said |= {"fragment": pull.fragment, "base": self.versions[pull.fragment], "t": t, "steps": t, "tokens": 8 * t}
         given = {**said, "digest": mark, "incarnation": self.incarnation, **changes}
-        known = set(Contribution.__struct_fields__)
-        fields = {key: value for key, value in given.items() if key in known}
-        assert self.link.send(Contribution(round=pull.round, attempt=pull.attempt, **fields))
+        assert self.link.send(Contribution(round=pull.round, attempt=pull.attempt, **given))
 
 
 class Stage:

@@ -11,9 +11,9 @@ from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import Score, digest
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import (
-    PROTOCOL,
     Announce,
     Contribution,
+    Drain,
     Pull,
     Recover,
     Refused,
@@ -71,7 +71,7 @@ async def test_more_fragments_than_tensors_is_refused_with_the_fix(stage: Stage)
 
 async def test_an_unknown_protocol_version_is_refused(stage: Stage) -> None:
     await stage.open()
-    refused = await stage.join("a", protocol=PROTOCOL + 1).until(Refused)
+    refused = await stage.join("a", protocol=0).until(Refused)
     assert "install the same version" in refused.reason
 
 
@@ -253,3 +253,32 @@ async def test_a_newcomer_with_weights_of_its_own_cannot_get_them_into_the_model
     newcomer.report()
     await stage.until("lost")
     assert "versions that this run never committed" in stage.events("lost")[0]["text"]
+
+
+# ---- draining -----------------------------------------------------------------------------------------------------
+
+
+async def test_only_one_that_is_there_and_speaks_version_2_can_be_drained(stage: Stage) -> None:
+    await stage.open()
+    with pytest.raises(PeerError, match="no learner of this run is called 'a': atoll status says who is there"):
+        stage.service.drain("a")
+    learner, old = stage.join("a"), stage.join("b", protocol=1)
+    await learner.until(Welcome)
+    await old.until(Welcome)
+    with pytest.raises(PeerError, match="b speaks protocol 1, which knows no drain: send its process SIGTERM instead"):
+        stage.service.drain("b")
+    assert stage.service.drain("a") == "a gives its last steps to the run, saves its state and leaves"
+    assert (await learner.until(Drain)).reason == "the operator asked"
+    await learner.link.close()
+    await stage.until("lost")
+    with pytest.raises(PeerError, match="a is away: it can be drained once it is back"):
+        stage.service.drain("a")
+    assert not any(isinstance(message, Drain) for message in old.heard)
+
+
+async def test_the_welcome_says_what_both_sides_speak(stage: Stage) -> None:
+    await stage.open(weight_limit=4.0)
+    welcome = await stage.join("a").until(Welcome)
+    assert (welcome.protocol, welcome.settings.weight_limit) == (2, 4.0)
+    welcome = await stage.join("b", protocol=1).until(Welcome)
+    assert (welcome.protocol, welcome.settings.weight_limit) == (1, 8.0), "version 1 knows no such setting"

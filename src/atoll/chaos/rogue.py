@@ -15,6 +15,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+from msgspec.structs import replace
 
 from atoll.chaos.attacks import ATTACKS, Attack
 from atoll.chaos.truth import ROGUE
@@ -82,7 +83,8 @@ class Rogue:
             while True:
                 try:
                     async with session.ws_connect(f"{self._link.url}/v1/control") as socket:
-                        await socket.send_bytes(encode(self.machine.hello()))
+                        hello = self.machine.hello()
+                        await socket.send_bytes(encode(replace(hello, seq=time.monotonic_ns())))
                         await socket.receive(timeout=BODY_S)
                         await socket.send_bytes(self.attack.noise)
                         while (await socket.receive(timeout=BODY_S)).type not in ENDS:

@@ -27,6 +27,7 @@ from atoll.mailbox.channel import (
     Bye,
     Channel,
     Copy,
+    DrainOrder,
     ForgetOrder,
     Freed,
     HoldOrder,
@@ -289,6 +290,8 @@ class Courier:
             case fx.HangUp(reason):
                 if self._link is not None:
                     self._link.hang_up(reason)
+            case fx.Drain(reason):
+                self._channel.send(DrainOrder(reason))
             case fx.Stop(reason, final, failed):
                 self._channel.send(StopOrder(reason, final, failed, mistake=failed))
             case _:

@@ -5,6 +5,8 @@ Rules:
   wait drawn evenly from 0 to 0.1 s, 0.2 s, … 1 s; the first message that is no refusal sets the wait back;
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
 - where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
+- a syncer says its version when a channel opens, and is told nothing that is newer; every message is numbered, and no
+  number comes twice in a session, also over another connection or another courier of the same training process;
 - a dead syncer is noticed within 9 s by pings, at once where its machine says so;
 - bodies travel on connections of their own (16 at most) so that bulk never starves control.
 """
@@ -13,11 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import aiohttp
+import msgspec
 
+from atoll.fabric.handshake import Socket
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
 from atoll.fabric.transfer import (
@@ -34,7 +39,7 @@ from atoll.fabric.transfer import (
 from atoll.fabric.way import Way, checked_url, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError
-from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
 
 __all__ = ["Link", "checked_url", "get_fragment_once", "get_json", "post_score"]
 
@@ -64,6 +69,9 @@ class Link:
         self._limits = limits or Limits()
         self._jitter = jitter
         self._outbox: Outbox | None = None
+        self._protocol = PROTOCOL
+        self._seq = time.monotonic_ns()
+        """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
         self._backoff_s = self._limits.backoff_s
         self._control: aiohttp.ClientSession | None = None
         self._bodies: aiohttp.ClientSession | None = None
@@ -104,7 +112,7 @@ class Link:
         """Whether it is on its way; False says that it is not, and never will be."""
         if self._outbox is None:
             return False
-        data = encode(message)
+        data = self._numbered(message)
         if self._outbox.put(data):
             self.bytes_out += len(data)
             return True
@@ -206,7 +214,7 @@ class Link:
         except (aiohttp.ClientError, OSError, PeerError) as error:
             return one_line(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
         outbox = Outbox(self._limits.send_queue)
-        outbox.put(encode(self._hello()))
+        outbox.put(self._numbered(self._introduced(socket.version)))
         self._outbox = outbox
         if self._closing.is_set():
             outbox.close()
@@ -222,17 +230,29 @@ class Link:
             await socket.close()  # also when this task is cancelled; a closed one stays as it is
         return reason
 
-    async def _dial(self) -> aiohttp.ClientWebSocketResponse:
+    def _introduced(self, version: int) -> Hello:
+        """The hello, in the newest version that both sides speak."""
+        hello = self._hello()
+        self._protocol = min(hello.protocol, version)
+        return msgspec.structs.replace(hello, protocol=self._protocol)
+
+    def _numbered(self, message: FromLearner) -> bytes:
+        self._seq += 1
+        return encode(msgspec.structs.replace(message, seq=self._seq), self._protocol)
+
+    async def _dial(self) -> Socket:
         assert self._control is not None
         limits = self._limits
         async with asyncio.timeout(limits.dial_s):
-            return await self._control.ws_connect(
+            socket = await self._control.ws_connect(
                 f"{self.url}/v1/control",
                 timeout=aiohttp.ClientWSTimeout(ws_close=limits.flush_s),
                 heartbeat=limits.ping_s,
                 max_msg_size=limits.control_bytes,
                 compress=0,
             )
+        assert isinstance(socket, Socket)
+        return socket
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         while True:
@@ -279,6 +299,7 @@ def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
         proxy=way.proxy or None,
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
+        ws_response_class=Socket,
         middlewares=[_plain_answers],
     )
 

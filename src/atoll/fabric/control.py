@@ -5,6 +5,8 @@ Rules:
   replaced one; a newer one that the desk refuses changes nothing;
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
 - a name belongs to the token that it first came by; whose token counts no more is sent away within a second;
+- what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
+  hear of it (see `sequence`);
 - the hello must come within 5 s; a silent peer is pinged and lost after 9 s; a slow one after 1024 waiting messages.
 """
 
@@ -19,9 +21,10 @@ from aiohttp import WSMsgType, web
 from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
 from atoll.fabric.outbox import Outbox
-from atoll.fabric.wire import Limits, check_hello, decode_from_learner, encode, one_line
+from atoll.fabric.sequence import Sequences, unnumbered
+from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Hello, Refused
+from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
 
 BURST_S = 5.0
 """Seconds' worth of messages that may come at once: what waited behind a link that was down."""
@@ -38,6 +41,7 @@ class Control:
         self._channels: dict[str, Channel] = {}
         self._owners: dict[str, str] = {}
         """By which token each name came first: nobody else's token speaks under it."""
+        self._sequences = Sequences(limits.sessions)
 
     def channel(self, learner: str) -> Channel | None:
         """The live one."""
@@ -53,6 +57,7 @@ class Control:
         socket = web.WebSocketResponse(
             compress=False, heartbeat=limits.ping_s, max_msg_size=limits.control_bytes, timeout=limits.flush_s
         )
+        socket.headers[PROTOCOL_HEADER] = str(PROTOCOL)
         await socket.prepare(request)
         try:
             hello = check_hello(decode_from_learner(await self._frame(socket, limits.hello_s)))
@@ -69,6 +74,7 @@ class Control:
             flush_s=limits.flush_s,
             abort=lambda: _abort(request),
             token=request[VISITOR].token,
+            protocol=hello.protocol,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
@@ -91,12 +97,14 @@ class Control:
             self._reject(channel, error, final=True)
             return False
         try:
-            self._desk.opened(channel, hello)
+            self._sequences.check(channel, hello)
+            self._desk.opened(channel, unnumbered(hello))
         except PeerError as error:
             self._reject(channel, error)
         if channel.closing:
             return False
         self._owners[channel.learner] = channel.token
+        self._sequences.note(channel, hello)
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
         if older is not None:
@@ -130,7 +138,9 @@ class Control:
                 if isinstance(message, Hello):
                     raise PeerError("a second hello on the same channel")
                 if not channel.closing:
-                    self._desk.received(channel, message)
+                    self._sequences.check(channel, message)
+                    self._sequences.note(channel, message)
+                    self._desk.received(channel, unnumbered(message))
             except PeerError as error:
                 self._reject(channel, error)
 
@@ -161,7 +171,7 @@ class Control:
         self.bad_frames += 1
         try:
             async with asyncio.timeout(self._limits.flush_s):
-                await self._send(socket, encode(Refused(reason=one_line(error), final=True)))
+                await self._send(socket, encode(Refused(reason=one_line(error), final=True), OLDEST))
                 await socket.close()
         except (OSError, TimeoutError):
             pass  # it is gone already

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.fabric.outbox import Outbox
-from atoll.fabric.wire import Score, encode, one_line
-from atoll.protocol.messages import FromLearner, FromSyncer, Hello
+from atoll.fabric.wire import Score, encode, one_line, understood
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
 
 
 class Channel:
@@ -24,11 +24,14 @@ class Channel:
         abort: Callable[[], None],
         flush_s: float,
         token: str = "",
+        protocol: int = PROTOCOL,
     ) -> None:
         self.learner = learner
         self.session = session
         self.token = token
         """The name of what it showed at the door; no secret."""
+        self.protocol = protocol
+        """The version that both sides speak on it."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox
@@ -40,8 +43,10 @@ class Channel:
         return self._outbox.closed
 
     def send(self, message: FromSyncer) -> None:
-        """Never waits. A peer that lets too much pile up loses the channel."""
-        if not self._outbox.closed and not self._outbox.put(encode(message)):
+        """Never waits. A peer that lets too much pile up loses the channel; what its version lacks it is not told."""
+        if not understood(message, self.protocol):
+            return
+        if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
             self.drop("the learner reads too slowly: its queue of messages is full")
 
     def close(self, reason: str) -> None:
@@ -125,3 +130,7 @@ class Desk(Protocol):
 
     def turned_away(self, address: str, reason: str) -> None:
         """Somebody was not let in."""
+
+    def drain(self, learner: str) -> str:
+        """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
+        ...

@@ -106,6 +106,7 @@ class Server(Port):
                 web.get("/v1/manifest", self._manifest),
                 web.post("/v1/scores", self._score),
                 web.post("/v1/settings", self._settings),
+                web.post("/v1/drain", self._drain),
                 *self._probe.routes(),
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
@@ -239,6 +240,12 @@ class Server(Port):
     async def _settings(self, request: web.Request) -> web.Response:
         changed = self._desk.change(await self._read(request, decode_words))
         return web.json_response({"changed": changed})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        names = await self._read(request, decode_words)
+        if len(names) != 1:
+            raise Rejected(400, "name one learner to drain")
+        return web.json_response({"drained": self._desk.drain(names[0])})
 
     async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
         try:

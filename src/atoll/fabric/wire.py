@@ -1,6 +1,7 @@
 """Messages to bytes and back, and the hard limits on what a peer may send.
 
 Rules:
+- a peer of the version before is told nothing that came after it (protocol/messages.py says what that is);
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
 - every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
 - a name that a peer brings (learner, session) has at most 64 letters, digits, dots, dashes and underscores.
@@ -11,12 +12,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
-from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
+from atoll.protocol.messages import (
+    NEW_FIELDS,
+    NEW_MESSAGES,
+    NEW_SETTINGS,
+    OLDEST,
+    PROTOCOL,
+    FromLearner,
+    FromSyncer,
+    Hello,
+)
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -25,6 +35,8 @@ SESSION_HEADER = "Atoll-Session"
 DIGEST_HEADER = "Atoll-Digest"
 VERSION_HEADER = "Atoll-Version"
 ROUND_HEADER = "Atoll-Round"
+PROTOCOL_HEADER = "Atoll-Protocol"
+"""In the answer that opens a control channel: the syncer's version. Version 1 sends none."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE_CHARS = 300
@@ -53,6 +65,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Control messages a second of one learner, over a few seconds; a flood costs it the channel."""
     run_bytes: int = 65536 * MIB
     """Bodies of all learners being received at once, together."""
+    sessions: int = 4096
+    """Whose last sequence numbers are remembered; of more, those that were heard longest ago are forgotten."""
     send_queue: int = 1024
     """Messages waiting for one peer that reads slowly; one more closes its channel."""
     queue_bytes: int = 4 * MIB
@@ -112,8 +126,31 @@ _score: msgspec.json.Decoder[Score] = msgspec.json.Decoder(Score)
 _words: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
 
 
-def encode(message: FromLearner | FromSyncer) -> bytes:
-    return _encoder.encode(message)
+def encode(message: FromLearner | FromSyncer, protocol: int = PROTOCOL) -> bytes:
+    """As a peer of this version understands it."""
+    return _encoder.encode(message if protocol >= PROTOCOL else _as_before(message))
+
+
+def understood(message: FromLearner | FromSyncer, protocol: int) -> bool:
+    """Whether a peer of this version knows such a message at all."""
+    return protocol >= PROTOCOL or type(message).__name__ not in NEW_MESSAGES
+
+
+def _as_before(message: FromLearner | FromSyncer) -> dict[str, Any]:
+    """Without what this version brought."""
+    kind = type(message).__name__
+    assert kind not in NEW_MESSAGES, f"{kind} means nothing to a peer of version {PROTOCOL - 1}"
+    said: dict[str, Any] = msgspec.to_builtins(message)
+    for new in NEW_FIELDS["*"] | NEW_FIELDS.get(kind, frozenset()):
+        said.pop(new, None)
+    if "settings" in said:
+        said["settings"] = {name: value for name, value in said["settings"].items() if name not in NEW_SETTINGS}
+    return said
+
+
+def spoken(header: str | None) -> int:
+    """The version of a syncer, by its header."""
+    return int(header) if header is not None and header.isdecimal() else OLDEST
 
 
 def decode_from_learner(data: Buffer) -> FromLearner:
@@ -137,9 +174,9 @@ def check_hello(message: FromLearner) -> Hello:
     """The message, if it may open a channel."""
     if not isinstance(message, Hello):
         raise PeerError(f"the first message was {type(message).__name__}: a channel opens with Hello")
-    if message.protocol != PROTOCOL:
+    if not OLDEST <= message.protocol <= PROTOCOL:
         raise PeerError(
-            f"this syncer speaks protocol {PROTOCOL}, the learner {message.protocol}: "
+            f"this syncer speaks protocol {PROTOCOL} and understands {OLDEST}, the learner speaks {message.protocol}: "
             "install the same version of atoll on both"
         )
     for what, name in (("learner", message.learner), ("session", message.session)):

@@ -5,7 +5,8 @@ everything else happens in the courier beside it. No step waits for the network,
 synchronous run, where waiting is what was asked for. If the courier dies another one is started; training goes on.
 
 What goes wrong between Atoll and the operator ends the script with one line and an exit code, no traceback: 2 for what
-the operator can mend (model, settings, data), 1 for the rest, 130 for Ctrl-C. The script's own errors pass unchanged.
+the operator can mend (model, settings, data), 1 for the rest, 130 for a second Ctrl-C: the first one is a drain, like
+SIGTERM (preempt.py). The script's own errors pass unchanged.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from atoll.mailbox.box import Mailbox, cut_alike
 from atoll.mailbox.channel import (
     Box,
     Bye,
+    DrainOrder,
     ForgetOrder,
     GoOrder,
     Kept,
@@ -183,6 +185,7 @@ class Learner:
                     self._put_back(saved)
                     self._kept = False
                 self._look_up()
+                self._preemption.begun = True
             except BaseException as error:
                 self._leave(error)
                 raise
@@ -356,6 +359,8 @@ class Learner:
                 self._welcomed(frame)
             case GoOrder(until):
                 self._until = until
+            case DrainOrder(reason):
+                self._preemption.ask(f"it was drained: {reason}")
             case StopOrder(reason, final, failed, mistake):
                 if not self._done:
                     self._tape.add(Stopped(self._t))
@@ -471,6 +476,7 @@ class Learner:
         self._tape.tell()
         self._report()
         deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
+        saved = False
         while not self._final and self._boundary is not None:
             if time.monotonic() > deadline and self._until is None:
                 break
@@ -485,21 +491,24 @@ class Learner:
         if self._final and self._boundary is not None:
             self._boundary.take_base()
         if self._preemption.asked and not self._final:
-            self._save_for_later()
+            saved = self._save_for_later()
         if not self._final:
-            self._partner.send(Bye(self._goodbye(early)))
+            self._partner.send(Bye(self._goodbye(early, saved)))
 
-    def _goodbye(self, early: bool) -> str:
+    def _goodbye(self, early: bool, saved: bool) -> str:
         if self._preemption.asked:
-            return "its machine is taken away (SIGTERM); its state is saved"
+            return f"{self._preemption.why}; its state is {'saved' if saved else 'not saved: it has no folder'}"
         return "it left before the run ended" if early else "the end of the run did not come"
 
-    def _save_for_later(self) -> None:
-        """Whoever is started next under this name goes on with this inner optimizer."""
-        if self._boundary is not None and (folder := os.environ.get("ATOLL_FOLDER")):
-            self._saver.finish(LIMIT_S - DRAIN_S)
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write(Path(folder) / FILE, self._captured())
+    def _save_for_later(self) -> bool:
+        """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
+        folder = os.environ.get("ATOLL_FOLDER")
+        if self._boundary is None or not folder:
+            return False
+        self._saver.finish(LIMIT_S - DRAIN_S)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write(Path(folder) / FILE, self._captured())
+        return True
 
     def _leave_wait_s(self) -> float:
         if self._boundary is None or self._t == 0:

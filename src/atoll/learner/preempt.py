@@ -1,12 +1,16 @@
-"""SIGTERM to a learner (a spot machine is taken away): it leaves in good order, with its state saved, within `LIMIT_S`.
+"""How a learner leaves in good order, with its state saved, within `LIMIT_S`.
 
-Its training loop is told that it is done at the next boundary; the last steps are given to the run as far as that takes
-no longer than `DRAIN_S`, then its state is written to its folder, and whoever starts it again under the same name goes
-on with that inner optimizer. Only in the main thread, and only where the script has no handler of its own.
+It is asked by SIGTERM (a spot machine is taken away), by Ctrl-C, or by the syncer (a drain). Its training loop is told
+that it is done at the next boundary; the last steps are given to the run as far as that takes no longer than `DRAIN_S`,
+then its state is written to its folder, and whoever starts it again under the same name goes on with that inner
+optimizer. Rules:
+- signals are heeded only in the main thread, and only where the script has no handler of its own;
+- the first Ctrl-C asks; the second, or one before training has begun, ends the script at once (KeyboardInterrupt).
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -17,24 +21,44 @@ DRAIN_S = 10.0
 LIMIT_S = 25.0
 """Within this time it is gone; clouds give 30 s or more."""
 FILE = "preempted.safetensors"
+AGAIN = b"atoll: leaving in good order: the last steps go to the run; Ctrl-C again ends it at once\n"
 
 
 class Preemption:
     def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
-        self._watching = False
+        self.why = ""
+        """Why it is to leave, for the run's events; empty: nobody asked."""
+        self.begun = False
+        """There are steps, or will be: from here on there is something to leave in good order."""
+        self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.why)
+
+    def ask(self, why: str) -> None:
+        """The first to ask is the reason."""
+        self.why = self.why or why
 
     def watch(self) -> None:
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, self._ask)
-            self._watching = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminated)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupted)
 
     def stop(self) -> None:
-        if self._watching and signal.getsignal(signal.SIGTERM) == self._ask:
-            signal.signal(signal.SIGTERM, self._before)
-        self._watching = False
+        for number, before in self._before.items():
+            if signal.getsignal(number) in (self._terminated, self._interrupted):
+                signal.signal(number, before)
+        self._before.clear()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self.ask("its machine is taken away (SIGTERM)")
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self.asked or not self.begun:
+            raise KeyboardInterrupt
+        self.ask("it was interrupted (Ctrl-C)")
+        os.write(2, AGAIN)  # print may have been interrupted in the middle of a line

@@ -2,7 +2,8 @@
 
     training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
     courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder
-                                  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder  BeginOrder  StopOrder
+                                  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder  BeginOrder
+                                  DrainOrder  StopOrder
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
@@ -233,6 +234,12 @@ class GoOrder(Frame, frozen=True):
     until: int
 
 
+class DrainOrder(Frame, frozen=True):
+    """Leave the run in good order, as if this machine were taken away; the run goes on."""
+
+    reason: str
+
+
 class StopOrder(Frame, frozen=True):
     reason: str
     final: bool
@@ -257,6 +264,7 @@ ToTraining = (
     | TakeOrder
     | BeginOrder
     | GoOrder
+    | DrainOrder
     | StopOrder
 )
 

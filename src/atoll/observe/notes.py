@@ -26,6 +26,7 @@ NOTABLE = {
     "warning": "yellow",
     "passed": "yellow",
     "left": "cyan",
+    "draining": "cyan",
     "restarted": "cyan",
     "joined": "cyan",
     "recovered": "green",

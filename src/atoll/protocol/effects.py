@@ -120,6 +120,13 @@ class ChangeAsked(Fact, frozen=True):
     reopen: bool = False
 
 
+class DrainAsked(Fact, frozen=True):
+    """Event: the operator wants one learner to leave in good order; the run goes on."""
+
+    learner: str
+    reason: str
+
+
 class Over(Fact, frozen=True):
     """Event: nobody is waited for any more; whatever account is open is closed."""
 
@@ -234,6 +241,7 @@ SyncerEvent = (
     | CutWritten
     | RelayWanted
     | ChangeAsked
+    | DrainAsked
     | EndAsked
     | Over
     | Tick
@@ -550,6 +558,12 @@ class Inform(Fact, frozen=True):
     committed: int = 0
 
 
+class Drain(Fact, frozen=True):
+    """Effect: the training process is to give its last steps, save its state and leave."""
+
+    reason: str
+
+
 class Stop(Fact, frozen=True):
     """Effect: the training loop should end now. `final`: nothing more will be asked of this learner."""
 
@@ -603,6 +617,7 @@ LearnerEffect = (
     | TakeState
     | HangUp
     | Inform
+    | Drain
     | Stop
     | Note
 )

@@ -220,6 +220,8 @@ class Learner:
                 self._seeking.hear(message)
                 self._train_if_recovered()
                 self._report(now)
+            case msg.Drain(reason=reason):
+                self._do(fx.Drain(reason))
             case msg.Ending(reason=reason):
                 self._ending(reason)
             case msg.Finish(reason=reason, versions=versions):
@@ -445,10 +447,17 @@ class Learner:
     def _say(self, now: float, message: msg.FromLearner) -> None:
         if self._connected:
             self._said_at = now
-            if isinstance(message, msg.Contribution) and self._tape.waiting:  # a round names what it depends on
-                taped, tape = self._tape.next()
-                message = msgspec.structs.replace(message, taped=taped, tape=tape)
+            if isinstance(message, msg.Contribution):
+                message = self._signed(message)
             self._do(fx.Say(msgspec.structs.replace(message, clock=self._now_clock(), term=self.term)))
+
+    def _signed(self, given: msg.Contribution) -> msg.Contribution:
+        """Whose it is; and a round names what it depends on."""
+        given = msgspec.structs.replace(given, run=self.run, learner=self.name, incarnation=self.incarnation)
+        if self._tape.waiting:
+            taped, tape = self._tape.next()
+            given = msgspec.structs.replace(given, taped=taped, tape=tape)
+        return given
 
     def _now_clock(self) -> Clock:
         return merged(self._clock, {self.name: self.t})

@@ -13,7 +13,7 @@ from typing import Literal
 
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
-from atoll.protocol.messages import Hello, Progress
+from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.pace import middle
 from atoll.protocol.settings import Settings
 
@@ -29,6 +29,8 @@ class Learner:
     incarnation: int
     joined_at: float
     fragments: int
+    protocol: int = PROTOCOL
+    """The version that it speaks."""
     state: State = "joining"
     recovered: bool = False
     """It has said that it took the run's parameters."""
@@ -68,6 +70,8 @@ class Learner:
     """Leased samples it has taken, as it last said."""
     reset: bool = False
     """It is to start with a fresh inner optimizer, and has not said yet that it did."""
+    draining: str = ""
+    """Why it was asked to leave, once it was."""
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
     probed_at: float = 0.0
@@ -122,6 +126,7 @@ class Membership:
             incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
             joined_at=now,
             fragments=self.settings.fragments,
+            protocol=hello.protocol,
             last_heard=now,
             last_step_at=now,
             t=hello.t,
@@ -129,6 +134,7 @@ class Membership:
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
             merged=[-1] * self.settings.fragments,
+            draining=known.draining if known is not None and known.session == hello.session else "",
         )
         self._add(learner)
         return learner, True
@@ -150,6 +156,7 @@ class Membership:
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
+        learner.protocol = hello.protocol
         same = hello.run == run and hello.incarnation == learner.incarnation
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"
@@ -170,7 +177,7 @@ class Membership:
         learner.synced_t.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
-        learner.dropped = ()
+        learner.dropped, learner.position = (), -1
 
     def report(self, now: float, learner: Learner, progress: Progress) -> None:
         """Take in a progress message."""

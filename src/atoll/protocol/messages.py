@@ -4,8 +4,12 @@ Small, frozen and tagged; unknown fields are forbidden, so a message of another 
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
 is sent once the body is whole. Every message carries its sender's vector clock.
 
+Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
+has a default that means what the version before meant; a field at its default need not be sent; a peer of the version
+before is never sent a new field or a new message (`NEW_…` below; fabric/wire.py keeps to it).
+
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
-    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Ending  Finish
+    syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Drain  Ending  Finish
 
 and, for a newcomer that takes a peer's inner optimizer,
 
@@ -21,16 +25,29 @@ from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AnyEntry
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of these messages; checked at hello."""
+OLDEST = 1
+"""The oldest version that is still understood."""
+NEW_MESSAGES = frozenset({"Drain"})
+"""What this version brought …"""
+NEW_FIELDS = {
+    "*": frozenset({"seq"}),
+    "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Welcome": frozenset({"protocol"}),
+}
+"""… also in messages that were there before; `*`: in all of them."""
+NEW_SETTINGS = frozenset({"weight_limit"})
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
     clock: Clock = {}
     term: int = 0
     """The reign of the syncer that sends it, or that the sender last heard of."""
     cut: int = 0
     """The newest cut that was opened: the first message that names it is a learner's marker."""
+    seq: int = 0
+    """Of a learner's message: above that of every message before it in the same session, whatever the connection."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,6 +145,10 @@ class Contribution(Message, frozen=True):
     taped: int = 0
     tape: tuple[AnyEntry, ...] = ()
     """What no report has said yet of its tape."""
+    run: str = ""
+    """Whose it is, as its sender sees it: what was meant for another run, learner or life is merged into nothing."""
+    learner: str = ""
+    incarnation: int = 0
 
 
 class Decline(Message, frozen=True):
@@ -237,6 +258,8 @@ class Welcome(Message, frozen=True):
     """The complete cuts that the run keeps."""
     session: str = ""
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
+    protocol: int = 1
+    """The version that both sides speak on this channel."""
 
 
 class Refused(Message, frozen=True):
@@ -334,6 +357,12 @@ class Announce(Message, frozen=True):
     """The complete cuts that the run keeps."""
 
 
+class Drain(Message, frozen=True):
+    """Leave the run in good order: give your last steps, save your state, go. The run goes on without you."""
+
+    reason: str
+
+
 class Ending(Message, frozen=True):
     """The budget is spent (or the operator asked): take no more steps; the last ones are collected now."""
 
@@ -369,6 +398,7 @@ FromSyncer = (
     | Pull
     | Recover
     | Announce
+    | Drain
     | Ending
     | Finish
     | Help

@@ -56,6 +56,8 @@ class Round:
     live: int = 0
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    """What each member's contribution counts, from its merge on."""
 
     @property
     def given(self) -> list[Seat]:
@@ -71,8 +73,3 @@ class Round:
         self.stage, self.attempt = "gathering", self.attempt + 1
         self.opened_at, self.quorum_at = now, None
         self.seats = {}
-
-
-def weight(given: Contribution) -> float:
-    """Quantity × quality: w = tokens · (tokens / steps)."""
-    return given.tokens * (given.tokens / given.steps)

@@ -19,8 +19,9 @@ from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.pace import Recent
-from atoll.protocol.round import Round, Seat, weight
+from atoll.protocol.round import Round, Seat
 from atoll.protocol.settings import Settings
+from atoll.protocol.weights import limited, telling, weight
 
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
@@ -198,9 +199,18 @@ class Rounds:
             return True
         if round_.t == self.committed:
             round_.stage = "merging"
-            parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
+            self._weigh(round_)
+            parts = tuple(Part(name, round_.attempt, counts) for name, counts in round_.weights.items())
             self.out.add(Merge(round_.t, round_.fragment, parts))
         return missed  # whoever fell mute is to be probed
+
+    def _weigh(self, round_: Round) -> None:
+        names, limit = [seat.learner for seat in round_.given], self.settings.weight_limit
+        claimed = [weight(seat.answer) for seat in round_.given]
+        merged = limited(claimed, limit)
+        round_.weights = dict(zip(names, merged, strict=True))
+        if text := telling(names, claimed, merged, limit):
+            round_.reason = f"{round_.reason}; {text}"
 
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> None:
         """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still."""
@@ -268,7 +278,7 @@ class Rounds:
 
     def _record(self, round_: Round, event: Merged) -> records.Merged:
         version = self.versions[round_.fragment]
-        shares = tuple(_share(seat) for seat in round_.given)
+        shares = tuple(_share(seat, round_.weights[seat.learner]) for seat in round_.given)
         return records.Merged(
             round_.t,
             round_.fragment,
@@ -324,7 +334,7 @@ class Rounds:
             "t": given.t,
             "steps": given.steps,
             "tokens": given.tokens,
-            "weight": weight(given),
+            "weight": round_.weights[seat.learner],
             "base": given.base,
             "since": since,
         }
@@ -352,7 +362,7 @@ class Rounds:
         return min(1.0, max(by_steps, by_tokens))
 
 
-def _share(seat: Seat) -> records.Share:
+def _share(seat: Seat, counts: float) -> records.Share:
     given = seat.answer
     return records.Share(
         learner=seat.learner,
@@ -360,7 +370,7 @@ def _share(seat: Seat) -> records.Share:
         t=given.t,
         steps=given.steps,
         tokens=given.tokens,
-        weight=weight(given),
+        weight=counts,
         base=given.base,
         total=given.total,
         position=given.position,

@@ -25,6 +25,22 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
     return None
 
 
+def not_its_own(learner: Learner, given: Contribution, run: str, term: int) -> str | None:
+    """Whether a contribution was meant for another run, life or reign than the channel's that it came on.
+
+    Version 1 names neither run nor life. Who was welcomed knows the term: whoever is asked has heard of it.
+    """
+    if learner.protocol > 1:
+        said, own = (given.run, given.learner, given.incarnation), (run, learner.name, learner.incarnation)
+        if said != own:
+            return f"it is of {_life(*said)}, this channel of {_life(*own)}"
+    return f"it is of term {given.term}, the run is in term {term}" if given.term != term else None
+
+
+def _life(run: str, learner: str, incarnation: int) -> str:
+    return f"{learner or 'nobody'} (incarnation {incarnation}) in run {run or 'none'}"
+
+
 def against_the_rules(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
     """Why a contribution may not be merged."""
     least = learner.merged[round_.fragment]

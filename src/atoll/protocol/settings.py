@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -66,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refused contributions in a row that send a learner into quarantine."""
+    weight_limit: float = 8.0
+    """No contribution counts for more than this many times the mean of its round; one or two are never limited."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)
@@ -92,6 +95,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if not 0.0 <= self.blend <= 1.0:
             raise ConfigError(
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
+            )
+        if not (self.weight_limit >= 1.0 and isfinite(self.weight_limit)):
+            raise ConfigError(
+                f"weight_limit = {self.weight_limit} is not a number of 1 (the mean itself) or more: 8 is the default"
             )
         if not 0.0 <= self.grace_share < 1.0:
             raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")

@@ -27,6 +27,7 @@ from atoll.protocol.effects import (
     CutKept,
     CutWritten,
     Delivered,
+    DrainAsked,
     EndAsked,
     Expel,
     Finished,
@@ -67,12 +68,13 @@ from atoll.protocol.messages import (
     Unable,
     Welcome,
 )
+from atoll.protocol.messages import Drain as DrainMessage
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Ended, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
-from atoll.protocol.rules import against_the_rules, wrong_report
+from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
 from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
 
@@ -161,6 +163,11 @@ class Syncer:
                 self.peers.wanted(ticket, offset)
             case ChangeAsked():
                 self._asked = event
+            case DrainAsked(name, reason):
+                if (learner := self._known(name)) is not None:
+                    learner.draining = reason
+                    self.out.send(name, DrainMessage(reason=reason))
+                    self.out.note("draining", f"{name} is asked to leave: {reason}", learner)
             case EndAsked(reason):
                 self._end(now, reason)
             case Over():
@@ -272,6 +279,8 @@ class Syncer:
             self.out.send(learner.name, Ending(reason=self._end_reason))
         elif self.phase == "finished":
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
+        elif learner.draining:
+            self.out.send(learner.name, DrainMessage(reason=learner.draining))  # for all we know it did not hear it
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
@@ -306,6 +315,7 @@ class Syncer:
             taped=self.history.lives[learner.name].taped,
             cuts=self.history.kept_cuts,
             session=learner.session,
+            protocol=learner.protocol,
         )
         self.out.send(learner.name, welcome)
 
@@ -410,6 +420,9 @@ class Syncer:
         return min(report.versions) >= 0 and not report.seeking
 
     def _contribute(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
+        if (foreign := not_its_own(learner, given, self.run, self.history.term)) is not None:
+            self._turn_away(learner, given, foreign)
+            return
         self._tape(learner, given)
         if given.probe:
             self.out.discard(learner.name, given.round, given.attempt)
@@ -432,6 +445,20 @@ class Syncer:
             seat.give(given)
             round_.answered_at = now
             learner.misses = learner.strikes = 0
+
+    def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:
+        """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
+        if self.rounds.has_given(learner, given.round, given.attempt):
+            return
+        seat = self.rounds.seat(learner, given.round, given.attempt)
+        self.out.discard(learner.name, given.round, given.attempt)
+        if seat is not None:
+            self.rounds.leave_out(self.rounds.open[given.round], seat, f"refused: {reason}")
+        elif given.incarnation < learner.incarnation:
+            return  # its life ended while the answer was on its way: nobody's mistake
+        text = f"contribution of {learner.name} to round {given.round} refused: {reason}"
+        self.out.note("refused", text, learner, round=given.round, reason=reason)
+        self.out.send(learner.name, Refused(reason=text, final=False))
 
     def _refuse(self, now: float, learner: Learner, number: int, reason: str) -> None:
         learner.strikes += 1

@@ -27,6 +27,7 @@ RULES = (
     "stalled_after_s",
     "pull_floor_s",
     "strikes",
+    "weight_limit",
     "cut_every",
     "cut_wait_s",
 )

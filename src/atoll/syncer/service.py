@@ -21,7 +21,7 @@ from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
-from atoll.fabric.wire import Score, one_line
+from atoll.fabric.wire import Score, one_line, understood
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, difference, make_plan
@@ -30,7 +30,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.history import History
-from atoll.protocol.messages import Contribution, FromLearner, Hello, Pull, Refused, Welcome
+from atoll.protocol.messages import Contribution, Drain, FromLearner, Hello, Pull, Refused, Welcome
 from atoll.protocol.records import Begun
 from atoll.protocol.syncer import Syncer
 from atoll.syncer.books import Books
@@ -159,6 +159,23 @@ class SyncerService:
             return ""
         self._handle(asked)
         return asked.what
+
+    def drain(self, learner: str) -> str:
+        """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
+        channel = self._channels.get(learner)
+        if self._machine is None or channel is None:
+            known = self._machine is not None and learner in self._machine.members.learners
+            raise PeerError(
+                f"{learner} is away: it can be drained once it is back"
+                if known
+                else f"no learner of this run is called {one_line(learner)!r}: atoll status says who is there"
+            )
+        if not understood(Drain(reason=""), channel.protocol):
+            raise PeerError(
+                f"{learner} speaks protocol {channel.protocol}, which knows no drain: send its process SIGTERM instead"
+            )
+        self._handle(fx.DrainAsked(learner, "the operator asked"))
+        return f"{learner} gives its last steps to the run, saves its state and leaves"
 
     def unscored(self) -> None:
         """No evaluator is there any more: nobody waits for its last word."""
