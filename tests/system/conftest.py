@@ -28,9 +28,12 @@ class Run:
         self.folder, self.out = folder, folder / "run"
         self._process: subprocess.Popen[str] | None = None
 
+    def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
+        return {**os.environ, MARK: str(self.folder), "COLUMNS": "200", **(more or {})}
+
     def start(self, *arguments: str | Path) -> Run:
         command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
-        env = {**os.environ, MARK: str(self.folder), "COLUMNS": "200"}
+        env = self.environment()
         self._process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -45,7 +48,7 @@ class Run:
     def beside(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Another command of the same run, which ends with it."""
         command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
-        env = {**os.environ, MARK: str(self.folder), "COLUMNS": "200"}
+        env = self.environment()
         with (self.folder / "beside.log").open("a") as log:
             return subprocess.Popen(
                 command, cwd=self.folder, env=env, text=True, stdout=log, stderr=log, preexec_fn=heed_interrupts

@@ -1,4 +1,4 @@
-"""Commands that look at a run, check it, or change its settings: status, verify, export, set."""
+"""Commands that look at a run, check it, or change its settings: status, verify, export, set, drain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import app, short, where
+from atoll.cli.app import address_of, app, short, where
 from atoll.fabric.client import get_json
-from atoll.fabric.transfer import post_settings
+from atoll.fabric.transfer import post_drain, post_settings
 from atoll.observe.export import export_run
 from atoll.observe.screen import Screen
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import RunFailed, Unreachable
+from atoll.store.rundir import newest_run
 from atoll.telemetry.status import RunStatus
 
 
@@ -60,6 +61,24 @@ async def _follow(url: str) -> None:
             except Unreachable:
                 return
             await asyncio.sleep(0.5)
+
+
+@app.command()
+def drain(
+    learner: Annotated[str, typer.Argument(help="Its name in the run.")],
+    run: Annotated[
+        str | None,
+        typer.Option(help="The run's folder, or a link with an operator's token; by default the newest run here."),
+    ] = None,
+) -> None:
+    """Let one learner leave without loss: its last steps are collected, then it goes. Ctrl-C there does the same.
+
+    Example:
+
+      atoll drain learner-2 --run atoll-runs/first
+    """
+    place = where(run) if run is not None else address_of(newest_run())
+    print(asyncio.run(post_drain(place, learner)))
 
 
 @app.command()

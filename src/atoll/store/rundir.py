@@ -152,6 +152,14 @@ def unused_path(now: time.struct_time, root: Path = RUNS) -> Path:
     return path
 
 
+def newest_run(below: Path = RUNS) -> RunDir:
+    """Of those that were not given a place of their own."""
+    found = [run for path in below.iterdir() if (run := RunDir(path.absolute())).holds_run()] if below.is_dir() else []
+    if not found:
+        raise ConfigError(f"there is no run in {below}: name its folder with --run DIR")
+    return max(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
+
+
 def checked_name(name: str) -> str:
     """The name itself, if it may become part of a path."""
     if not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
