@@ -7,13 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.wire import Limits, check_hello, decode_from_learner, decode_from_syncer, decode_score, digest, encode
+from atoll.fabric.wire import (
+    Limits,
+    check_hello,
+    decode_from_learner,
+    decode_from_syncer,
+    decode_score,
+    digest,
+    encode,
+    spoken,
+    understood,
+)
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
     Contribution,
     Decline,
+    Drain,
     Ending,
     Finish,
     FromLearner,
@@ -197,3 +208,33 @@ def test_the_digest_is_the_same_for_every_kind_of_buffer() -> None:
 def test_limits_are_above_zero() -> None:
     with pytest.raises(ConfigError, match="hello_s = 0"):
         Limits(hello_s=0)
+
+
+@pytest.mark.parametrize(
+    ("header", "version"), [(None, 1), ("", 1), ("1", 1), ("2", 2), ("17", 17), ("x", 1), ("9" * 5000, 1)]
+)
+def test_a_syncer_that_names_no_version_speaks_the_first(header: str | None, version: int) -> None:
+    assert spoken(header) == version
+
+
+@given(from_syncer)
+def test_version_1_is_told_the_same_less_what_is_new(message: FromSyncer) -> None:
+    assert decode_from_syncer(encode(message, 1)) == message
+
+
+def test_version_1_is_told_nothing_new() -> None:
+    settings = Settings(weight_limit=4.0)
+    welcome = Welcome(
+        run="r", incarnation=1, settings=settings, fingerprint="", versions=(), gathering=0, protocol=2, seq=7
+    )
+    said = msgspec.msgpack.decode(encode(welcome, 1))
+    assert not {"protocol", "seq"} & said.keys() and "weight_limit" not in said["settings"]
+    given = Contribution(
+        round=1, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="", run="r", learner="a"
+    )
+    assert not {"run", "learner", "incarnation"} & msgspec.msgpack.decode(encode(given, 1)).keys()
+    assert not understood(Drain(reason="x"), 1) and understood(Drain(reason="x"), 2)
+
+
+def test_what_is_at_its_default_is_not_sent() -> None:
+    assert msgspec.msgpack.decode(encode(Heartbeat())) == {"type": "Heartbeat"}

@@ -27,7 +27,8 @@ def signed(world: World, answer: Contribution) -> Contribution:
     """As learner-0 says it now."""
     machine = world.islands["learner-0"].machine
     own = {"run": machine.run, "learner": machine.name, "incarnation": machine.incarnation, "term": machine.term}
-    return msgspec.structs.replace(answer, **own)
+    total = world.syncer.members.learners["learner-0"].tokens_total + 1000
+    return msgspec.structs.replace(answer, **own, total=total)
 
 
 def give(world: World, answer: Contribution, refusal: str | None = None, **changes: Any) -> list[fx.SyncerEffect]:

@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol import gathering, syncer
+from atoll.protocol import claims, gathering, syncer
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import Merge, Merged, Part
+from atoll.protocol.leases import Leases
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.pace import Pace
@@ -167,6 +168,7 @@ def _as_they_come(plain: Plain) -> Any:
         moved = plain(self, now, round_, wakes)
         if round_.stage == "pulling" and not round_.asked and round_.given and round_.t in self.open:
             round_.stage = "merging"
+            self._weigh(round_)
             parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
             self.out.add(Merge(round_.t, round_.fragment, parts))
         return bool(moved)
@@ -228,3 +230,36 @@ mutant(
     "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
 )
 mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
+
+
+# ---- what is believed ---------------------------------------------------------------------------------------------
+
+mutant(
+    "the time that passed since a report is forgotten where it is judged",
+    (claims, "TIMES", lambda plain: 0.0),
+    (claims, "beyond_steps", always("too much")),
+)
+mutant("what was leased is forgotten where it is judged", (Leases, "leased", always(0)))
+
+
+def _keeps_its_place(plain: Plain) -> Any:
+    def broken(self: Membership, now: float, learner: Learner) -> None:
+        place = learner.position
+        plain(self, now, learner)
+        learner.position = place
+
+    return broken
+
+
+mutant("a life is judged by the place that the one before had", (Membership, "restart", _keeps_its_place))
+
+
+def _of_the_term_before(plain: Plain) -> Any:
+    def broken(learner: Learner, given: Contribution, run: str, term: int) -> str | None:
+        wrong: str | None = plain(learner, given, run, term - 1)
+        return wrong
+
+    return broken
+
+
+mutant("only what is of the term before is taken", (syncer, "not_its_own", _of_the_term_before))

@@ -34,6 +34,8 @@ EASY = [
     "a learner leaves without the finished model",
     "there is no pace",
     "heartbeats are never sent",
+    "what was leased is forgotten where it is judged",
+    "only what is of the term before is taken",
 ]
 """Found by almost any seed: these are looked for in every run of the tests."""
 

@@ -53,6 +53,9 @@ class FakeLearner:
         self.incarnation = 1
         self.t = 0
         self.versions = [-1] * len(self.plan.fragments)
+        self.since = [0] * len(self.plan.fragments)
+        """Per fragment, its step when it last adopted it; a step is 8 tokens."""
+        self.dropped = [0] * len(self.plan.fragments)
         self._news = asyncio.Event()
         hello = Hello(protocol=protocol, learner=name, session=self.session, tensors=tensors)
         self.link = Link(
@@ -66,9 +69,15 @@ class FakeLearner:
 
     def _hear(self, message: FromSyncer) -> None:
         self.heard.append(message)
-        if isinstance(message, Announce):
-            self.versions[message.fragment] = message.version
+        if isinstance(message, Announce) and message.version > self.versions[message.fragment]:
+            self._adopt(message)
         self._news.set()
+
+    def _adopt(self, announce: Announce) -> None:
+        fragment = announce.fragment
+        held = sum(member.tokens for member in announce.members if member.learner == self.name)
+        self.dropped[fragment] += 8 * (self.t - self.since[fragment]) - held
+        self.versions[fragment], self.since[fragment] = announce.version, self.t
 
     async def until(self, kind: type[M], which: Callable[[M], bool] = lambda message: True) -> M:
         async with asyncio.timeout(WAIT_S):
@@ -98,18 +107,18 @@ class FakeLearner:
         self.report()
 
     def report(self) -> None:
-        size, t = len(self.versions), self.t
+        t, steps = self.t, [self.t - since for since in self.since]
         progress = Progress(
             incarnation=self.incarnation,
             t=t,
-            steps=(t,) * size,
-            tokens=(8 * t,) * size,
+            steps=tuple(steps),
+            tokens=tuple(8 * count for count in steps),
             versions=tuple(self.versions),
             offer=t,
             tokens_total=8 * t,
             busy_s=0.1 * t,
             loss=1.5,
-            dropped=(0,) * size,
+            dropped=tuple(self.dropped),
             counted=tuple(self.versions),
         )
         assert self.link.send(progress)
@@ -122,11 +131,12 @@ class FakeLearner:
         return digest(values)
 
     async def contribute(self, pull: Pull, delta: float, **changes: Any) -> None:
-        t = self.t
+        t, steps = self.t, self.t - self.since[pull.fragment]
         mark = await self.body(pull, delta)
         welcome = await self.until(Welcome)
         said: dict[str, Any] = {"run": welcome.run, "learner": self.name, "term": welcome.term}
-        said |= {"fragment": pull.fragment, "base": self.versions[pull.fragment], "t": t, "steps": t, "tokens": 8 * t}
+        said |= {"fragment": pull.fragment, "base": self.versions[pull.fragment], "t": t}
+        said |= {"steps": steps, "tokens": 8 * steps, "total": 8 * t}
         given = {**said, "digest": mark, "incarnation": self.incarnation, **changes}
         assert self.link.send(Contribution(round=pull.round, attempt=pull.attempt, **given))
 

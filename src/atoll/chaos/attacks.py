@@ -58,6 +58,8 @@ ATTACKS: dict[str, Attack] = {
     "future": Attack("it gives on a base that never was", words=_with(base=10**6)),
     "other-fragment": Attack("it gives another fragment than was asked for", words=_with(fragment=10**4)),
     "below-zero": Attack("it counts steps below zero", words=_with(steps=-5)),
+    "boast": Attack("it names a billion tokens", words=_with(tokens=10**9)),
+    "other-run": Attack("what it gives is meant for another run", words=_with(run="another")),
     "digest": Attack("it names another digest than its bodies have", words=_with(digest="0" * 32)),
     "garbage": Attack("it sends frames that are no messages", noise=b"\xff\x00{not a message"),
     "unknown-type": Attack("it sends messages of a kind nobody knows", noise=b'{"type":"Overthrow","clock":{}}'),

@@ -150,7 +150,7 @@ def _as_before(message: FromLearner | FromSyncer) -> dict[str, Any]:
 
 def spoken(header: str | None) -> int:
     """The version of a syncer, by its header."""
-    return int(header) if header is not None and header.isdecimal() else OLDEST
+    return int(header) if header is not None and re.fullmatch(r"[0-9]{1,9}", header) else OLDEST
 
 
 def decode_from_learner(data: Buffer) -> FromLearner:

@@ -8,6 +8,7 @@ does not balance is an alarm, never mended in silence.
 
 from __future__ import annotations
 
+from atoll.protocol.claims import beyond_lease
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
@@ -64,6 +65,16 @@ class Accounts:
         if learner.name in self._batch and report.position >= 0:
             self._took(learner)
             self._supply(learner)
+
+    def beyond_lease(self, learner: Learner, position: int, before: int = -1) -> str | None:
+        """What is wrong with its place in its leases; nothing where it takes none."""
+        leases = self.history.leases
+        if position < 0 or leases is None or learner.name not in self._batch:
+            return None
+        return beyond_lease(position, before, leases.leased(learner.name, learner.incarnation))
+
+    def beyond_ledger(self, learner: Learner, given: Contribution) -> str | None:
+        return self.history.ledger.beyond(learner.name, learner.incarnation, given.fragment, given.tokens, given.total)
 
     def _alarm(self, learner: Learner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:

@@ -215,6 +215,10 @@ class Leases:
         held = self._holdings.get((learner, incarnation))
         return self._ends[learner, incarnation] - self._position(held) if held is not None else 0
 
+    def leased(self, learner: str, incarnation: int) -> int:
+        """All samples that were leased to it so far."""
+        return self._ends.get((learner, incarnation), 0)
+
     def merged_to(self, learner: str, incarnation: int) -> int:
         """The highest position of its merged contributions."""
         held = self._holdings.get((learner, incarnation))

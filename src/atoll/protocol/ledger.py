@@ -216,6 +216,17 @@ class Ledger:
             self._open[learner, incarnation] = account
         return wrong
 
+    def beyond(self, learner: str, incarnation: int, fragment: int, tokens: int, total: int) -> str | None:
+        """Whether a contribution names more tokens than its copy can hold: c ≤ total − begin − m.
+
+        Its base holds what was merged before, so u is 0; what d was then, nobody else knows.
+        """
+        account = self._open.get((learner, incarnation))
+        if account is None or account.begin is None:
+            return None
+        left = total - account.begin - account.merged[fragment]
+        return f"it names {tokens} tokens, {left} were left to give" if tokens > left else None
+
     def merged(self, record: Merged) -> None:
         for share in record.members:
             if (account := self._open.get((share.learner, share.incarnation))) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atoll.protocol.claims import Usual
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
@@ -57,6 +58,8 @@ class Learner:
     loss: float | None = None
     misses: int = 0
     strikes: int = 0
+    usual: Usual = field(default_factory=Usual)
+    """What this life has claimed so far."""
     step_s: Average = field(default_factory=Average)
     merged: list[int] = field(default_factory=list)
     """Per fragment, the version its last contribution went into; −1 for none."""
@@ -177,12 +180,13 @@ class Membership:
         learner.synced_t.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments
-        learner.dropped, learner.position = (), -1
+        learner.dropped, learner.position, learner.usual = (), -1, Usual()
 
     def report(self, now: float, learner: Learner, progress: Progress) -> None:
         """Take in a progress message."""
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
+        learner.usual.add(now, progress.t, progress.tokens_total)
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if progress.offer > learner.offer + 1 or learner.offer < 0:
@@ -216,6 +220,10 @@ class Membership:
         """ξ_step: the median of the live learners' averages."""
         known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
         return middle(known) if known else None
+
+    def per_step(self, but: Learner) -> list[float]:
+        """The usual tokens per step of the others, where they are known."""
+        return [one.usual.per_step for one in self.reachable() if one is not but and one.usual.known]
 
     def tokens(self) -> int:
         return sum([one.tokens_before + one.tokens_total for one in self._by_name])

@@ -8,8 +8,9 @@ becomes of it.
 
 Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
 whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
-steps, tokens and base are weighed, not the report's; three refusals in a row send a learner into recovery; one that
-makes no steps is not waited for; one that says nothing is gone.
+steps, tokens and base are weighed, not the report's; what is not a channel's own, or claims more than can be, is
+merged into nothing; three refusals in a row send a learner into recovery; one that makes no steps is not waited for;
+one that says nothing is gone.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ from atoll.protocol.records import Begun, Changed, Ended, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
+from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
 
@@ -96,6 +98,7 @@ class Syncer:
         self.out = Outbox(history)
         self.members = Membership(settings)
         self.accounts = Accounts(settings, self.members, self.out)
+        self.scrutiny = Scrutiny(self.members, self.accounts)
         self.cuts = Cuts(settings, self.members, self.out)
         self.rounds = Rounds(settings, self.members, self.cuts, self.out)
         self.watch = Watch(settings, self.members, self.rounds, self.out)
@@ -399,6 +402,9 @@ class Syncer:
         if (wrong := wrong_report(learner, progress, self.versions)) is not None:
             self._expel(learner, wrong)
             return
+        if (beyond := self.scrutiny.report(now, learner, progress)) is not None:
+            self._strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
+            return
         self.members.report(now, learner, progress)
         self.accounts.reported(learner, progress)
         if not progress.seeking:
@@ -436,9 +442,12 @@ class Syncer:
             return
         round_ = self.rounds.open[given.round]
         refusal = refusal or against_the_rules(learner, round_, given, self.versions[round_.fragment])
+        claim = refusal is None and given.steps > 0
+        refusal = refusal or (self.scrutiny.contribution(now, learner, given) if claim else None)
         if refusal is not None:
             self.rounds.leave_out(round_, seat, f"refused: {refusal}")
-            self._refuse(now, learner, round_.t, refusal)
+            what = f"contribution of {learner.name} to round {round_.t} refused"
+            self._strike(now, learner, what, refusal, round=round_.t, claim=claim)
         elif given.steps == 0 or given.tokens == 0:
             self.rounds.nothing_from(round_, seat, "nothing to give: no steps since its last adoption")
         else:
@@ -460,10 +469,10 @@ class Syncer:
         self.out.note("refused", text, learner, round=given.round, reason=reason)
         self.out.send(learner.name, Refused(reason=text, final=False))
 
-    def _refuse(self, now: float, learner: Learner, number: int, reason: str) -> None:
+    def _strike(self, now: float, learner: Learner, what: str, reason: str, **data: object) -> None:
+        """Its numbers are broken, or not to be believed; a few in a row, and it starts over."""
         learner.strikes += 1
-        text = f"contribution of {learner.name} to round {number} refused: {reason}"
-        self.out.note("refused", text, learner, round=number, reason=reason)
+        self.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
         if learner.strikes >= self.settings.strikes:
             text = (
                 f"{learner.name} is in quarantine after {learner.strikes} refusals in a row; it recovers from the run"

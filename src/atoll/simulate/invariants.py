@@ -14,6 +14,7 @@
     one fenced writer               terms go up; learners heed no term below the newest they heard of
     a cut never waits for the dead
     no step blocks                  in an asynchronous run no training process ever waits
+    an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
     bounded memory                  what the machines keep does not grow with the run
     clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up
 
@@ -230,6 +231,9 @@ class Invariants:
                     raise Violation("quorum", f"{note.text} gives no reason")
             case "unbalanced":
                 raise Violation("ledger balances", note.text, data.get("learner", ""))
+            case "refused":
+                if data.get("claim"):
+                    raise Violation("an honest claim is believed", note.text, data["learner"])
             case "recovered":
                 if data["learner"] in self._helping:
                     said = f"{data['learner']} recovered while its help is under way"

@@ -49,6 +49,7 @@ CLOCKS = {
 TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
+    *("weights", "usual"),  # of what was given; of a life that is judged later than any search looks
 }
 COUNTS = {"clock", "due", "interval", "_anchors", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}

@@ -135,7 +135,7 @@ def lane_state(one: LearnerStatus) -> str:
 
 def _concerned(event: Event) -> list[str]:
     """The learners, or the syncer, that an event is about. A fault that happens to no learner happens to the syncer."""
-    if event["kind"] == "refused" and "round" not in event:
+    if event["kind"] == "refused" and "incarnation" not in event:
         return []  # it was never let in
     named = event.get("targets") or [event.get("learner") or event.get("process") or event.get("target")]
     names = [name for name in named if isinstance(name, str) and 0 < len(name) <= 64 and name != "evaluator"]

@@ -1,0 +1,96 @@
+"""What a learner may say that it trained on. Its word is weighed (w = tokens² / steps), so it has to be likely.
+
+Rules kept here, each with its test:
+- leased samples: it has never taken more than it was leased, and its place in its leases never goes back;
+- tokens: a report claims too much only if all of this speaks against it: by the syncer's clock it is above `TIMES` its
+  usual rate and one step more, and by its own count of steps above `TIMES` its usual tokens per step, and above `TIMES`
+  those of the median of the others. So a pause, a burst after it, a reconnect or a slow link is no claim: the tokens
+  per step stay what they are; and larger batches are none where they take their time, or everybody has them;
+- a contribution's tokens per step keep to the same measure, and its tokens are no more than the ledger says it had;
+- nobody is judged before `STEPS` steps of the same life, nor by a usual of nothing.
+
+A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
+it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.protocol.pace import middle
+
+TIMES = 8.0
+"""So many times the usual is beyond what chance brings."""
+STEPS = 32
+"""Of one life, before it is judged by them."""
+
+
+@dataclass(slots=True)
+class Usual:
+    """What one life has claimed so far, by the syncer's clock."""
+
+    began_at: float | None = None
+    at: float = 0.0
+    """When it last reported a step …"""
+    t: int = 0
+    """… which was this one, …"""
+    total: int = 0
+    """… with so many tokens. A hello between two reports names steps, but no tokens: these belong together."""
+    steps: int = 0
+    tokens: int = 0
+
+    def add(self, now: float, t: int, total: int) -> None:
+        """A report that was taken in. What it had before the first is no measure of its speed."""
+        if self.began_at is None:
+            self.began_at = now
+        elif t > self.t:
+            self.steps, self.tokens = self.steps + t - self.t, self.tokens + total - self.total
+        else:
+            return
+        self.at, self.t, self.total = now, t, total
+
+    @property
+    def known(self) -> bool:
+        return self.steps >= STEPS and self.tokens > 0 and self.began_at is not None and self.at > self.began_at
+
+    @property
+    def per_step(self) -> float:
+        return self.tokens / self.steps
+
+    @property
+    def per_second(self) -> float:
+        assert self.began_at is not None
+        return self.tokens / (self.at - self.began_at)
+
+
+def beyond_lease(position: int, before: int, leased: int) -> str | None:
+    """`before`: the place it named last, −1 for none."""
+    if position > leased:
+        return f"it says it took {position} samples, {leased} were leased to it"
+    if 0 <= position < before:
+        return f"its place in its leases went back from {before} to {position}"
+    return None
+
+
+def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[float]) -> str | None:
+    """What it adds to its last report. `others`: the usual tokens per step of the other learners."""
+    steps, tokens = t - own.t, total - own.total
+    if not own.known or tokens <= own.per_step + TIMES * own.per_second * (now - own.at):
+        return None
+    if (wrong := beyond_steps(steps, tokens, own, others)) is None:
+        return None
+    usual = own.per_second * (now - own.at)
+    return f"{tokens} tokens in {now - own.at:.3g} s, where {usual:.3g} are usual: {wrong}"
+
+
+def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -> str | None:
+    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's."""
+    if not own.known:
+        return None
+    per_step, measure = tokens / max(1, steps), own.per_step
+    if others:
+        measure = max(measure, middle(list(others)))
+    if per_step <= TIMES * measure:
+        return None
+    return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"

@@ -1,0 +1,155 @@
+"""Claims beyond what a learner can have are refused, struck and end in quarantine; honest ones never are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.protocol.world import World
+
+from atoll.protocol import effects as fx
+from atoll.protocol.messages import Contribution, FromLearner, Progress, Recover, Register
+from atoll.protocol.records import Merged
+from atoll.simulate.promises import Violation
+
+
+class Trusting(World):
+    """A world that may be lied to: refusals of claims are what is tested here."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        note = self.invariants._note
+        self.invariants._note = lambda reign, said: None if said.kind == "refused" else note(reign, said)
+
+
+def at_work(learners: int = 3, **settings: Any) -> Trusting:
+    """Past the steps that it takes to know what is usual."""
+    world = Trusting(learners, fragments=2, sync_every=4, **settings)
+    world.run_until(seconds=60)
+    return world
+
+
+def last_report(world: World, name: str = "learner-0") -> Progress:
+    """The next that it makes."""
+    island = world.islands[name]
+    said: list[Progress] = []
+    say = island._say
+
+    def listen(message: FromLearner) -> None:
+        if isinstance(message, Progress):
+            said.append(message)
+        say(message)
+
+    island._say = listen  # type: ignore[method-assign]
+    while not said:
+        world.run_until(seconds=0.1)
+    island._say = say  # type: ignore[method-assign]
+    return said[-1]
+
+
+def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
+    return [str(e.data["reason"]) for e in effects if isinstance(e, fx.Note) and e.kind == "refused"]
+
+
+def boast(world: World, report: Progress, tokens: int, steps: int = 1) -> list[fx.SyncerEffect]:
+    known = world.syncer.members.learners["learner-0"]
+    said = msgspec.structs.replace(report, t=known.t + steps, tokens_total=known.tokens_total + tokens)
+    return world.inject(fx.Received("learner-0", said))
+
+
+def test_a_report_of_a_thousand_times_the_tokens_is_refused_and_changes_nothing() -> None:
+    world = at_work()
+    report = last_report(world)
+    known = world.syncer.members.learners["learner-0"]
+    before = (known.t, known.tokens_total)
+    effects = boast(world, report, 10_000)
+    assert "tokens per step, where 10 are usual" in refusals(effects)[0]
+    assert (known.t, known.tokens_total) == before and known.strikes == 1
+
+
+def test_three_of_them_lead_into_quarantine() -> None:
+    world = at_work()
+    report = last_report(world)
+    effects = [effect for _ in range(3) for effect in boast(world, report, 10_000)]
+    assert len(refusals(effects)) == 3
+    assert [e.message for e in effects if isinstance(e, fx.Send) and isinstance(e.message, Recover)]
+    assert world.syncer.members.learners["learner-0"].usual.steps == 0, "another life, judged by itself"
+
+
+def answer(world: World, **changes: Any) -> tuple[Contribution, list[fx.SyncerEffect]]:
+    """Lie in what learner-0 says of its next contribution."""
+    said: list[tuple[Contribution, list[fx.SyncerEffect]]] = []
+    island = world.islands["learner-0"]
+    say = island._say
+
+    def lie(message: Any) -> None:
+        if isinstance(message, Contribution) and not said:
+            given = msgspec.structs.replace(message, **{k: f(message) for k, f in changes.items()})
+            said.append((given, world.inject(fx.Delivered("learner-0", given))))
+        else:
+            say(message)
+
+    island._say = lie  # type: ignore[method-assign]
+    while not said:
+        world.run_until(seconds=0.1)
+    island._say = say  # type: ignore[method-assign]
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": lambda given: 1000 * given.tokens}, "were left to give"),
+        ({"tokens": lambda given: 10**6, "total": lambda given: 10**7}, "tokens per step, where 10 are usual"),
+    ],
+)
+def test_a_contribution_that_claims_too_much_is_refused(changes: dict[str, Any], says: str) -> None:
+    world = at_work()
+    given, effects = answer(world, **changes)
+    assert says in refusals(effects)[0]
+    assert world.syncer.members.learners["learner-0"].strikes == 1
+    world.run_until(round=given.round + 1)
+    assert "learner-0" not in world.members(given.round)
+
+
+def test_an_honest_contribution_is_believed() -> None:
+    world = at_work()
+    _, effects = answer(world)
+    assert refusals(effects) == []
+
+
+@pytest.mark.parametrize(
+    ("position", "says"),
+    [(10**6, "it says it took 1000000 samples, "), (99, "its place in its leases went back from 100 to 99")],
+)
+def test_a_place_beyond_its_leases_is_refused(position: int, says: str) -> None:
+    world = at_work(2)
+    known = world.syncer.members.learners["learner-0"]
+    report = last_report(world)
+    world.inject(fx.Received("learner-0", Register(datasets=(("text", 20_000, 1.0),), epochs=0, batch=2)))
+    known.position = 100
+    said = msgspec.structs.replace(report, t=known.t, tokens_total=known.tokens_total, position=position)
+    effects = world.inject(fx.Received("learner-0", said))
+    assert says in refusals(effects)[0] and known.strikes == 1
+
+
+def test_the_simulator_does_not_let_an_honest_claim_be_refused() -> None:
+    world = World(3, fragments=2, sync_every=4)
+    world.run_until(seconds=60)
+    with pytest.raises(Violation, match="an honest claim is believed"):
+        boast(world, last_report(world), 10_000)
+
+
+def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
+    """One of four has steps of a hundred times the tokens, honestly: it counts for half, also in the journal."""
+    world = World(4, fragments=1, sync_every=4, weight_limit=2.0)
+    world.islands["learner-3"].tokens_per_step = 1000
+    world.run_until(round=6)
+    note = world.round_note(5)
+    assert "weight limited to 2 times the mean: learner-3 from" in note["reason"]
+    weights = {member["learner"]: member["weight"] for member in note["members"]}
+    assert weights["learner-3"] == pytest.approx(2.0 * sum(weights.values()) / len(weights))
+    persisted = [record for _, effect in world.log if isinstance(effect, fx.Persist) for record in effect.records]
+    merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 5)
+    assert {share.learner: share.weight for share in merged.members} == weights and merged.reason == note["reason"]
