@@ -72,11 +72,14 @@ def fitting(service: SyncerService, peer: Peer, message: FromLearner, dice: rand
     learner = machine.members.learners.get(peer.channel.learner)
     if not isinstance(message, Progress) or learner is None or dice.random() < 0.1:
         return message
-    size, edges = len(machine.versions), (0, 1, 64, 2**40, 2**63 - 1)
+    size, edges = len(machine.versions), (0, 1, 64, 2**40, 2**53 - 1, 2**63 - 1)
     rows = {name: tuple(dice.choice(edges) for _ in range(size)) for name in ("steps", "tokens", "dropped", "counted")}
     held = tuple(dice.choice((-1, 0, 0, *machine.versions)) for _ in range(size))
-    t = learner.t + dice.choice((0, 1, 2, 2**40))
-    return replace(message, **rows, versions=held, incarnation=learner.incarnation, t=min(t, 2**63 - 1))
+    if dice.random() < 0.5:  # one whose sums are right
+        rows |= {"tokens": (dice.choice(edges),) * size, "dropped": (0,) * size}
+    t, total = learner.t + dice.choice((0, 1, 2, 2**40)), learner.tokens_total + dice.choice(edges)
+    told = {"t": min(t, 2**63 - 1), "tokens_total": min(total, 2**63 - 1), "incarnation": learner.incarnation}
+    return replace(message, **rows, **told, versions=held)
 
 
 async def harass(stage: Stage, count: int, seed: int) -> None:

@@ -16,8 +16,10 @@ from typing import TypeVar
 
 import msgspec
 
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
+from atoll.protocol.rules import MOST
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -139,6 +141,11 @@ def check_hello(message: FromLearner) -> Hello:
             raise PeerError(
                 f"{what} = '{one_line(name[:64])}' is no name: use up to 64 letters, digits, dots, dashes, underscores"
             )
+    if message.learner == SYNCER:
+        raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
+    for what, count in (("t", message.t), ("incarnation", message.incarnation), ("term", message.term)):
+        if not 0 <= count < MOST:
+            raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message
 
 

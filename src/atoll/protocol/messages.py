@@ -105,7 +105,7 @@ class Heartbeat(Message, frozen=True):
 class Register(Message, frozen=True):
     """The data this learner takes its batches from: please lease it parts of it."""
 
-    datasets: tuple[tuple[str, int, float], ...]
+    datasets: Annotated[tuple[tuple[str, int, float], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
     epochs: int
     """Passes over the data; 0: no end."""

@@ -383,7 +383,8 @@ class Syncer:
                 self._lose(learner, "left", reason)
 
     def _report(self, now: float, learner: Learner, progress: Progress) -> None:
-        self._tape(learner, progress)
+        if not self._tape(learner, progress):
+            return
         if progress.incarnation != learner.incarnation:
             return
         if (wrong := wrong_report(learner, progress, self.versions)) is not None:
@@ -400,17 +401,23 @@ class Syncer:
         self.rounds.gathering.watch(now)
         self.rounds.gathering.pace.stepped(learner.name, progress.t)
 
-    def _tape(self, learner: Learner, said: Progress | Contribution) -> None:
+    def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
+        """Keep what it says of its tape for the next record. False: it said too much of it, and is gone."""
         missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
+        if self.out.taping.is_full(learner.name):
+            self._expel(learner, "it said more of its tape than a learner keeps")
+            return False
+        return True
 
     def _has_recovered(self, report: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""
         return min(report.versions) >= 0 and not report.seeking
 
     def _contribute(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
-        self._tape(learner, given)
+        if not self._tape(learner, given):
+            return
         if given.probe:
             self.out.discard(learner.name, given.round, given.attempt)
             self.watch.answered(learner)
