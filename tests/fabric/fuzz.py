@@ -43,8 +43,33 @@ EACH = 24
 """Valid messages of each type to begin with."""
 
 NAMES = (
-    *("", ".", "..", "../../etc/passwd", "/", "a/b", "a\\b", "a\x00b", "a\nb", "learner-0\u2028", "\u202egnp", "\ufeff"),
-    *("nul\x00", "con", "a" * 64, "a" * 65, "a" * 100_000, "é" * 64, "\U000e0001" * 64, "\x1b[2J", "%s%n", "{0}", "​"),
+    *(
+        "",
+        ".",
+        "..",
+        "../../etc/passwd",
+        "/",
+        "a/b",
+        "a\\b",
+        "a\x00b",
+        "a\nb",
+        "learner-0\u2028",
+        "\u202egnp",
+        "\ufeff",
+    ),
+    *(
+        "nul\x00",
+        "con",
+        "a" * 64,
+        "a" * 65,
+        "a" * 100_000,
+        "é" * 64,
+        "\U000e0001" * 64,
+        "\x1b[2J",
+        "%s%n",
+        "{0}",
+        "\u200b",
+    ),
     *("syncer", "learner-0", "-rf", "1" * 5000, "blocks." + "9" * 5000),
 )
 EDGES: tuple[Any, ...] = (
@@ -84,7 +109,15 @@ class Fuzz:
         }
         self._packed: tuple[Spoil, ...] = (
             *(self._flip, self._cut, self._splice, self._inflate, self._overwrite, self._repeat, self._noise),
-            *(self._misspell, self._replace, self._replace, self._add_field, self._drop_field, self._rename, self._hello),
+            *(
+                self._misspell,
+                self._replace,
+                self._replace,
+                self._add_field,
+                self._drop_field,
+                self._rename,
+                self._hello,
+            ),
             *(self._twice, self._nest),
         )
         self._texts: tuple[Spoil, ...] = (
@@ -269,7 +302,7 @@ class Fuzz:
             ("cut", EDGES[:10]),
             ("run", ("r1", *NAMES)),
             ("data", NAMES),
-            ("clock", ({"syncer": 2**63 - 1}, {"learner-0": -1}, {name: 1 for name in NAMES})),
+            ("clock", ({"syncer": 2**63 - 1}, {"learner-0": -1}, dict.fromkeys(NAMES, 1))),
         ):
             if dice.random() < 0.15:
                 hello[name] = dice.choice(values)
@@ -277,7 +310,19 @@ class Fuzz:
 
     def _absurd_tensors(self) -> list[dict[str, Any]]:
         dice = self.dice
-        shapes = ([], [0], [-1], [2**31, 2**31], [2**62], [2**63 - 1] * 40, [1] * 300, [10**9] * 3, [3], [2, 2], [1, -5])
+        shapes = (
+            [],
+            [0],
+            [-1],
+            [2**31, 2**31],
+            [2**62],
+            [2**63 - 1] * 40,
+            [1] * 300,
+            [10**9] * 3,
+            [3],
+            [2, 2],
+            [1, -5],
+        )
         dtypes = ("float32", "float32", "float16", "float64", "pickle", "", "float32\n", "x" * 9000)
         return [
             {"name": dice.choice((*NAMES, "one", "two")), "shape": dice.choice(shapes), "dtype": dice.choice(dtypes)}
@@ -299,12 +344,23 @@ class Fuzz:
 
     def _json_oddity(self, data: bytes) -> bytes:
         odd = (b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'"\\ud800"', b'"\\u0000"', b"[" * 3000, b'{"a":' * 2000)
-        other = (b"/**/", b"\xef\xbb\xbf", b"0x10", b"01", b"-", b'"\n"', b',"round":1', b"1" * 400 + b".5", b"'a'", b"\0")
+        other = (
+            b"/**/",
+            b"\xef\xbb\xbf",
+            b"0x10",
+            b"01",
+            b"-",
+            b'"\n"',
+            b',"round":1',
+            b"1" * 400 + b".5",
+            b"'a'",
+            b"\0",
+        )
         at = self._at(data)
         return data[:at] + self.dice.choice((*odd, *other)) + data[at + self.dice.randrange(4) :]
 
 
-# ---- what becomes of them ---------------------------------------------------------------------------------------------
+# ---- what becomes of them --------------------------------------------------------------------------------------------
 
 DECODE: dict[Kind, Callable[[bytes], object]] = {
     "learner": decode_from_learner,
@@ -384,7 +440,7 @@ def resident_mib() -> float:
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-# ---- as large as may be -----------------------------------------------------------------------------------------------
+# ---- as large as may be ----------------------------------------------------------------------------------------------
 
 
 @cache

@@ -25,7 +25,9 @@ def check(verdicts: list[Verdict]) -> None:
         print(verdict._replace(wrong=verdict.wrong[:5]))
         assert verdict.wrong == []
         assert verdict.grown_mib <= GROWN_MIB
-        assert verdict.messages > verdict.inputs // 10 and verdict.hellos > verdict.inputs // 200, "too tame, or too wild"
+        assert verdict.messages > verdict.inputs // 10 and verdict.hellos > verdict.inputs // 200, (
+            "too tame, or too wild"
+        )
 
 
 def test_every_input_is_a_message_or_an_error_of_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Whatever a peer says on its channel: a hello that is refused changes nothing, and the run goes on for everybody else."""
+"""Whatever a peer says on its channel: a hello that is refused changes nothing, and the run goes on for all others."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.intake import Rejected
 from atoll.fabric.security import check_loopback
@@ -31,6 +33,11 @@ from atoll.protocol.errors import ConfigError, PeerError
 
 NEWCOMERS = 8
 """Connections to one courier at once: its learner's training comes first."""
+COMING_S = 0.1
+"""From a connection's acceptance to its transport, at most."""
+
+_logger = logging.getLogger("atoll.fabric.http")
+_logger.addFilter(lambda record: not _is_the_peers(record))
 
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-")
 
@@ -48,7 +55,7 @@ class Port:
         self.port = port
         """As asked for; once it is open, as it is."""
         self._limits = limits
-        self._unheard: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._unheard: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
 
@@ -63,6 +70,7 @@ class Port:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_logger,
             handle_signals=False,
             keepalive_timeout=limits.keepalive_s,
             lingering_time=limits.flush_s,
@@ -90,12 +98,22 @@ class Port:
     def _accept(self) -> asyncio.BaseProtocol:
         assert self._runner is not None
         server = self._runner.server
+        if len(self._unheard) >= self._limits.connections:
+            self._forget_closed()
         if server is None or max(len(server.connections), len(self._unheard)) >= self._limits.connections:
             return _Closed()
         connection = server()
         loop = asyncio.get_running_loop()
         self._unheard[connection] = loop.call_later(self._limits.header_s, self._unanswered, connection)
         return connection
+
+    def _forget_closed(self) -> None:
+        """Those that went without a request count no more. One without a transport that is younger is only coming."""
+        oldest = asyncio.get_running_loop().time() - COMING_S
+        for connection, timer in list(self._unheard.items()):
+            if connection.transport is None and timer.when() - self._limits.header_s < oldest:
+                timer.cancel()
+                del self._unheard[connection]
 
     def _unanswered(self, connection: web.RequestHandler) -> None:
         del self._unheard[connection]
@@ -111,6 +129,8 @@ class Port:
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
+            if "Sec-WebSocket-Protocol" in request.headers:
+                raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
             return await handler(request)
         except Rejected as error:
             return error_response(error.status, error)
@@ -118,6 +138,10 @@ class Port:
             return error_response(409, error)
         except web.HTTPException as error:
             return error_response(error.status, error.reason)
+        except ConnectionError as error:
+            return error_response(400, error)  # to nobody: the peer went while it was being answered
+        except UnicodeEncodeError:
+            return error_response(400, "a header is no text")  # aiohttp says it back in its own answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +266,11 @@ def state_response(state: State) -> web.StreamResponse:
 
 def error_response(status: int, reason: object) -> web.Response:
     return web.json_response({"error": one_line(reason)}, status=status)
+
+
+def _is_the_peers(record: logging.LogRecord) -> bool:
+    """One that speaks no HTTP, or goes while it is answered, is no mistake of ours: it fills no log."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
 
 
 class _Closed(asyncio.Protocol):

@@ -2,7 +2,8 @@
 
 Entries wait for the next record and go to the disk with it, before it: a round never stands in the journal without what
 its members' contributions depend on. What a crash takes from here the learners say again, from the number on that the
-journal knows. Of one learner no more may wait than twice what it could keep itself. Where entries are missing for good, that is said once, and the reader of the tape sees it too.
+journal knows. Of one learner no more may wait than twice what it could keep itself. Where entries are missing for good,
+that is said once, and the reader of the tape sees it too.
 """
 
 from __future__ import annotations
