@@ -46,8 +46,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Largest control message; a hello with 40,000 tensors fits."""
     score_bytes: int = 1 * MIB
     """Largest score of an evaluator."""
-    connections: int = 1024
-    """Open at once, of all peers together; more are closed unread."""
+    connections: int = 4096
+    """Open at once, of all peers together; more are closed unread. A learner may have 17, an idle one costs 10 KiB."""
     send_queue: int = 1024
     """Messages waiting for one peer that reads slowly; one more closes its channel."""
     budget_bytes: int = 4096 * MIB

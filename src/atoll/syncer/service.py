@@ -415,11 +415,18 @@ class SyncerService:
         if self._machine is None:
             return
         self._scribe.put(self._machine.handle(self._loop.time(), event))
-        if self._wake is not None:
+        self._wake_at(self._machine.wake_at)
+
+    def _wake_at(self, moment: float | None) -> None:
+        if self._wake is not None and self._wake.when() != moment:
             self._wake.cancel()
             self._wake = None
-        if self._machine.wake_at is not None:
-            self._wake = self._loop.call_at(self._machine.wake_at, self._handle, fx.Tick())
+        if self._wake is None and moment is not None:
+            self._wake = self._loop.call_at(moment, self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        self._handle(fx.Tick())
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
         match effect:
