@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import aiohttp
@@ -110,6 +110,10 @@ class MemoryDesk:
 
     def score(self, score: Score) -> None:
         self.note("score", score)
+
+    def change(self, words: Sequence[str]) -> str:
+        self.note("change", *words)
+        return ", ".join(words)
 
 
 class Learner:

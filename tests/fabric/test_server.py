@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from atoll.fabric.host import COMING_S
 from atoll.fabric.server import Server
 from atoll.fabric.wire import Limits, Score, digest
 from atoll.protocol.errors import ConfigError
@@ -220,6 +221,39 @@ async def test_one_connection_too_many_is_closed(place: Place) -> None:
     async with asyncio.timeout(10):
         assert await second.read() == b""
     assert not first.at_eof()
+
+
+async def test_connections_that_went_without_a_word_count_no_more(place: Place) -> None:
+    await place.open(Limits(connections=4, header_s=60.0))
+    for _ in range(12):
+        _, writer = await place.raw()
+        writer.close()
+        await writer.wait_closed()
+    await asyncio.sleep(2 * COMING_S)
+    assert (await place.request("GET", "/v1/status"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "header", [b"Sec-WebSocket-Version: \xb1", b"Sec-WebSocket-Protocol: a, b", b"Upgrade: \xa0", b"\xffX: 1"]
+)
+async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
+    place: Place, header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    await place.open()
+    reader, writer = await place.raw()
+    writer.write(b"GET /v1/control HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert b" 400 " in await reader.readline()
+    assert caplog.records == []
+
+
+async def test_what_is_no_http_fills_no_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    await place.open()
+    reader, writer = await place.raw()
+    writer.write(b"GET /v1/status HTTP/1.1\rHost: x\r\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert b" 400 " in await reader.readline()
+    assert caplog.records == []
 
 
 async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> None:

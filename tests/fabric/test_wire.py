@@ -15,6 +15,7 @@ from atoll.fabric.wire import (
     decode_score,
     digest,
     encode,
+    one_line,
     spoken,
     understood,
 )
@@ -238,3 +239,48 @@ def test_version_1_is_told_nothing_new() -> None:
 
 def test_what_is_at_its_default_is_not_sent() -> None:
     assert msgspec.msgpack.decode(encode(Heartbeat())) == {"type": "Heartbeat"}
+
+
+def test_a_refused_name_is_told_in_one_line_whatever_is_in_it() -> None:
+    with pytest.raises(PeerError) as caught:
+        check_hello(Hello(protocol=PROTOCOL, learner="\U000e0001\x1b\u2028" * 64, session="s"))
+    assert len(str(caught.value)) <= 300 and str(caught.value).isprintable()
+
+
+def test_no_learner_takes_the_syncers_name() -> None:
+    with pytest.raises(PeerError, match="the syncer's own name"):
+        check_hello(Hello(protocol=PROTOCOL, learner="syncer", session="s"))
+
+
+@pytest.mark.parametrize("counter", ["t", "incarnation", "term"])
+@pytest.mark.parametrize("count", [-1, 2**53, 2**63 - 1])
+def test_a_hello_with_counters_that_no_run_reaches_is_refused(counter: str, count: int) -> None:
+    with pytest.raises(PeerError, match=f"{counter} = {count} is no count"):
+        check_hello(Hello(protocol=PROTOCOL, learner="a", session="s", **{counter: count}))
+
+
+def test_only_a_hello_may_be_large() -> None:
+    tensors = tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(40_000))
+    hello = Hello(protocol=PROTOCOL, learner="a", session="s", tensors=tensors)
+    assert decode_from_learner(encode(hello)) == hello
+    with pytest.raises(PeerError, match="no other message has 20971.. bytes"):
+        decode_from_learner(encode(Leave(reason="x" * 2**21)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Heartbeat(clock={str(n): n for n in range(20_000)}),
+        Hello(protocol=PROTOCOL, learner="a", session="s", versions=(0,) * 70_000),
+        Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a" * 2000, (1,), "float32"),)),
+        Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a", (1,) * 100, "float32"),)),
+    ],
+)
+def test_what_may_be_long_has_a_bound(message: FromLearner) -> None:
+    with pytest.raises(PeerError, match="of length <="):
+        decode_from_learner(encode(message))
+
+
+def test_a_line_steers_no_terminal() -> None:
+    assert one_line("red \x1b[31m\u202e\ud800\n\tand more") == "red \ufffd[31m\ufffd\ufffd and more"
+    assert len(one_line("x y" * 10**6)) == 300

@@ -160,6 +160,7 @@ def test_default_fragments() -> None:
         ([spec("a", 1)], -3, "balanced", "-3 fragments asked for: ask for 1 to 1 (--fragments 1)"),
         ([], 1, "balanced", "the model has no tensors to train"),
         ([spec("a", 3, 0)], 1, "balanced", "'a' has shape (3, 0) and so no values"),
+        ([spec("a", 2**40, 2**40)], 1, "balanced", "no machine holds that many values"),
         ([spec("a", 1), spec("a", 2)], 1, "balanced", "two tensors are named 'a'"),
         ([spec("a", 1, dtype="int8")], 1, "balanced", "'a' is int8, which cannot be synced: use float32, bfloat16"),
         ([spec("a", 1)], 1, "random", "plan 'random' is not known: use one of balanced, layer, tensor"),

@@ -99,6 +99,13 @@ def test_the_first_to_register_says_what_the_runs_data_is() -> None:
     assert desk.out.history.leases is not None and desk.out.history.leases.epochs == 3
 
 
+@pytest.mark.parametrize("batch", [-1, 0, 26, 2**62])
+def test_a_batch_that_no_pass_holds_is_not_leased_for(batch: int) -> None:
+    desk = Desk()
+    (told,) = desk.register(desk.join("learner-0"), (("text", 25, 1.0),), batch=batch)
+    assert told.own == f"a batch of {batch} samples does not fit a dataset of 25" and told.ranges == ()
+
+
 @pytest.mark.parametrize(
     ("datasets", "epochs", "reason"),
     [

@@ -7,7 +7,8 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.messages import Contribution, Progress, Pull, Recover, Refused
+from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
+from atoll.protocol.tape import Informed
 
 
 def pulled(**settings: Any) -> tuple[World, Contribution]:
@@ -51,6 +52,8 @@ def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
         ({"base": 0}, "its base is version 0, but version 3 already contains its steps"),
         ({"steps": -1}, "its counters are below zero: -1 steps, 40 tokens"),
         ({"tokens": -5}, "its counters are below zero: 4 steps, -5 tokens"),
+        ({"total": 2**53}, "its counters are such as no run reaches"),
+        ({"position": 2**63 - 1}, "its counters are such as no run reaches"),
     ],
 )
 def test_a_contribution_against_the_rules_is_refused_with_its_reason(changes: dict[str, int], reason: str) -> None:
@@ -205,22 +208,42 @@ def test_a_good_contribution_wipes_out_strikes() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"steps": (1,)},
-        {"tokens": (1, 2, 3)},
-        {"steps": (-1, 0)},
-        {"t": 1},
-        {"versions": (99, 0)},
+        ({"steps": (1,)}, "a report of 1 fragments in a run of 2"),
+        ({"tokens": (1, 2, 3)}, "a report of 2 fragments in a run of 2"),
+        ({"steps": (-1, 0)}, "a report with counters below zero"),
+        ({"tokens_total": 2**53}, "a report with counters that no run reaches"),
+        ({"tokens": (2**63 - 1, 0)}, "a report with counters that no run reaches"),
+        ({"t": 1}, "its counters went back: step 1 after step 6"),
+        ({"versions": (99, 0)}, "a report of versions that this run never committed"),
+        ({"tape": (Informed(0, 0),) * 20_000}, "it said more of its tape than a learner keeps"),
     ],
 )
-def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any]) -> None:
+def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any], reason: str) -> None:
     world = World(2, fragments=2, sync_every=2, overlap=1).run_until(round=6)
     known = world.syncer.members.learners["learner-0"]
     report = Progress(
-        t=known.t, steps=(1, 1), tokens=(1, 1), versions=known.versions, tokens_total=known.tokens_total, incarnation=1
+        t=known.t,
+        steps=(1, 1),
+        tokens=(1, 1),
+        versions=known.versions,
+        tokens_total=known.tokens_total,
+        incarnation=1,
+        dropped=(0, 0),
+        counted=known.versions,
     )
     effects = world.inject(fx.Received("learner-0", msgspec.structs.replace(report, **changes)))
-    assert [effect.learner for effect in effects if isinstance(effect, fx.Expel)] == ["learner-0"]
+    [expel] = [effect for effect in effects if isinstance(effect, fx.Expel)]
+    assert (expel.learner, expel.reason) == ("learner-0", reason)
     world.run_until(round=10)
     assert world.members(9) == {"learner-1"}
+
+
+def test_a_clock_tells_of_those_that_joined_and_of_nobody_else() -> None:
+    world = World(2).run_until(round=2)
+    known = set(world.syncer.out.clock)
+    clock = {"learner-1": 999, "nobody": 5, "syncer": 999, **{str(number): 1 for number in range(100)}}
+    world.inject(fx.Received("learner-0", Heartbeat(clock=clock)))
+    assert set(world.syncer.out.clock) == known
+    assert world.syncer.out.clock["learner-1"] == 999 and world.syncer.out.clock["syncer"] == world.syncer.committed

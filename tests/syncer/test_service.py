@@ -69,6 +69,13 @@ async def test_more_fragments_than_tensors_is_refused_with_the_fix(stage: Stage)
     assert "fragments" in stage.events("refused")[0]["text"]
 
 
+async def test_a_model_that_no_memory_holds_is_refused_and_begins_nothing(stage: Stage) -> None:
+    await stage.open(fragments=1)
+    huge = tuple(TensorSpec(f"w{number}", (2**24, 2**24), "float32") for number in range(64))
+    assert "does not fit into this syncer's memory" in (await stage.join("a", huge).until(Refused)).reason
+    assert (await stage.join("b").until(Welcome)).upload
+
+
 async def test_an_unknown_protocol_version_is_refused(stage: Stage) -> None:
     await stage.open()
     refused = await stage.join("a", protocol=0).until(Refused)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from aiohttp import WSMsgType, web
@@ -195,7 +196,8 @@ class Control:
 
     async def _until_closed(self, socket: web.WebSocketResponse) -> None:
         while True:
-            await self._frame(socket)
+            with suppress(PeerError):  # it was refused already, and nothing more of it counts
+                await self._frame(socket)
 
 
 class Flood:

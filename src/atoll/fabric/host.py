@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import ssl
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.doorway import Doorway, address_of
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor
@@ -35,6 +37,9 @@ from atoll.protocol.errors import ConfigError, PeerError
 
 NEWCOMERS = 8
 """Connections to one courier at once: its learner's training comes first."""
+
+_logger = logging.getLogger("atoll.fabric.http")
+_logger.addFilter(lambda record: not _is_the_peers(record))
 
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-")
 
@@ -84,6 +89,7 @@ class Port:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_logger,
             handle_signals=False,
             keepalive_timeout=limits.keepalive_s,
             lingering_time=limits.flush_s,
@@ -122,6 +128,8 @@ class Port:
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
+            if "Sec-WebSocket-Protocol" in request.headers:
+                raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
             return await handler(request)
         except Rejected as error:
             return error_response(error.status, error)
@@ -129,6 +137,10 @@ class Port:
             return error_response(409, error)
         except web.HTTPException as error:
             return error_response(error.status, error.reason)
+        except ConnectionError as error:
+            return error_response(400, error)  # to nobody: the peer went while it was being answered
+        except UnicodeEncodeError:
+            return error_response(400, "a header is no text")  # aiohttp says it back in its own answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +273,11 @@ def _turned_away(request: web.Request, error: Rejected) -> web.Response:
         response.headers["WWW-Authenticate"] = 'Basic realm="atoll", charset="UTF-8"'
     response.force_close()
     return response
+
+
+def _is_the_peers(record: logging.LogRecord) -> bool:
+    """One that speaks no HTTP, or goes while it is answered, is no mistake of ours: it fills no log."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
 
 
 class Shares:

@@ -3,6 +3,7 @@
 Rules:
 - a peer of the version before is told nothing that came after it (protocol/messages.py says what that is);
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
+- a message of a learner is read within 50 ms, whatever it is: only a hello, which names every tensor, may be large;
 - every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
 - a name that a peer brings (learner, session) has at most 64 letters, digits, dots, dashes and underscores.
 """
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
     NEW_FIELDS,
@@ -27,6 +29,7 @@ from atoll.protocol.messages import (
     FromSyncer,
     Hello,
 )
+from atoll.protocol.rules import MOST
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -40,6 +43,8 @@ PROTOCOL_HEADER = "Atoll-Protocol"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE_CHARS = 300
+_MESSAGE_BYTES = 1 * MIB
+"""Largest message of a learner that is no hello."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -54,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     score_bytes: int = 1 * MIB
     """Largest score of an evaluator."""
     connections: int = 4096
-    """Open at once, of all peers together; more are closed unread."""
+    """Open at once, of all peers together; more are closed unread. A learner may have 17, an idle one costs 10 KiB."""
     address_connections: int = 2048
     """The same, of one address: a whole site may be behind one."""
     token_connections: int = 2048
@@ -121,6 +126,7 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 _encoder = msgspec.msgpack.Encoder()
 _from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
+_hello: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(Hello)
 _from_syncer: msgspec.msgpack.Decoder[FromSyncer] = msgspec.msgpack.Decoder(FromSyncer)
 _score: msgspec.json.Decoder[Score] = msgspec.json.Decoder(Score)
 _words: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
@@ -154,6 +160,8 @@ def spoken(header: str | None) -> int:
 
 
 def decode_from_learner(data: Buffer) -> FromLearner:
+    if len(data) > _MESSAGE_BYTES:
+        return _decoded(_hello, data, f"a hello (no other message has {len(data)} bytes)")
     return _decoded(_from_learner, data, "a learner's message")
 
 
@@ -182,8 +190,13 @@ def check_hello(message: FromLearner) -> Hello:
     for what, name in (("learner", message.learner), ("session", message.session)):
         if not _NAME.fullmatch(name):
             raise PeerError(
-                f"{what} = {name[:64]!r} is no name: use up to 64 letters, digits, dots, dashes, underscores"
+                f"{what} = '{one_line(name[:64])}' is no name: use up to 64 letters, digits, dots, dashes, underscores"
             )
+    if message.learner == SYNCER:
+        raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
+    for what, count in (("t", message.t), ("incarnation", message.incarnation), ("term", message.term)):
+        if not 0 <= count < MOST:
+            raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message
 
 
@@ -198,8 +211,9 @@ async def digest_aside(data: memoryview) -> str:
 
 
 def one_line(text: object) -> str:
-    """Safe to log and to send: one line of at most 300 characters."""
-    return " ".join(str(text).split())[:_LINE_CHARS]
+    """Safe to log, to send and to show: one line of at most 300 characters, none of which steers a terminal."""
+    line = " ".join(str(text)[: 4 * _LINE_CHARS].split())[:_LINE_CHARS]
+    return line if line.isprintable() else "".join(char if char.isprintable() else "\ufffd" for char in line)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], data: Buffer, what: str) -> T:

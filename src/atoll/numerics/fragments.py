@@ -22,6 +22,8 @@ from atoll.protocol.messages import TensorSpec
 MOST = 24
 """The paper's number of fragments; smaller models have as many as they have tensors."""
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_ELEMENTS = 1 << 48
+"""In one tensor: a petabyte is no model."""
 
 Bins = list[list[TensorSpec]]
 
@@ -125,6 +127,8 @@ def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
         raise PlanError(f"two tensors are named {tensor.name!r}: names must be unique, rename one of them")
     if any(length < 1 for length in tensor.shape):
         raise PlanError(f"{tensor.name!r} has shape {tensor.shape} and so no values: remove it from the model")
+    if elements(tensor) > MOST_ELEMENTS:
+        raise PlanError(f"{tensor.name!r} has shape {tensor.shape}: no machine holds that many values")
     if tensor.dtype not in DTYPES:
         raise PlanError(
             f"{tensor.name!r} is {tensor.dtype}, which cannot be synced: use {', '.join(DTYPES)}, or freeze it"

@@ -85,7 +85,7 @@ class Accounts:
 
     def register(self, learner: Learner, message: Register) -> None:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
-        reason = wrong_sources(message.datasets, message.epochs)
+        reason = wrong_sources(message.datasets, message.epochs) or _wrong_batch(message)
         if reason is None and self.history.leases is None:
             self.out.persist(Sources(message.datasets, message.epochs))
         if reason is None:
@@ -95,7 +95,7 @@ class Accounts:
             self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
             self.out.send(learner.name, Lease(ranges=(), own=reason))
             return
-        self._batch[learner.name] = max(1, message.batch)
+        self._batch[learner.name] = message.batch
         self._supply(learner)
 
     def held(self, learner: Learner) -> tuple[Range, ...]:
@@ -141,6 +141,14 @@ class Accounts:
         assert self.history.leases is not None
         least = (AHEAD - 1) * LEASE_BATCHES * self._batch[learner.name]
         return self.history.leases.room(learner.name, learner.incarnation) < least
+
+
+def _wrong_batch(message: Register) -> str | None:
+    """A batch lies within one pass, or a handful of leases could not hold a few of them."""
+    least = min(samples for _, samples, _ in message.datasets)
+    if not 1 <= message.batch <= least:
+        return f"a batch of {message.batch} samples does not fit a dataset of {least}"
+    return None
 
 
 def _range(lease: Granted) -> Range:

@@ -6,8 +6,14 @@ A clock never goes back. The syncer's own entry is named `syncer` and counts rou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
-Clock = dict[str, int]
+from msgspec import Meta
+
+MOST_NAMES = 16384
+"""In one clock that a peer sends."""
+
+Clock = Annotated[dict[str, int], Meta(max_length=MOST_NAMES)]
 
 SYNCER = "syncer"
 

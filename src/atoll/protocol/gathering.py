@@ -35,17 +35,19 @@ class Gathering:
     def grace_s(self) -> float:
         return grace_s(self.members.step_s(), self.estimates, self.settings)
 
-    def watch(self, now: float) -> None:
-        """The live learners may have changed."""
+    def watch(self, now: float) -> bool:
+        """The live learners may have changed; whether they have."""
         stepping = self.members.stepping()
         names = [one.name for one in stepping]
-        if names != self._names:
+        changed = names != self._names
+        if changed:
             self._names = names
             self.pace.members({one.name: one.t for one in stepping})
         if len(stepping) >= self.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
+        return changed
 
     def ready(self, round_: Round) -> list[Learner]:
         some = self.members.reachable() if self.draining else self.members.live()

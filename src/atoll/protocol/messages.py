@@ -2,7 +2,8 @@
 
 Small, frozen and tagged; unknown fields are forbidden, so a message of another version is refused, never guessed at.
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
-is sent once the body is whole. Every message carries its sender's vector clock.
+is sent once the body is whole. Every message carries its sender's vector clock. What a hello may be long in has a bound
+in its type, which is checked before the bytes behind it are read; other messages are short as a whole (fabric/wire.py).
 
 Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
 has a default that means what the version before meant; a field at its default need not be sent; a peer of the version
@@ -19,7 +20,10 @@ and, for a newcomer that takes a peer's inner optimizer,
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
@@ -50,12 +54,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of a learner's message: above that of every message before it in the same session, whatever the connection."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One trained tensor of the model: all that a fragment plan depends on."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Annotated[str, Meta(max_length=1024)]
+    shape: Annotated[tuple[int, ...], Meta(max_length=64)]
+    dtype: Annotated[str, Meta(max_length=64)]
     embedding: bool = False
 
 
@@ -68,12 +72,12 @@ class Hello(Message, frozen=True):
     """Drawn once per training process: the same session is the same incarnation, however often it reconnects."""
     run: str = ""
     """The run whose versions it holds; empty for a newcomer."""
-    versions: tuple[int, ...] = ()
+    versions: Annotated[tuple[int, ...], Meta(max_length=65536)] = ()
     """The committed version it last adopted, per fragment; −1 for none."""
     incarnation: int = 0
     """Which of its lives it knows itself to be in; 0 for a newcomer."""
     t: int = 0
-    tensors: tuple[TensorSpec, ...] = ()
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=65536)] = ()
     data: str = ""
     """A digest of what it trains on, where the script names one."""
 
@@ -118,7 +122,7 @@ class Heartbeat(Message, frozen=True):
 class Register(Message, frozen=True):
     """The data this learner takes its batches from: please lease it parts of it."""
 
-    datasets: tuple[tuple[str, int, float], ...]
+    datasets: Annotated[tuple[tuple[str, int, float], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
     epochs: int
     """Passes over the data; 0: no end."""

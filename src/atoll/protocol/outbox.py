@@ -58,5 +58,7 @@ class Outbox:
         self.clock = {**self.clock, SYNCER: rounds}
 
     def hear(self, clock: Mapping[str, int]) -> None:
-        """Take in a learner's clock. How many rounds are behind us nobody tells us."""
-        self.clock = {**merged(self.clock, clock), SYNCER: self.clock[SYNCER]}
+        """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
+        ours, lives = self.clock, self.history.lives
+        if newer := {name: t for name, t in clock.items() if t > ours.get(name, -1) and name in lives}:
+            self.clock = merged(ours, newer)

@@ -20,7 +20,10 @@ class Pace:
     due: float = field(default=0.0)
     """The clock at which the next round may freeze."""
     _anchors: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _steps: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, float] = field(default_factory=dict)
+    """Where each learner stands on the clock."""
+    _sorted: list[float] = field(default_factory=list)
+    """The same places, in order: one of them moves with every report."""
 
     def __post_init__(self) -> None:
         self.due = self.interval
@@ -29,12 +32,16 @@ class Pace:
         """The live learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._anchors = {learner: (t, self.clock) for learner, t in steps.items()}
-            self._steps = dict(steps)
+            self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # as `stepped` rounds
+            self._sorted = sorted(self._places.values())
 
     def stepped(self, learner: str, t: int) -> None:
         if learner in self._anchors:
-            self._steps[learner] = t
-            self.clock = max(self.clock, middle(self._positions()))
+            first, clock = self._anchors[learner]
+            del self._sorted[bisect_left(self._sorted, self._places[learner])]
+            self._places[learner] = clock + t - first
+            insort(self._sorted, self._places[learner])
+            self.clock = max(self.clock, median(self._sorted))
 
     def is_due(self) -> bool:
         return self.clock >= self.due - 1e-9
@@ -43,14 +50,15 @@ class Pace:
         """A round has used its turn."""
         self.due = max(self.due + self.interval, self.clock - self.interval)
 
-    def _positions(self) -> list[float]:
-        """Where each learner stands on the clock."""
-        return [clock + self._steps[learner] - t for learner, (t, clock) in self._anchors.items()]
-
 
 def middle(values: list[float]) -> float:
     """Their median; the list is put in order."""
     values.sort()
+    return median(values)
+
+
+def median(values: list[float]) -> float:
+    """Of what is in order already."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
 

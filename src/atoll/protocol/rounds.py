@@ -57,6 +57,13 @@ class Rounds:
         first = (r.t for r in self.open.values() if r.stage == "gathering" and r.attempt == 1)
         return min(first, default=self.next)
 
+    def any_due(self) -> bool:
+        """Whether a gathering round may freeze as soon as enough learners have reported."""
+        return self.gathering.pace.is_due() or any(
+            round_.stage == "gathering" and (round_.attempt > 1 or round_.due_at is not None)
+            for round_ in self.open.values()
+        )
+
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
     def turn(self, now: float, wakes: list[float]) -> bool:

@@ -9,6 +9,9 @@ from atoll.protocol.membership import Learner
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.round import Round
 
+MOST = 2**53
+"""Counters stay below it: sums of them fit everywhere they are written down."""
+
 
 def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
     """An honest learner never sends such a report: its channel is closed."""
@@ -18,6 +21,8 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
     if min(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total) < 0:
         return "a report with counters below zero"
+    if max(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total, report.position) >= MOST:
+        return "a report with counters that no run reaches"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"
     if any(map(gt, report.versions, versions)):
@@ -52,4 +57,6 @@ def against_the_rules(learner: Learner, round_: Round, given: Contribution, newe
         return f"its base is version {given.base}, but version {least} already contains its steps"
     if given.steps < 0 or given.tokens < 0:
         return f"its counters are below zero: {given.steps} steps, {given.tokens} tokens"
+    if max(given.t, given.steps, given.tokens, given.total, given.position) >= MOST:
+        return "its counters are such as no run reaches"
     return None

@@ -116,6 +116,8 @@ class Syncer:
         self._end_by: float | None = None
         self._asked: ChangeAsked | None = None
         """A change that waits for the merge under way: a round is merged by one set of settings."""
+        self._only_counted = False
+        """The report just taken in moved counters and nothing else."""
         self._was_over = history.finished
         """An earlier term came to the end and could not say so to everybody."""
         self._remember()
@@ -134,6 +136,7 @@ class Syncer:
     # ---- the face ---------------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
+        self._only_counted = False
         if self._was_over:
             self._was_over = False
             self.out.add(Finished(self._end_reason))
@@ -183,18 +186,33 @@ class Syncer:
         return self.out.take()
 
     def _is_quiet(self, now: float, event: SyncerEvent) -> bool:
-        """Nothing can follow from it: a sign of life, or one answer of several that a round waits for."""
+        """Nothing can follow from it: a sign of life, one step of many before a round is due, or one answer of several
+        that a round waits for."""
         if self.wake_at is None or now >= self.wake_at:
             return False
         match event:
-            case Received(_, message):
-                return isinstance(message, Heartbeat)
+            case Received(_, Heartbeat()):
+                return True
+            case Received(name, Progress()):
+                return self._only_counted and self._is_before_the_next(now, self.members.learners[name])
             case Delivered(name, given):
                 learner, round_ = self._known(name), self.rounds.open.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
                 return taken and not given.probe and round_ is not None and bool(round_.asked)
             case _:
                 return False
+
+    def _is_before_the_next(self, now: float, learner: Learner) -> bool:
+        """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
+        tokens = self.settings.tokens
+        if self.phase != "running" or self._assembling or self._asked is not None or self.rounds.any_due():
+            return False
+        if tokens and self.members.tokens() >= tokens:
+            return False
+        assert self.wake_at is not None
+        self._idle_since = now
+        self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
+        return True
 
     @property
     def progress(self) -> float:
@@ -396,7 +414,8 @@ class Syncer:
                 self._lose(learner, "left", reason)
 
     def _report(self, now: float, learner: Learner, progress: Progress) -> None:
-        self._tape(learner, progress)
+        if not self._tape(learner, progress):
+            return
         if progress.incarnation != learner.incarnation:
             return
         if (wrong := wrong_report(learner, progress, self.versions)) is not None:
@@ -413,13 +432,19 @@ class Syncer:
             learner.state, learner.last_step_at, learner.recovered = "training", now, True
             text = f"{learner.name} took the run's parameters and may contribute"
             self.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
-        self.rounds.gathering.watch(now)
+        same = not self.rounds.gathering.watch(now)
         self.rounds.gathering.pace.stepped(learner.name, progress.t)
+        self._only_counted = same and learner.live and not learner.stopped and not self.settings.synchronous
 
-    def _tape(self, learner: Learner, said: Progress | Contribution) -> None:
+    def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
+        """Keep what it says of its tape for the next record. False: it said too much of it, and is gone."""
         missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
+        if self.out.taping.is_full(learner.name):
+            self._expel(learner, "it said more of its tape than a learner keeps")
+            return False
+        return True
 
     def _has_recovered(self, report: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""
@@ -429,7 +454,8 @@ class Syncer:
         if (foreign := not_its_own(learner, given, self.run, self.history.term)) is not None:
             self._turn_away(learner, given, foreign)
             return
-        self._tape(learner, given)
+        if not self._tape(learner, given):
+            return
         if given.probe:
             self.out.discard(learner.name, given.round, given.attempt)
             self.watch.answered(learner)

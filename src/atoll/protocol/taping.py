@@ -2,7 +2,8 @@
 
 Entries wait for the next record and go to the disk with it, before it: a round never stands in the journal without what
 its members' contributions depend on. What a crash takes from here the learners say again, from the number on that the
-journal knows. Where entries are missing for good, that is said once, and the reader of the tape sees it too.
+journal knows. Of one learner no more may wait than twice what it could keep itself. Where entries are missing for good,
+that is said once, and the reader of the tape sees it too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Sequence
 
 from atoll.protocol.history import History
 from atoll.protocol.records import Lent, Played, Stretch
-from atoll.protocol.tape import AnyEntry
+from atoll.protocol.tape import KEPT, AnyEntry
+
+GAPS = 64
+"""Stretches of one learner that may wait."""
 
 
 class Taping:
@@ -35,6 +39,11 @@ class Taping:
         if new:
             waiting[-1:] = [Stretch(learner, last.incarnation, last.first, (*last.entries, *new))]
         return None
+
+    def is_full(self, learner: str) -> bool:
+        """Whether more waits of this one than an honest learner could have kept."""
+        waiting = self._waiting.get(learner, ())
+        return len(waiting) > GAPS or sum(len(stretch.entries) for stretch in waiting) > 2 * KEPT
 
     def lent(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
         self._lent.append(Lent(ticket, peer, incarnation, t))

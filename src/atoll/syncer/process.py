@@ -7,11 +7,13 @@ that no evaluator is left to wait for. When standard input closes, the superviso
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
@@ -54,6 +56,7 @@ def serve(
     With `standby` it waits for its turn first, and says through it that it does. `pages` show the run on its port.
     """
     kernels.warm()
+    _allow_files()
     code = 0
     try:
         books = Books(
@@ -71,6 +74,14 @@ def serve(
         print(f"atoll: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     return code
+
+
+def _allow_files() -> None:
+    """As many open files as this process may have: every connection is one, and the usual 1024 are soon taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def disk_named(name: str) -> Callable[[RunDir], Disk]:

@@ -28,7 +28,7 @@ from atoll.numerics.fragments import Plan, difference, make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
-from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError
 from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution, Drain, FromLearner, Hello, Pull, Refused, Welcome
 from atoll.protocol.records import Begun
@@ -225,9 +225,10 @@ class SyncerService:
             machine = self._machine or self._begin(hello)
             self._check_model(hello)
         except AtollError as error:
-            self._events.say("refused", f"{hello.learner} was refused: {error}", {"learner": hello.learner})
-            channel.send(Refused(reason=str(error), final=True))
-            channel.close(str(error))
+            reason = one_line(error)
+            self._events.say("refused", f"{hello.learner} was refused: {reason}", {"learner": hello.learner})
+            channel.send(Refused(reason=reason, final=True))
+            channel.close(reason)
             return
         self._channels[channel.learner] = channel
         self._emptied.clear()
@@ -248,7 +249,7 @@ class SyncerService:
             data=hello.data,
             seed=self._config.seed,
         )
-        machine = self._set_up(History(begun, self._books.term), plan, Parameters(plan, self._config.outer))
+        machine = self._set_up(History(begun, self._books.term), plan, self._room_for(plan))
         self._scribe.put([fx.Persist((begun,))])
         text = f"the model has {plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
         most = ceiling(plan, settings, len(self._config.outer.make().slots()))
@@ -260,6 +261,12 @@ class SyncerService:
         }
         self._events.say("plan", text, data)
         return machine
+
+    def _room_for(self, plan: Plan) -> Parameters:
+        try:
+            return Parameters(plan, self._config.outer)
+        except (MemoryError, ValueError):  # numpy's word for what no address reaches
+            raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
 
     def _set_up(self, history: History, plan: Plan, parameters: Parameters) -> Syncer:
         settings, outer = history.settings, outer_of(history)
@@ -452,11 +459,18 @@ class SyncerService:
         if self._machine is None:
             return
         self._scribe.put(self._machine.handle(self._loop.time(), event))
-        if self._wake is not None:
+        self._wake_at(self._machine.wake_at)
+
+    def _wake_at(self, moment: float | None) -> None:
+        if self._wake is not None and self._wake.when() != moment:
             self._wake.cancel()
             self._wake = None
-        if self._machine.wake_at is not None:
-            self._wake = self._loop.call_at(self._machine.wake_at, self._handle, fx.Tick())
+        if self._wake is None and moment is not None:
+            self._wake = self._loop.call_at(moment, self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        self._handle(fx.Tick())
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
         match effect:
