@@ -90,7 +90,9 @@ def test_what_is_no_link_is_said_without_its_secret(bad: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "syncer.example.org", "0.0.0.0", "[2001:db8::1]", "localhost.example.org"])
+@pytest.mark.parametrize(
+    "host", ["192.0.2.1", "syncer.example.org", "0.0.0.0", "[2001:db8::1]", "localhost.example.org"]
+)
 def test_plain_http_goes_nowhere_but_to_this_machine(host: str) -> None:
     for text in (f"http://{host}:7077", f"atoll://{host}:7077/r1", f"atoll://{SECRET}@{host}:7077/r1"):
         with pytest.raises(ConfigError, match="in the clear: use its join link"):
