@@ -32,6 +32,15 @@ ways = st.builds(
 )
 
 
+def complaint(text: str) -> str:
+    """Empty: it is a way."""
+    try:
+        way_of(text, {})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @given(ways)
 def test_a_link_says_what_was_put_into_it(way: Way) -> None:
     assert way_of(way.link(), {}) == way
@@ -42,19 +51,14 @@ def test_a_spoiled_link_is_an_error_of_one_line_without_its_token(way: Way, data
     link = way.link()
     at = data.draw(st.integers(0, len(link) - 1))
     spoiled = link[:at] + data.draw(st.text(max_size=3)) + link[at + data.draw(st.integers(0, 2)) :]
-    try:
-        way_of(spoiled, {})
-    except ConfigError as error:
-        assert "\n" not in str(error) and way.token not in str(error)
+    said = complaint(spoiled)
+    assert len(said.splitlines()) <= 1 and way.token not in said
 
 
 @given(st.text(max_size=200))
 def test_whatever_is_pasted_is_a_way_or_a_config_error(text: str) -> None:
     for pasted in (text, f"atoll://{text}", f"http://{text}"):
-        try:
-            way_of(pasted, {})
-        except ConfigError as error:
-            assert str(error).splitlines() == [str(error)]
+        assert len(complaint(pasted).splitlines()) <= 1
 
 
 @pytest.mark.parametrize(
