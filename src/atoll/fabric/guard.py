@@ -23,9 +23,6 @@ OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
 VIEWER_PATHS = frozenset({"/v1/status", "/v1/live"})
 """Below /v1/; all else there takes a learner. What lies beside /v1/ are pages, which only read."""
 
-VISITOR = "visitor"
-"""Where a request keeps who it is."""
-
 
 class Visitor(msgspec.Struct, frozen=True):
     """Somebody who was let in."""
@@ -37,6 +34,8 @@ class Visitor(msgspec.Struct, frozen=True):
 
 
 NOBODY = Visitor()
+VISITOR = web.RequestKey("visitor", Visitor)
+"""Where a request keeps who it is."""
 
 
 class Guard(Protocol):
