@@ -85,6 +85,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
     """The way that a link, or plain addresses with commas between them, name."""
     text = text.strip()
+    if text == SCHEME:  # see `entry`: it was on a command line, where everybody could read it
+        text = env.get("ATOLL_LINK", "").strip()
     if not text.startswith(SCHEME):
         return Way(urls=tuple(checked_url(one) for one in text.split(",")))
     found = _LINK.fullmatch(text)
