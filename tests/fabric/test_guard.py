@@ -80,7 +80,8 @@ def test_what_each_path_takes(path: str, role: str) -> None:
             assert DOOR.admit(asks(path, bearer(token))).token == token.id
         else:
             status, reason = refusal(asks(path, bearer(token)))
-            assert (status, reason) == (403, f"the token {token.id!r} is for a {token.role}, and this takes a {role}")
+            takes = "an operator" if role == "operator" else f"a {role}"
+            assert (status, reason) == (403, f"the token {token.id!r} is for a {token.role}, and this takes {takes}")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class TokenDoor:
             raise Rejected(401, reason)
         needed = role_for(request.path)
         if RANKS[token.role] < RANKS[needed]:
-            raise Rejected(403, f"the token {token.id!r} is for a {token.role}, and this takes a {needed}")
+            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(needed)}")
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
@@ -105,6 +105,10 @@ def role_for(path: str) -> Role:
     if path in OPERATOR_PATHS:
         return "operator"
     return "learner" if path.startswith("/v1/") and path not in VIEWER_PATHS else "viewer"
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role == "operator" else f"a {role}"
 
 
 def _shown(request: web.Request) -> str:
