@@ -391,7 +391,7 @@ def half_open() -> int:
 
 
 @pytest.mark.timeout(120)
-async def test_ten_thousand_half_open_connections(fort: Fort, record_property: Callable[[str, object], None]) -> None:
+async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
     """They keep coming, from the very address of an honest newcomer, which gets in within seconds all the same."""
     await fort.open(msgspec.structs.replace(SHORT, header_s=5.0, strangers=Limits().strangers))
     before, most = await fort.digest(), half_open()
@@ -410,8 +410,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort, record_property: C
         await fort.unharmed(before)
         newcomer = fort.join("newcomer")
         await newcomer.until(Welcome)
-        record_property("half_open", most)
-        record_property("answered_s", round(took, 3))
+        print(f"{most} half-open connections; an honest request took {took:.3f} s")
     finally:
         flooding.kill()
         await flooding.wait()
