@@ -7,26 +7,41 @@ import os
 import sys
 from collections.abc import Sequence
 
-OPTION, VARIABLE = "--join", "ATOLL_JOIN"
+OPTION, JOIN = "--join", "ATOLL_JOIN"
+SCHEME, LINK = "atoll://", "ATOLL_LINK"
+"""A link elsewhere among the words; `atoll://` alone stands for it there (fabric/way.py)."""
 
 
 def main() -> None:
-    words, link = without_link(sys.argv)
-    if link is not None:
-        os.environ[VARIABLE] = link
+    words, secrets = without_links(sys.argv)
+    if secrets:
+        os.environ.update(secrets)
         os.execv(sys.executable, [sys.executable, *words])
     from atoll.cli import main as run
 
     run()
 
 
-def without_link(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words without `--join LINK`, and the link. What follows `--` is the script's own."""
+def without_links(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without links, and the environment that has them instead. What follows `--` is the script's own."""
     own = list(words[: words.index("--")] if "--" in words else words)
-    rest = list(words[len(own) :])
-    for place, word in enumerate(own):
-        if word == OPTION and place + 1 < len(own):
-            return [*own[:place], *own[place + 2 :], *rest], own[place + 1]
-        if word.startswith(f"{OPTION}="):
-            return [*own[:place], *own[place + 1 :], *rest], word.removeprefix(f"{OPTION}=")
-    return [*own, *rest], None
+    kept: list[str] = []
+    secrets: dict[str, str] = {}
+    coming = iter(own)
+    for word in coming:
+        option, equals, value = word.partition("=")
+        if word == OPTION and (link := next(coming, None)) is not None:
+            secrets[JOIN] = link
+        elif option == OPTION and equals:
+            secrets[JOIN] = value
+        elif word.startswith(SCHEME) and "@" in word:
+            kept.append(_moved(word, secrets))
+        elif option.startswith("--") and value.startswith(SCHEME) and "@" in value:
+            kept.append(f"{option}={_moved(value, secrets)}")
+        else:
+            kept.append(word)
+    return [*kept, *words[len(own) :]], secrets
+
+
+def _moved(link: str, secrets: dict[str, str]) -> str:
+    return SCHEME if secrets.setdefault(LINK, link) == link else link

@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.fabric.fort import Fort, fort_in
 
 from atoll.fabric.client import Link
 from atoll.fabric.host import Host
@@ -240,3 +242,9 @@ def hello() -> Callable[..., Hello]:
         return Hello(protocol=protocol, learner=learner, session=session)
 
     return make
+
+
+@pytest.fixture
+async def fort(tmp_path: Path) -> AsyncIterator[Fort]:
+    async with fort_in(tmp_path) as fort:
+        yield fort

@@ -161,3 +161,44 @@ async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> 
     async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
         await socket.send_bytes(encode(hello()))
         await place.desk.until("closed")
+
+
+async def test_pings_do_not_take_the_place_of_a_hello(place: Place) -> None:
+    await place.open(Limits(hello_s=0.3))
+    socket = await place.socket()
+
+    async def ping_on() -> None:
+        while not socket.closed:
+            await socket.ping()
+            await asyncio.sleep(0.05)
+
+    pinging = asyncio.create_task(ping_on())
+    assert (await refusal(socket)).reason == "no hello within 0.3 s"
+    pinging.cancel()
+    assert place.desk.log == []
+
+
+async def test_a_flood_of_pings_costs_the_channel_like_any_other(place: Place, hello: Make) -> None:
+    await place.open(Limits(messages_rate=10))
+    await place.joined("learner-1")
+    socket = await place.socket()
+    await socket.send_bytes(encode(hello()))
+    await place.desk.until("opened", 2)
+    for _ in range(60):
+        await socket.ping(b"x")
+    await place.desk.until("closed")
+    assert "more than 10 messages a second: this is a flood" in str(place.desk.told("closed")[0][3])
+    assert not place.desk.channels["learner-1"].closing
+
+
+async def test_pings_are_answered(place: Place, hello: Make) -> None:
+    await place.open()
+    http = aiohttp.ClientSession()
+    async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
+        await socket.send_bytes(encode(hello()))
+        await place.desk.until("opened")
+        await socket.ping(b"are you there")
+        async with asyncio.timeout(10):
+            while (frame := await socket.receive()).type is not aiohttp.WSMsgType.PONG:
+                pass
+        assert frame.data == b"are you there"

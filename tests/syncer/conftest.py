@@ -13,7 +13,8 @@ import pytest
 
 from atoll.config import Config, convert
 from atoll.fabric.client import Link
-from atoll.fabric.wire import digest
+from atoll.fabric.pages import Pages
+from atoll.fabric.wire import Limits, digest
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.messages import (
     PROTOCOL,
@@ -152,12 +153,19 @@ class Stage:
         self._tasks: asyncio.TaskGroup | None = None
         self._learners: list[FakeLearner] = []
 
-    async def open(self, **protocol: Any) -> SyncerService:
+    async def open(
+        self,
+        service: dict[str, Any] | None = None,
+        limits: Limits | None = None,
+        pages: Pages | None = None,
+        **protocol: Any,
+    ) -> SyncerService:
         settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}
         outer = {"merge": "mean", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-        config: Config = convert({"protocol": settings, "outer": outer}, "a test")
+        config: Config = convert({"protocol": settings, "outer": outer, "service": service or {}}, "a test")
         self.books = Books(self.out, acquire(self.out.journal))
-        self.service = SyncerService(config, run="r1", events=EventLog(self._hear), books=self.books)
+        events = EventLog(self._hear)
+        self.service = SyncerService(config, run="r1", events=events, books=self.books, pages=pages, limits=limits)
         assert self._tasks is not None
         self.running = self._tasks.create_task(self.service.run(self._save))
         async with asyncio.timeout(WAIT_S):
@@ -171,8 +179,10 @@ class Stage:
     def _save(self, parameters: Parameters) -> None:
         self.saved = {name: np.array(values) for name, values in parameters.tensors().items()}
 
-    def join(self, name: str, tensors: tuple[TensorSpec, ...] = TENSORS, protocol: int = PROTOCOL) -> FakeLearner:
-        learner = FakeLearner(f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol)
+    def join(
+        self, name: str, tensors: tuple[TensorSpec, ...] = TENSORS, protocol: int = PROTOCOL, where: str = ""
+    ) -> FakeLearner:
+        learner = FakeLearner(where or f"http://127.0.0.1:{self.service.server.port}", name, tensors, protocol)
         assert self._tasks is not None
         self._tasks.create_task(learner.link.run())
         self._learners.append(learner)

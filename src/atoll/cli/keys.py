@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from atoll.cli.app import app, short
-from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.certificates import Pair, fingerprint, is_host, make_authority, make_client, make_server
 from atoll.fabric.tokens import RANKS, Role, Token, Tokens, new_secret
 from atoll.fabric.way import Way
 from atoll.observe.figures import span
@@ -26,6 +26,7 @@ tokens_app = typer.Typer(help="Who may join a run: list, add, revoke, while it g
 app.add_typer(tokens_app, name="tokens", invoke_without_command=True)
 
 Keys = Annotated[Path, typer.Option(help="The folder that atoll cert made.", metavar="DIR", envvar="ATOLL_KEYS")]
+LONGEST_HOURS = 24 * 3650.0
 LAST = "last.json"
 """In the folder of keys: where the syncer that used them last can be reached. No secret."""
 
@@ -117,8 +118,8 @@ def add(
     """
     if role not in RANKS:
         raise ConfigError(f"--role {role} is none of {', '.join(get_args(Role))}")
-    if most < 0 or hours < 0:
-        raise ConfigError("--most and --hours are 0 or more")
+    if most < 0 or not 0 <= hours <= LONGEST_HOURS:
+        raise ConfigError(f"--most is 0 or more, --hours from 0 to {LONGEST_HOURS:g}")
     keys = KeyDir.open(context.obj)
     token = _new(checked_name(name), role=role, learner=learner, most=most, hours=hours)
     write_tokens(keys, read_tokens(keys).added(token))
@@ -190,7 +191,8 @@ def _new(name: str, *, role: str = "learner", learner: str = "", most: int = 0, 
 
 
 def _hosts(named: list[str]) -> list[str]:
-    found = [*named, socket.gethostname(), "localhost", "127.0.0.1", "::1"]
+    itself = socket.gethostname()
+    found = [*named, *([itself] if is_host(itself) else []), "localhost", "127.0.0.1", "::1"]
     if (own := own_address()) is not None:
         found.append(own)
     return list(dict.fromkeys(found))

@@ -14,6 +14,7 @@ from rich.table import Table
 from atoll.cli.app import address_of, app, short, where
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import post_drain, post_settings
+from atoll.fabric.way import without_secrets
 from atoll.observe.export import export_run
 from atoll.observe.screen import Screen
 from atoll.observe.verify import verify_run
@@ -39,7 +40,7 @@ def status(
         now = asyncio.run(_status(url))
     except Unreachable as error:
         hint = "is the run over? Then its figures are in summary.json of its folder"
-        raise Unreachable(f"no syncer answers at {url}: {hint}") from error
+        raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
     if json_:
         print(msgspec.json.encode(now).decode())
     elif watch:
@@ -153,6 +154,6 @@ def set_(
         changed = asyncio.run(post_settings(url, words))
     except Unreachable as error:
         raise Unreachable(
-            f"no syncer answers at {url}: settings change while a run goes on, or with --resume"
+            f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"
         ) from error
     Console().print(f"changed: {changed}" if changed else "everything was like that already", highlight=False)

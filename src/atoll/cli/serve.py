@@ -19,14 +19,14 @@ from atoll.cli.app import app, close, document_of, short
 from atoll.cli.keys import Last, join_link, own_address, remember
 from atoll.config import Config, Service, convert, merged
 from atoll.fabric.certificates import fingerprint
-from atoll.fabric.way import SCHEME, check_bind, host_port, way_of
+from atoll.fabric.way import SCHEME, Way, check_bind, host_port, way_of
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.observe import dashboard
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
-from atoll.syncer.doors import read_tokens
+from atoll.syncer.doors import doors_of, read_tokens
 from atoll.syncer.process import serve
 
 
@@ -125,7 +125,8 @@ def check_door(service: Service) -> None:
     if (service.mutual or service.front) and not service.keys:
         raise ConfigError("--mutual and --front go with --keys: make them with `atoll cert`")
     if service.keys:
-        KeyDir.open(Path(service.keys))
+        _asked_for(service, 1)
+        doors_of(service, str)
 
 
 def invitation(service: Service, url: str, run: str) -> list[str]:
@@ -133,10 +134,8 @@ def invitation(service: Service, url: str, run: str) -> list[str]:
     if not service.keys:
         return [f"join with: atoll learn SCRIPT --syncer {url}"]
     keys = KeyDir.open(Path(service.keys))
-    pin = fingerprint(Path(service.front).read_bytes() if service.front else keys.certificate.read_bytes())
-    port = urlsplit(url).port or 0
-    hosts = service.advertise or (_own_host(service.host),)
-    last = Last(tuple(host if _has_port(host) else host_port(host, port) for host in hosts), run, pin)
+    hosts, pin = _asked_for(service, urlsplit(url).port or 0)
+    last = Last(hosts, run, pin)
     remember(keys, last)
     token = read_tokens(keys).with_role("learner", time.time())
     if token is None:
@@ -146,6 +145,19 @@ def invitation(service: Service, url: str, run: str) -> list[str]:
         "join with (a secret: whoever has it can join):",
         f"  atoll learn SCRIPT --join {join_link(last, token)}",
     ]
+
+
+def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
+    """What a join link says of a syncer: its addresses, and the fingerprint of the certificate that they show."""
+    file = Path(service.front) if service.front else KeyDir.open(Path(service.keys)).certificate
+    try:
+        pin = fingerprint(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    named = service.advertise or (_own_host(service.host),)
+    hosts = tuple(host if _has_port(host) else host_port(host, port) for host in named)
+    way_of(Way(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})
+    return hosts, pin
 
 
 def _own_host(host: str) -> str:

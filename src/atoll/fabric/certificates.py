@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,6 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.protocol.errors import ConfigError
 
+_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 EARLY = timedelta(hours=1)
 """It counts from before now: clocks differ."""
 
@@ -135,12 +137,24 @@ def _key_usage(signs: bool) -> x509.KeyUsage:
     )
 
 
+def is_host(name: str) -> bool:
+    """Whether a certificate can be for it."""
+    try:
+        _general_name(name)
+    except ConfigError:
+        return False
+    return True
+
+
 def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
     try:
-        return x509.DNSName(host.encode("idna").decode())
-    except UnicodeError as error:
-        raise ConfigError(f"{host!r} is no name or address of a machine: {error}") from error
+        name = host.encode("idna").decode()
+    except UnicodeError:
+        name = ""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{host!r} is no name or address of a machine: it looks like syncer.example.org")
+    return x509.DNSName(name)

@@ -7,7 +7,8 @@ Rules:
 - a name belongs to the token that it first came by; whose token counts no more is sent away within a second;
 - what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
   hear of it (see `sequence`);
-- the hello must come within 5 s; a silent peer is pinged and lost after 9 s; a slow one after 1024 waiting messages.
+- the hello must come within 5 s, whatever comes before it; a silent peer is pinged and lost after 9 s; a slow one after
+  1024 waiting messages; one that sends more than 1000 frames a second, pings too, after a few seconds.
 """
 
 from __future__ import annotations
@@ -56,12 +57,17 @@ class Control:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         limits = self._limits
         socket = web.WebSocketResponse(
-            compress=False, heartbeat=limits.ping_s, max_msg_size=limits.control_bytes, timeout=limits.flush_s
+            compress=False,
+            autoping=False,
+            heartbeat=limits.ping_s,
+            max_msg_size=limits.control_bytes,
+            timeout=limits.flush_s,
         )
         socket.headers[PROTOCOL_HEADER] = str(PROTOCOL)
         await socket.prepare(request)
+        flood = Flood(limits.messages_rate, asyncio.get_running_loop().time)
         try:
-            hello = check_hello(decode_from_learner(await self._frame(socket, limits.hello_s)))
+            hello = check_hello(decode_from_learner(await self._first(socket, flood)))
         except _Gone:
             return socket
         except PeerError as error:
@@ -81,7 +87,7 @@ class Control:
             tasks.create_task(self._write(socket, channel, outbox))
             try:
                 if self._open(channel, hello, request[VISITOR]):
-                    await self._read(socket, channel)
+                    await self._read(socket, channel, flood)
                 else:
                     await self._until_closed(socket)
             except _Gone as gone:
@@ -130,12 +136,10 @@ class Control:
             if not channel.closing and (reason := self._guard.gone(channel.token)):
                 self._reject(channel, PeerError(reason), final=True)
 
-    async def _read(self, socket: web.WebSocketResponse, channel: Channel) -> None:
-        flood = Flood(self._limits.messages_rate, asyncio.get_running_loop().time)
+    async def _read(self, socket: web.WebSocketResponse, channel: Channel, flood: Flood) -> None:
         while True:
             try:
-                message = decode_from_learner(await self._frame(socket))
-                flood.one_more()
+                message = decode_from_learner(await self._frame(socket, flood))
                 if isinstance(message, Hello):
                     raise PeerError("a second hello on the same channel")
                 if not channel.closing:
@@ -177,15 +181,28 @@ class Control:
         except (OSError, TimeoutError):
             pass  # it is gone already
 
-    async def _frame(self, socket: web.WebSocketResponse, deadline_s: float | None = None) -> bytes:
-        """The next frame; `_Gone` when there will be none. Without a deadline, pings notice a dead peer."""
+    async def _first(self, socket: web.WebSocketResponse, flood: Flood) -> bytes:
         try:
-            frame = await socket.receive(deadline_s)
+            async with asyncio.timeout(self._limits.hello_s):
+                return await self._frame(socket, flood)
         except TimeoutError:
-            raise PeerError(f"no hello within {deadline_s:g} s") from None
+            raise PeerError(f"no hello within {self._limits.hello_s:g} s") from None
+
+    async def _frame(self, socket: web.WebSocketResponse, flood: Flood | None = None) -> bytes:
+        """The next frame that says something; `_Gone` when there will be none. Pings notice a dead peer.
+
+        Its own pings are answered here, and count: nobody holds a channel open, or us busy, with them.
+        """
+        while (frame := await socket.receive()).type in (WSMsgType.PING, WSMsgType.PONG):
+            if flood is not None:
+                flood.one_more()
+            if frame.type is WSMsgType.PING:
+                await self._pong(socket, cast(bytes, frame.data))
         if frame.type is WSMsgType.BINARY:
             data = cast(bytes, frame.data)
             self.bytes_in += len(data)
+            if flood is not None:
+                flood.one_more()
             return data
         if frame.type is WSMsgType.TEXT:
             raise PeerError("a text frame: control messages are binary")
@@ -193,6 +210,13 @@ class Control:
             self.bad_frames += socket.exception() is not None
             raise _Gone(one_line(f"the channel failed: {socket.exception() or frame.data}"))
         raise _Gone(f"the learner closed the channel ({one_line(frame.extra or 'no reason given')})")
+
+    async def _pong(self, socket: web.WebSocketResponse, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._limits.send_s):
+                await socket.pong(data)
+        except OSError as error:  # a TimeoutError is one
+            raise _Gone(one_line(f"the learner takes no answer to its ping: {error}")) from None
 
     async def _until_closed(self, socket: web.WebSocketResponse) -> None:
         while True:

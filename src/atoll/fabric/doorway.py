@@ -3,8 +3,9 @@
 Rules:
 - a connection is a stranger from its first packet until its first request has come whole (and, where tokens are asked
   for, has shown one); it has `header_s` for that, the TLS handshake included;
-- so many strangers at once; one more costs the oldest stranger of the address that has the most its place, so that a
-  flood of half-open connections takes places from itself, and nobody who comes in properly waits for it;
+- so many strangers at once; one more costs a stranger of the address that has the most its place: the oldest that has
+  not said a word, or else the oldest. So a flood takes places from itself, and one of half-open connections takes none
+  from whoever comes in properly;
 - so many connections in all, and of one address; more are closed unread;
 - who speaks plain HTTP to a TLS port is told so in plain HTTP, and closed.
 """
@@ -35,6 +36,8 @@ Made = Callable[[], Connection]
 @dataclass(eq=False)
 class Stranger:
     address: str
+    spoke: bool = False
+    """In TLS, its first byte is here."""
     task: asyncio.Task[None] | None = None
     connection: Connection | None = None
     timer: asyncio.TimerHandle | None = None
@@ -65,8 +68,8 @@ class Doorway:
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            self._listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-        except OSError as error:
+            self._listener = socket.create_server(address, family=family, backlog=BACKLOG)
+        except (OSError, UnicodeError) as error:
             raise ConfigError(_unbindable(host, port, error)) from error
         self._listener.setblocking(False)
         self._accepting = loop.create_task(self._accept(self._listener))
@@ -96,11 +99,12 @@ class Doorway:
             except OSError:  # no more descriptors, or it went before it was here
                 await asyncio.sleep(0.05)
                 continue
-            if not self._room(str(address[0])):
+            if self._room(str(address[0])):
+                self._greet(sock, str(address[0]))
+            else:
                 self.turned_away += 1
                 sock.close()
-                continue
-            self._greet(sock, str(address[0]))
+            await asyncio.sleep(0)  # where many wait, accepting one does not: everybody else has a turn in between
 
     def _room(self, address: str) -> bool:
         limits = self._limits
@@ -126,6 +130,7 @@ class Doorway:
         self._addresses[address] += 1
         stranger.timer = loop.call_later(self._limits.header_s, self._drop, stranger)
         stranger.task = loop.create_task(self._enter(stranger, sock))
+        stranger.task.add_done_callback(lambda task: sock.close() if task.cancelled() else None)
 
     async def _enter(self, stranger: Stranger, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -138,9 +143,14 @@ class Doorway:
         try:
             if self._tls is None:
                 await loop.connect_accepted_socket(made, sock)
-            elif await _first_byte(sock) == TLS_HANDSHAKE:
+            elif await self._first_byte(stranger, sock) == TLS_HANDSHAKE:
+                limits = self._limits
                 await loop.connect_accepted_socket(
-                    made, sock, ssl=self._tls, ssl_handshake_timeout=self._limits.header_s
+                    made,
+                    sock,
+                    ssl=self._tls,
+                    ssl_handshake_timeout=limits.header_s,
+                    ssl_shutdown_timeout=limits.flush_s,
                 )
             else:
                 _say_plainly(sock)
@@ -148,11 +158,22 @@ class Doorway:
         except (OSError, ssl.SSLError):  # a TimeoutError is one: gone, slow, or not speaking TLS 1.3 as we do
             sock.close()
             self._forget(stranger)
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         finally:
             stranger.task = None
+
+    async def _first_byte(self, stranger: Stranger, sock: socket.socket) -> int:
+        """Without taking it; a connection that never says anything costs no more than this."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(sock)
+        first = sock.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise ConnectionResetError("it went without a word")
+        stranger.spoke = True
+        return first[0]
 
     # ---- going ----------------------------------------------------------------------------------------------------
 
@@ -172,13 +193,18 @@ class Doorway:
 
     def _oldest_of_the_most(self) -> Stranger:
         most = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
-        return next(stranger for stranger in self._strangers if stranger.address == most)
+        theirs = (stranger for stranger in self._strangers if stranger.address == most)
+        return min(theirs, key=lambda stranger: stranger.spoke)  # the first of those that are least
 
     def _recount(self) -> None:
         open_now: Counter[str] = Counter(
             address for connection in self._there() if (address := address_of(connection)) is not None
         )
-        open_now.update(stranger.address for stranger in self._strangers if stranger.connection is None)
+        open_now.update(
+            stranger.address
+            for stranger in self._strangers
+            if stranger.task is not None and (stranger.connection is None or address_of(stranger.connection) is None)
+        )
         self._addresses = open_now
 
 
@@ -187,20 +213,6 @@ def address_of(connection: asyncio.BaseProtocol) -> str | None:
     transport: asyncio.BaseTransport | None = getattr(connection, "transport", None)
     name = transport.get_extra_info("peername") if transport is not None else None
     return str(name[0]) if name else None
-
-
-async def _first_byte(sock: socket.socket) -> int:
-    """Without taking it; a connection that never says anything costs no more than this."""
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
-    first = sock.recv(1, socket.MSG_PEEK)
-    if not first:
-        raise ConnectionResetError("it went without a word")
-    return first[0]
 
 
 def _say_plainly(sock: socket.socket) -> None:
@@ -212,7 +224,11 @@ def _say_plainly(sock: socket.socket) -> None:
     sock.close()
 
 
-def _unbindable(host: str, port: int, error: OSError) -> str:
+def _unbindable(host: str, port: int, error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return one_line(f"{host!r} is no name or address of this machine: bind to one with --bind")
     if error.errno == errno.EADDRINUSE:
         return f"port {port} is in use on {host}: choose another with --port, or 0 for any"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return one_line(f"{host} is no address of this machine ({error.strerror or error}): bind to one with --bind")
     return one_line(f"port {port} on {host} cannot be bound ({error.strerror or error}): choose another with --port")

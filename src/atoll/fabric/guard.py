@@ -7,7 +7,6 @@ nobody who shows none: 401 to strangers, 403 to those whose token is not for thi
 from __future__ import annotations
 
 import base64
-import binascii
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -21,10 +20,8 @@ from atoll.fabric.way import RUN_HEADER
 from atoll.protocol.errors import PeerError
 
 OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
-LEARNER_PATHS = ("/v1/control", "/v1/contributions/", "/v1/initial/", "/v1/relay/", "/v1/scores", "/v1/probe/")
-
-VISITOR = "visitor"
-"""Where a request keeps who it is."""
+VIEWER_PATHS = frozenset({"/v1/status", "/v1/live"})
+"""Below /v1/; all else there takes a learner. What lies beside /v1/ are pages, which only read."""
 
 
 class Visitor(msgspec.Struct, frozen=True):
@@ -37,6 +34,8 @@ class Visitor(msgspec.Struct, frozen=True):
 
 
 NOBODY = Visitor()
+VISITOR = web.RequestKey("visitor", Visitor)
+"""Where a request keeps who it is."""
 
 
 class Guard(Protocol):
@@ -82,16 +81,16 @@ class TokenDoor:
             raise Rejected(401, reason)
         needed = role_for(request.path)
         if RANKS[token.role] < RANKS[needed]:
-            raise Rejected(403, f"the token {token.id!r} is for a {token.role}, and this takes a {needed}")
+            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(needed)}")
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
-            raise Rejected(403, f"the join link is for run {run[:64]}, and this is run {self._run()}: ask for its link")
+            raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
         return Visitor(token.id, token.learner, token.most)
 
     def may_join(self, visitor: Visitor, learner: str, there: set[str]) -> None:
-        token = self._tokens().named(visitor.token)
-        if reason := token.refuses(time.time()):
+        if reason := self.gone(visitor.token):  # also one that was there a moment ago
             raise PeerError(reason)
+        token = self._tokens().named(visitor.token)
         if not token.allows(learner):
             raise PeerError(f"the token {token.id!r} is for {token.learner}, not for {learner}")
         if token.most and learner not in there and len(there) >= token.most:
@@ -105,18 +104,25 @@ class TokenDoor:
 def role_for(path: str) -> Role:
     if path in OPERATOR_PATHS:
         return "operator"
-    return "learner" if path.startswith(LEARNER_PATHS) else "viewer"
+    return "learner" if path.startswith("/v1/") and path not in VIEWER_PATHS else "viewer"
+
+
+def _a(role: str) -> str:
+    return f"an {role}" if role == "operator" else f"a {role}"
 
 
 def _shown(request: web.Request) -> str:
-    """A bearer's token; or, of a browser, the password that its owner typed."""
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+    """A bearer's token; or, of a browser, the password that its owner typed. Said twice, it is not said."""
+    said = request.headers.getall("Authorization", [])
+    if len(said) != 1:
+        return ""
+    scheme, _, value = said[0].partition(" ")
     match scheme.lower():
         case "bearer":
             return value.strip()
         case "basic":
             try:
-                return base64.b64decode(value, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
+                return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+            except ValueError:  # no base64, no UTF-8, no ASCII
                 return ""
     return ""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.doorway import Doorway, address_of
@@ -85,7 +85,10 @@ class Port:
     async def _open(self, routes: Iterable[web.RouteDef]) -> None:
         limits = self._limits
         app = web.Application(middlewares=[self._answer], client_max_size=limits.score_bytes)
-        app.add_routes(routes)
+        app.add_routes(
+            web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": self._expected})
+            for route in routes
+        )
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -111,6 +114,16 @@ class Port:
             await self._doorway.close()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _expected(self, request: web.Request) -> None:
+        """Nobody's body is asked for before it is known who they are."""
+        try:
+            self._guard.admit(request)
+        except Rejected:
+            return  # they are told by `_answer`
+        if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer itself has not begun
 
     @web.middleware
     async def _answer(
@@ -280,6 +293,10 @@ def _is_the_peers(record: logging.LogRecord) -> bool:
     return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
 
 
+FEW = 64
+"""Closed connections may be remembered before they are looked for."""
+
+
 class Shares:
     """Open connections by token."""
 
@@ -287,15 +304,18 @@ class Shares:
         self._most = most
         self._token_of: dict[asyncio.BaseProtocol, str] = {}
         self._counts: Counter[str] = Counter()
-        """Those of late that are closed already included: they are looked for only when it matters."""
+        """Those of late that are closed already included …"""
+        self._look_at = FEW
+        """… until there are so many of them all."""
 
     def takes(self, connection: asyncio.BaseProtocol, token: str) -> bool:
         """Whether there is a place for it, which it then has."""
         if connection in self._token_of:
             return True
-        if self._counts.total() >= self._most:
+        if len(self._token_of) >= self._look_at or self._counts[token] >= self._most:
             self._token_of = {one: name for one, name in self._token_of.items() if address_of(one) is not None}
             self._counts = Counter(self._token_of.values())
+            self._look_at = max(FEW, 2 * len(self._token_of))
         if self._counts[token] >= self._most:
             return False
         self._token_of[connection] = token
@@ -304,5 +324,9 @@ class Shares:
 
 
 def _force_close(connection: asyncio.Protocol) -> None:
+    """At once: one that was never let in has nothing to wait for."""
     assert isinstance(connection, web.RequestHandler)
+    transport = connection.transport
     connection.force_close()
+    if transport is not None:
+        transport.abort()

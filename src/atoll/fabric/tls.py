@@ -21,15 +21,16 @@ def server_context(certificate: Path, key: Path, client_authority: Path | None =
     _strict(context)
     context.num_tickets = 0  # nothing is resumed: every connection shows what it knows
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, _no_password)
         if client_authority is not None:
             context.load_verify_locations(client_authority)
             context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
+        late = _late(certificate)
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise ConfigError(
             f"{certificate.parent} holds no usable certificate ({error}): atoll cert makes one"
         ) from error
-    if late := _late(certificate):
+    if late:
         raise ConfigError(late)
     return context
 
@@ -49,8 +50,8 @@ def client_context(
         else:
             context.load_default_certs()
         if certificate is not None:
-            context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
+            context.load_cert_chain(certificate, key, _no_password)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the certificate files that were named cannot be used: {error}") from error
     return context
 
@@ -83,10 +84,11 @@ def _pinned(pin: str) -> type[ssl.SSLObject]:
 def _late(certificate: Path) -> str:
     from atoll.fabric.certificates import out_of_date
 
-    der = ssl.PEM_cert_to_DER_cert(_first(certificate.read_text()))
-    return f"{certificate}: {late}" if (late := out_of_date(der)) else ""
+    begin, end, pem = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----", certificate.read_text()
+    first = pem[pem.index(begin) : pem.index(end) + len(end)]  # text may stand before it
+    return f"{certificate}: {late}" if (late := out_of_date(ssl.PEM_cert_to_DER_cert(first))) else ""
 
 
-def _first(pem: str) -> str:
-    end = "-----END CERTIFICATE-----"
-    return pem[: pem.index(end) + len(end)]
+def _no_password() -> str:
+    """A key with a password is refused: nobody is there to type it."""
+    raise ValueError("the key has a password: take one without")

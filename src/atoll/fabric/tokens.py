@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -20,6 +22,8 @@ import msgspec
 from atoll.protocol.errors import ConfigError
 
 Role = Literal["viewer", "learner", "operator"]
+SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
+"""What fits into a join link and a header; anything shorter is guessed."""
 RANKS: dict[str, int] = {"viewer": 0, "learner": 1, "operator": 2}
 
 
@@ -35,6 +39,18 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     expires: float = 0.0
     """Seconds since 1970; 0: never."""
     revoked: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.id.isprintable() or not 0 < len(self.id) <= 64:
+            raise ConfigError("a token's id is a name of up to 64 letters")
+        if not SECRET.fullmatch(self.secret):
+            raise ConfigError(f"the secret of token {self.id!r} is none: 16 to 128 letters, digits, - and _")
+        if self.most < 0 or not (self.expires >= 0 and math.isfinite(self.expires)):
+            raise ConfigError(f"most and expires of token {self.id!r} are 0 or above")
+
+    def __repr__(self) -> str:
+        """A secret is in no log, wherever this is printed."""
+        return f"Token({self.id!r}, {self.role}, learner={self.learner!r}, revoked={self.revoked})"
 
     def refuses(self, now: float) -> str:
         """Why it does not count; empty: it does."""
@@ -61,6 +77,8 @@ class Tokens:
         ids = [token.id for token in self.all]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"two tokens are called {max(ids, key=ids.count)!r}: each needs a name of its own")
+        if len(self._by_hash) < len(ids):
+            raise ConfigError("two tokens have the same secret: which of them was revoked could not be told")
 
     def find(self, secret: str) -> Token | None:
         return self._by_hash.get(_hash(secret))

@@ -6,7 +6,8 @@
     http://HOST:PORT,http://HOST:PORT                     the same, without a run
 
 Nothing in it means anything to a shell or a chat. Beside it, the environment may name files and a proxy: ATOLL_CA,
-ATOLL_CERT and ATOLL_KEY (mutual TLS), ATOLL_PROXY (without it HTTPS_PROXY, for what is not this machine).
+ATOLL_CERT and ATOLL_KEY (mutual TLS), ATOLL_PROXY (without it HTTPS_PROXY, for what is neither this machine nor in
+NO_PROXY). What goes in the clear goes through no proxy, and an error names no token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -33,6 +34,9 @@ _LINK = re.compile(
     r"atoll://(?:(?P<token>[A-Za-z0-9_-]{16,128})@)?(?P<hosts>[^/@\s]+)"
     r"(?:/(?P<run>[A-Za-z0-9._-]{0,64})(?:/(?P<pin>[0-9a-fA-F]{64}|ca))?)?/?"
 )
+
+
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,18 +85,18 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
     """The way that a link, or plain addresses with commas between them, name."""
     text = text.strip()
+    if text == SCHEME:  # see `entry`: it was on a command line, where everybody could read it
+        text = env.get("ATOLL_LINK", "").strip()
     if not text.startswith(SCHEME):
         return Way(urls=tuple(checked_url(one) for one in text.split(",")))
     found = _LINK.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"{_without_token(text)!r} is no join link: it looks like atoll://TOKEN@HOST:7077/RUN/FINGERPRINT, "
+            f"{without_secrets(text)!r} is no join link: it looks like atoll://TOKEN@HOST:7077/RUN/FINGERPRINT, "
             "as atoll syncer prints it"
         )
     pin = (found["pin"] or "").lower()
     urls = tuple(_url(host, secure=bool(pin)) for host in found["hosts"].split(","))
-    proxy = env.get("ATOLL_PROXY") or env.get("HTTPS_PROXY") or env.get("https_proxy") or ""
-    near = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     return Way(
         urls=urls,
         run=found["run"] or "",
@@ -101,23 +105,18 @@ def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
         authority=env.get("ATOLL_CA", ""),
         certificate=env.get("ATOLL_CERT", ""),
         key=env.get("ATOLL_KEY", ""),
-        proxy=env.get("ATOLL_PROXY", "") if near else proxy,
+        proxy=_proxy(urls, env) if pin else "",
     )
 
 
 def checked_url(url: str) -> str:
     """http://HOST:PORT without a path, on this machine; ConfigError otherwise."""
-    parts = urlsplit(url)
-    try:
-        good = parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/") and not parts.query
-    except ValueError:
-        good = False
-    if not good or parts.username is not None:
-        raise ConfigError(one_line(f"{url!r} is no address of a syncer: it looks like http://127.0.0.1:7077"))
+    parts = _parts(url)
+    if parts is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ConfigError(f"{without_secrets(url)!r} is no address of a syncer: it looks like http://127.0.0.1:7077")
     if not is_loopback(parts.hostname or ""):
-        raise ConfigError(
-            one_line(f"{url} is another machine, and this would go there in the clear: use the join link of its syncer")
-        )
+        shown = without_secrets(url)
+        raise ConfigError(f"{shown} is another machine, and this would go there in the clear: use its join link")
     return url.rstrip("/")
 
 
@@ -143,22 +142,53 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def without_secrets(text: str) -> str:
+    """An address or a link as it may be shown: nothing in it that could be a token, wherever it slipped to."""
+    return re.sub(r"[A-Za-z0-9_-]{16,}", "…", re.sub(r"//[^@]*@", "//…@", one_line(text)))[:120]
+
+
 def _url(host: str, *, secure: bool) -> str:
     if not secure:
         return checked_url(f"http://{host}")
-    parts = urlsplit(f"https://{host}")
-    try:
-        good = bool(parts.hostname and parts.port) and parts.netloc == host
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigError(one_line(f"{host!r} in the join link is no HOST:PORT"))
+    parts = _parts(f"https://{host}")
+    if parts is None or parts.netloc != host:
+        raise ConfigError(f"{without_secrets(host)!r} in the join link is no HOST:PORT")
     return f"https://{host}"
+
+
+def _parts(url: str) -> SplitResult | None:
+    """None for what is no address of a port: nothing but the letters of one is in it, and nobody's name."""
+    try:
+        parts = urlsplit(url)
+        good = parts.port and _HOST.fullmatch(parts.hostname or "") and parts.username is None
+    except ValueError:
+        return None
+    return parts if good else None
+
+
+def _proxy(urls: tuple[str, ...], env: Mapping[str, str]) -> str:
+    own = env.get("ATOLL_PROXY", "")
+    proxy = own or env.get("HTTPS_PROXY") or env.get("https_proxy") or ""
+    near = (env.get("NO_PROXY") or env.get("no_proxy") or "").split(",")
+    if not own and all(_is_near(urlsplit(url).hostname or "", near) for url in urls):
+        return ""
+    if proxy and not _is_proxy(proxy):  # it may have a password in it, so it is not shown
+        raise ConfigError("the proxy that the environment names is none: it looks like http://HOST:3128 (ATOLL_PROXY)")
+    return proxy
+
+
+def _is_near(host: str, names: list[str]) -> bool:
+    domains = [name.strip().lower().removeprefix("*").removeprefix(".") for name in names if name.strip()]
+    return is_loopback(host) or any(not one or host == one or host.endswith(f".{one}") for one in domains)
+
+
+def _is_proxy(proxy: str) -> bool:
+    try:
+        parts = urlsplit(proxy)
+        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _path(name: str) -> Path | None:
     return Path(name) if name else None
-
-
-def _without_token(text: str) -> str:
-    return one_line(re.sub(r"//[^@/]*@", "//…@", text))[:120]

@@ -266,7 +266,8 @@ class Learner:
         while self._until is None and not self._final and not self._is_current():
             left = deadline - time.monotonic()
             if left <= 0:
-                what = "state of a peer's" if self._has_parameters() else f"parameters from the syncer at {self._url}"
+                syncer = self._url.rpartition("@")[2]  # what stands before it is a secret
+                what = "state of a peer's" if self._has_parameters() else f"parameters from the syncer at {syncer}"
                 waited = f"no {what} for {self._join_wait_s:g} s"
                 say(f"{waited}: training goes on, joining when it can")
                 return

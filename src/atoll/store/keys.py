@@ -59,7 +59,7 @@ class KeyDir:
         found = cls(path.absolute())
         if not found.certificate.is_file() or not found.tokens.is_file():
             raise ConfigError(f"{path} holds no keys: make them with `atoll cert --out {path}`")
-        for file in (found.key, found.tokens):
+        for file in (found.key, found.tokens, found.authority_key):
             if file.is_file() and file.stat().st_mode & OPEN_TO_OTHERS:
                 raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
         return found

@@ -44,7 +44,7 @@ def doors_of(service: Service, run: Callable[[], str]) -> Doors:
 def read_tokens(keys: KeyDir) -> Tokens:
     try:
         return Tokens(msgspec.json.decode(keys.tokens.read_bytes(), type=list[Token]))
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{keys.tokens} cannot be read: {error}") from error
 
 

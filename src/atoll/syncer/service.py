@@ -21,7 +21,7 @@ from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
-from atoll.fabric.wire import Score, one_line, understood
+from atoll.fabric.wire import Limits, Score, one_line, understood
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, difference, make_plan
@@ -71,6 +71,7 @@ class SyncerService:
         books: Books,
         evaluated: bool = False,
         pages: Pages | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._config, self._run, self._events, self._books = config, run, events, books
         self._evaluated = evaluated
@@ -103,7 +104,7 @@ class SyncerService:
         self.meter = Meter(config)
         doors = doors_of(config.service, lambda: self._run)
         host, port = config.service.host, config.service.port
-        self.server = Server(self, host=host, port=port, pages=pages, guard=doors.guard, tls=doors.tls)
+        self.server = Server(self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls)
         if books.recovered is not None:
             self._come_back(books.recovered)
             return

@@ -6,8 +6,8 @@
 
 Rules:
 - everything is read only; other verbs than GET and HEAD are refused (405);
-- only under a name of this machine, and the WebSocket only for a page of this very port: a page of elsewhere, also one
-  whose name was made to lead here, reads nothing;
+- without tokens only under a name of this machine, and the WebSocket only for a page of this very port: a page of
+  elsewhere, also one whose name was made to lead here, reads nothing (it has no token to show either);
 - a page runs no script but those served here, and loads nothing from elsewhere;
 - while nobody looks on, the run is looked at every two seconds, for the curves of whoever comes.
 """
@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from atoll.fabric.guard import NOBODY, VISITOR
 from atoll.fabric.intake import Rejected
 from atoll.observe.dashboard.history import History
 from atoll.observe.dashboard.viewers import Viewers
@@ -140,7 +141,8 @@ class Dashboard:
         return web.Response(body=body, headers={**HEADERS, "Content-Type": METRICS_TYPE})
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
+        own = {f"{request.scheme}://{request.host}", f"https://{request.host}"}  # a proxy may end TLS in front
+        if request.headers.get("Origin") not in own:
             raise Rejected(403, "only a page of this very address may look on")
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise Rejected(426, "this is a WebSocket: open the page at / instead")
@@ -170,10 +172,10 @@ def plotly_file() -> Path | None:
 
 
 def _here(answer: Answer) -> Answer:
-    """Only for a request that names this machine as its host."""
+    """Only for a request that shows a token, or names this machine as its host."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
-        if not names_this_machine(request.host):
+        if not request.get(VISITOR, NOBODY).token and not names_this_machine(request.host):
             raise Rejected(403, "ask for it under a name of this machine: 127.0.0.1 or localhost")
         return await answer(request)
 

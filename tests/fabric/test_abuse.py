@@ -1,0 +1,332 @@
+"""What strangers, and people with the wrong token, try at a syncer that stands in the open. docs/security.md lists it.
+
+Each case is refused with its reason; the digest of the syncer's state is the same before and after; and an honest
+learner's channel is open and answered all the while (see `fort`). What learners try is in test_abuse_learners.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+
+import aiohttp
+import pytest
+
+from atoll.fabric import certificates
+from atoll.fabric.certificates import make_authority
+from atoll.fabric.tls import client_context
+from atoll.fabric.tokens import Tokens
+from atoll.protocol.messages import Refused
+from atoll.syncer.doors import write_tokens
+
+from .fort import STRANGE, TOKENS, Fort
+
+Case = Callable[[Fort], Awaitable[str]]
+STATUS = "GET /v1/status HTTP/1.1\r\nHost: x\r\n"
+
+
+def asks(method: str, path: str, who: str | None = None, data: object = None, **headers: str) -> Case:
+    async def case(fort: Fort) -> str:
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        status, reason = await fort.request(method, path, who, named, data)
+        return f"{status} {reason}"
+
+    return case
+
+
+def says(text: str, who: str | None = None, *, tls: bool = True) -> Case:
+    """These very bytes; `AUTH` stands for the header with a token."""
+
+    async def case(fort: Fort) -> str:
+        auth = f"Authorization: Bearer {TOKENS[who].secret}" if who else "X: y"
+        return await fort.says(text.replace("AUTH", auth).encode("latin-1"), tls=tls)
+
+    return case
+
+
+async def never_ending_header(fort: Fort) -> str:
+    reader, writer = await fort.raw()
+    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n")
+
+    async def drip() -> None:
+        while True:
+            writer.write(b"X-A: b\r\n")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    try:
+        async with asyncio.timeout(5):
+            rest = await reader.read()
+    except (ConnectionError, ssl.SSLError):
+        rest = b""
+    finally:
+        dripping.cancel()
+    return f"cut off after {rest!r}"
+
+
+async def handshake_and_silence(fort: Fort) -> str:
+    reader, _ = await fort.raw()
+    try:
+        async with asyncio.timeout(5):
+            return f"cut off after {await reader.read()!r}"
+    except (ConnectionError, ssl.SSLError):
+        return "cut off after b''"
+
+
+async def downgrade(fort: Fort) -> str:
+    old = client_context(fort.pin)
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        return str(await fort.request("GET", "/v1/status", "join", ssl=old))
+    except aiohttp.ClientError as error:
+        return f"no handshake: {type(error).__name__}"
+
+
+async def another_runs_link(fort: Fort) -> str:
+    return await fort.refusal_of(fort.join("eu-1", where=fort.link("eu", run="r2")))
+
+
+async def another_runs_token(fort: Fort) -> str:
+    return await fort.refusal_of(fort.join("eu-1", where=fort.link("strange")))
+
+
+async def basic_in_no_alphabet(fort: Fort) -> str:
+    return await fort.says(
+        "GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Basic ünïcödé\r\n\r\n".encode("latin-1")
+    )
+
+
+async def viewers_channel(fort: Fort) -> str:
+    return await fort.refusal_of(fort.join("eu-1", "look"))
+
+
+async def page_elsewhere(fort: Fort, path: str, who: str) -> str:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        await fort.socket(who, path, headers={"Origin": "https://evil.example.org"})
+    return str(caught.value.status)
+
+
+async def stranger_with_a_long_body(fort: Fort) -> str:
+    """Chunks without an end: it hears that it is nobody, and not more of it is read than comes in a moment."""
+    reader, writer = await fort.raw()
+    writer.write(b"PUT /v1/initial/a/0 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    async def pour() -> None:
+        while True:
+            writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+            await asyncio.sleep(0.001)
+
+    pouring = asyncio.create_task(pour())
+    try:
+        async with asyncio.timeout(5):
+            return (await reader.read(4096)).decode()
+    finally:
+        pouring.cancel()
+
+
+CASES: dict[str, tuple[Case, str]] = {
+    # who are you
+    "no credentials": (asks("GET", "/v1/status"), "^401 this syncer asks for a token"),
+    "no credentials, a path that is not there": (asks("GET", "/v1/nothing"), "^401 this syncer asks for a token"),
+    "no credentials, a body": (asks("PUT", "/v1/initial/a/0", data=b"x" * 100), "^401 this syncer asks"),
+    "wrong token": (asks("GET", "/v1/status", Authorization=f"Bearer {'x' * 64}"), "^401 this token is not known"),
+    "revoked token": (asks("GET", "/v1/status", "gone"), "^401 the token 'gone' was revoked"),
+    "expired token": (asks("GET", "/v1/status", "over"), "^401 the token 'over' expired on 1970"),
+    "another run's token": (another_runs_token, "this token is not known here"),
+    "another run's link": (another_runs_link, "the join link is for another run, and this is run r1"),
+    "token in the query": (asks("GET", f"/v1/status?token={TOKENS['boss'].secret}"), "^401 this syncer asks"),
+    "token in a cookie": (asks("GET", "/v1/status", Cookie=f"token={TOKENS['boss'].secret}"), "^401 this syncer asks"),
+    "two tokens": (
+        says(f"{STATUS}AUTH\r\nAuthorization: Bearer x\r\n\r\n", "join"),
+        "401 Unauthorized|400 Bad Request",
+    ),
+    "basic in no alphabet": (basic_in_no_alphabet, "401 Unauthorized"),
+    "very long authorization": (says(f"{STATUS}Authorization: Bearer {'x' * 9000}\r\n\r\n"), "400 Bad Request"),
+    # how do you speak
+    "plain HTTP to the TLS port": (says(f"{STATUS}AUTH\r\n\r\n", "join", tls=False), "400 .*this port speaks TLS"),
+    "no HTTP at all": (says("\x00\x01\x02 hello?\r\n\r\n"), "400 Bad Request|^$"),
+    "downgrade to TLS 1.2": (downgrade, "no handshake"),
+    "never ending header": (never_ending_header, "cut off after b''"),
+    "handshake, then silence": (handshake_and_silence, "cut off after b''"),
+    "thousand headers": (says(STATUS + "X-A: b\r\n" * 1000 + "AUTH\r\n\r\n", "join"), "400 Bad Request"),
+    "very long address": (says(f"GET /{'a' * 9000} HTTP/1.1\r\nHost: x\r\nAUTH\r\n\r\n", "join"), "400 Bad Request"),
+    "folded header": (says(f"{STATUS}X-A: b\r\n c\r\nAUTH\r\n\r\n", "join"), "400 Bad Request"),
+    "two lengths": (
+        says("POST /v1/scores HTTP/1.1\r\nHost: x\r\nAUTH\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", "join"),
+        "400 Bad Request",
+    ),
+    "length and chunks": (
+        says(
+            "POST /v1/settings HTTP/1.1\r\nHost: x\r\nAUTH\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "0\r\n\r\n",
+            "boss",
+        ),
+        "400 Bad Request",
+    ),
+    "a second request behind a refused one": (
+        says(f"{STATUS}\r\n{STATUS}AUTH\r\n\r\n", "join"),
+        r"^HTTP/1.1 401(?!.*HTTP/1.1).*$",
+    ),
+    "expects to be asked for its body": (
+        says("PUT /v1/initial/a/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"),
+        r"^HTTP/1.1 401(?!.*100 Continue)",
+    ),
+    "chunks without an end": (stranger_with_a_long_body, "^HTTP/1.1 401"),
+    "upgrade to HTTP/2": (
+        says(f"{STATUS}Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n\r\n"),
+        "^HTTP/1.1 401",
+    ),
+    "HTTP/1.0": (says("GET /v1/status HTTP/1.0\r\n\r\n"), "^HTTP/1.[01] 401"),
+    "TRACE": (says("TRACE /v1/status HTTP/1.1\r\nHost: x\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"), " 405 "),
+    "OPTIONS": (asks("OPTIONS", "/v1/settings", "boss"), "^405 "),
+    "CONNECT": (says("CONNECT x:22 HTTP/1.1\r\nHost: x:22\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"), " 40[0-9] "),
+    "a verb of its own": (
+        says("OVERTHROW / HTTP/1.1\r\nHost: x\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"),
+        " 40[05] ",
+    ),
+    # what is yours to do
+    "a viewer joins": (viewers_channel, "the token 'look' is for a viewer, and this takes a learner"),
+    "a viewer takes the weights": (asks("GET", "/v1/fragments/0", "look"), "^403 the token 'look' is for a viewer"),
+    "a viewer scores": (asks("POST", "/v1/scores", "look", b"{}"), "^403 the token 'look' is for a viewer"),
+    "a learner changes settings": (asks("POST", "/v1/settings", "join", b'["quorum=1"]'), "403 .* takes an operator"),
+    "a learner drains another": (asks("POST", "/v1/drain", "eu", b'["honest"]'), "403 .* takes an operator"),
+    "a body without a hello": (
+        asks("PUT", "/v1/contributions/eu-1/0/0", "eu", b"x" * 16, Atoll_Session="s"),
+        "^403 eu-1 has no open control channel",
+    ),
+    "a path for a name": (
+        asks("PUT", "/v1/contributions/..%2F..%2Fjournal/0/0", "eu", b"x" * 16),
+        "^403 ../../journal has no open control channel|^40[04] ",
+    ),
+    "a path for an asset": (asks("GET", "/assets/..%2F..%2F..%2Frun.toml", "look"), "^404 "),
+    "a file of the run": (asks("GET", "/run.toml", "look"), "^404 "),
+    "an unknown fragment": (asks("GET", "/v1/fragments/99", "join"), "^404 "),
+    "a guessed ticket": (
+        asks("GET", "/v1/relay/0000-0000", "join", Atoll_Learner="honest", Atoll_Session="guessed"),
+        "^403 honest has no open control channel under this session",
+    ),
+    # people and their browsers
+    "dashboard, POST": (asks("POST", "/", "boss", b"x"), "^405 "),
+    "dashboard, PUT": (asks("PUT", "/metrics", "boss", b"x"), "^405 "),
+    "dashboard, DELETE": (asks("DELETE", "/", "boss"), "^405 "),
+    "dashboard, PATCH": (asks("PATCH", "/assets/app.js", "boss", b"x"), "^405 "),
+    "status, POST": (asks("POST", "/v1/status", "boss", b"x"), "^405 "),
+    "cross-site WebSocket to the dashboard": (lambda fort: page_elsewhere(fort, "/v1/live", "look"), "^403$"),
+    "cross-site WebSocket to the control": (lambda fort: page_elsewhere(fort, "/v1/control", "join"), "^403$"),
+    "cross-site settings": (
+        asks("POST", "/v1/settings", "boss", b'["quorum=1"]', Origin="https://evil.example.org"),
+        "^403 web pages may only read",
+    ),
+    "a page of no origin": (asks("POST", "/v1/settings", "boss", b'["quorum=1"]', Origin="null"), "^403 web pages"),
+    # bodies that are larger than they look
+    "compressed settings": (
+        asks("POST", "/v1/settings", "boss", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        "^400 settings could not be read",
+    ),
+    "compressed score": (
+        asks("POST", "/v1/scores", "join", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        "^400 a score could not be read",
+    ),
+    "long score": (asks("POST", "/v1/scores", "join", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
+    "settings that are none": (
+        asks("POST", "/v1/settings", "boss", b'{"quorum": 1}'),
+        "^400 settings could not be read",
+    ),
+    "settings nobody knows": (asks("POST", "/v1/settings", "boss", b'["sudo=1"]'), "^409 .*sudo"),
+    "a measurement without end": (asks("GET", "/v1/probe/999999999", "join"), "^400 .* too many to measure with"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_abuse_is_refused_and_changes_nothing(fort: Fort, name: str) -> None:
+    case, expected = CASES[name]
+    await fort.open()
+    before = await fort.digest()
+    reason = await case(fort)
+    assert re.search(expected, reason, re.DOTALL), reason
+    assert STRANGE.secret not in reason and not any(one.secret in reason for one in TOKENS.values())
+    await fort.unharmed(before)
+
+
+async def test_wrong_host(fort: Fort) -> None:
+    """By an authority, a certificate is for a name: one who answers under another is not spoken to."""
+    await fort.open()
+    before, context = await fort.digest(), client_context("", fort.keys.authority)
+    _, writer = await asyncio.open_connection("127.0.0.1", fort.port, ssl=context, server_hostname="localhost")
+    writer.close()
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        await asyncio.open_connection("127.0.0.1", fort.port, ssl=context, server_hostname="syncer.example.org")
+    await fort.unharmed(before)
+
+
+async def test_another_authoritys_syncer(fort: Fort) -> None:
+    await fort.open()
+    before, other = await fort.digest(), fort.write("other", make_authority(1.0))
+    with pytest.raises(aiohttp.ClientConnectorCertificateError, match="CERTIFICATE_VERIFY_FAILED"):
+        await fort.request("GET", "/v1/status", "join", ssl=client_context("", other[0]))
+    await fort.unharmed(before)
+
+
+async def test_another_fingerprint(fort: Fort) -> None:
+    await fort.open()
+    before = await fort.digest()
+    with pytest.raises(aiohttp.ClientConnectorCertificateError, match="somebody else answers there"):
+        await fort.request("GET", "/v1/status", "join", ssl=client_context("0" * 64))
+    await fort.unharmed(before)
+
+
+@pytest.mark.parametrize("which", ["none", "another authority's", "expired", "a syncer's"])
+async def test_mutual_tls_without_a_certificate_that_counts(
+    fort: Fort, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fort.open(mutual=True)
+    before = await fort.digest()
+    match which:
+        case "none":
+            shown: tuple[object, ...] = ()
+        case "another authority's":
+            shown = fort.of_learner("eve", make_authority(1.0))
+        case "expired":
+            with monkeypatch.context() as patched:
+                patched.setattr(certificates, "datetime", _Past)
+                shown = fort.of_learner("eve")
+        case _:
+            shown = (fort.keys.certificate, fort.keys.key)
+    context = client_context(fort.pin, None, *shown)  # type: ignore[arg-type]
+    with pytest.raises((aiohttp.ClientError, OSError)):
+        await fort.request("GET", "/v1/status", "join", ssl=context)
+    await fort.unharmed(before)
+
+
+class _Past(datetime):
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:
+        return datetime.now(UTC) - timedelta(days=2)
+
+
+async def test_a_token_that_is_revoked_ends_its_channels(fort: Fort) -> None:
+    await fort.open()
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    before = await fort.digest()
+    write_tokens(fort.keys, Tokens(TOKENS.values()).without("eu"))
+    refused = await rogue.until(Refused)
+    assert refused.final and "the token 'eu' was revoked" in refused.reason
+    status, reason = await fort.request("GET", "/v1/status", "eu")
+    assert status == 401 and "was revoked" in reason
+    await fort.unharmed(before)
+
+
+async def test_a_browser_with_a_viewers_token_sees_the_dashboard_from_elsewhere(fort: Fort) -> None:
+    """What is not abuse must work: under another name than this machine's, with the password typed in."""
+    await fort.open()
+    shown = "Basic " + base64.b64encode(f"anna:{TOKENS['look'].secret}".encode()).decode()
+    status, page = await fort.request("GET", "/", None, {"Authorization": shown, "Host": "syncer.example.org:7077"})
+    assert status == 200 and "<html" in page
+    await fort.socket("look", "/v1/live", headers={"Origin": f"https://127.0.0.1:{fort.port}"})

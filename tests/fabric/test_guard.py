@@ -1,0 +1,185 @@
+"""Who is let in: by the header that is shown, the path that is asked for, and the run that the link is of."""
+
+from __future__ import annotations
+
+import base64
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import msgspec
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+
+from atoll.fabric.guard import NOBODY, OpenDoor, TokenDoor, Visitor, role_for
+from atoll.fabric.intake import Rejected
+from atoll.fabric.tokens import Token, Tokens, new_secret
+from atoll.protocol.errors import PeerError
+
+
+def named(id: str, **more: object) -> Token:
+    return msgspec.convert({"id": id, "secret": new_secret(), **more}, Token)
+
+
+LEARNER = named("join", learner="eu-*", most=2)
+VIEWER = named("look", role="viewer")
+OPERATOR = named("boss", role="operator")
+REVOKED = named("gone", revoked=True)
+OVER = named("over", expires=1.0)
+ALL = Tokens([LEARNER, VIEWER, OPERATOR, REVOKED, OVER])
+DOOR = TokenDoor(lambda: ALL, lambda: "r1")
+
+
+def asks(path: str = "/v1/status", *authorization: str, **more: str) -> web.Request:
+    shown = [("Authorization", value) for value in authorization]
+    headers = CIMultiDict([*shown, *((key.replace("_", "-"), value) for key, value in more.items())])
+    return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers))
+
+
+def bearer(token: Token) -> str:
+    return f"Bearer {token.secret}"
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def refusal(request: web.Request, door: TokenDoor = DOOR) -> tuple[int, str]:
+    with pytest.raises(Rejected) as caught:
+        door.admit(request)
+    return caught.value.status, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        ("/", "viewer"),
+        ("/metrics", "viewer"),
+        ("/assets/app.js", "viewer"),
+        ("/v1/status", "viewer"),
+        ("/v1/live", "viewer"),
+        ("/v1/control", "learner"),
+        ("/v1/contributions/learner-0/1/0", "learner"),
+        ("/v1/initial/learner-0/0", "learner"),
+        ("/v1/fragments/0", "learner"),
+        ("/v1/manifest", "learner"),
+        ("/v1/relay/t", "learner"),
+        ("/v1/scores", "learner"),
+        ("/v1/probe/1", "learner"),
+        ("/v1/whatever-comes-next", "learner"),
+        ("/v1/settings", "operator"),
+        ("/v1/drain", "operator"),
+    ],
+)
+def test_what_each_path_takes(path: str, role: str) -> None:
+    assert role_for(path) == role
+    ranks = {"viewer": [VIEWER, LEARNER, OPERATOR], "learner": [LEARNER, OPERATOR], "operator": [OPERATOR]}
+    for token in (VIEWER, LEARNER, OPERATOR):
+        if token in ranks[role]:
+            assert DOOR.admit(asks(path, bearer(token))).token == token.id
+        else:
+            status, reason = refusal(asks(path, bearer(token)))
+            takes = "an operator" if role == "operator" else f"a {role}"
+            assert (status, reason) == (403, f"the token {token.id!r} is for a {token.role}, and this takes {takes}")
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        (),
+        ("",),
+        ("Bearer",),
+        ("Bearer ",),
+        (LEARNER.secret,),
+        (f"Token {LEARNER.secret}",),
+        ("Basic !!!",),
+        ("Basic ü",),
+        ("Basic \udcff",),
+        ("Basic " + base64.b64encode(b"\xff\xfe:\xff").decode(),),
+        ("Basic " + base64.b64encode(LEARNER.secret.encode()).decode(),),
+        (bearer(LEARNER), bearer(LEARNER)),
+        ("Bearer x", bearer(LEARNER)),
+    ],
+    ids=repr,
+)
+def test_who_shows_no_token_is_a_stranger(shown: tuple[str, ...]) -> None:
+    status, reason = refusal(asks("/v1/status", *shown))
+    assert status == 401 and reason.startswith("this syncer asks for a token")
+
+
+@pytest.mark.parametrize(
+    "value", ["Bearer nobody-knows-this", "Bearer \udcff\udcfe", "Bearer ü", "bearer " + "x" * 8000]
+)
+def test_an_unknown_token_is_not_told_what_it_nearly_was(value: str) -> None:
+    assert refusal(asks("/v1/status", value)) == (
+        401,
+        "this token is not known here: is the join link of another run?",
+    )
+
+
+def test_a_token_in_the_query_is_none() -> None:
+    assert refusal(asks(f"/v1/status?token={LEARNER.secret}&access_token={LEARNER.secret}"))[0] == 401
+
+
+def test_a_browser_shows_it_as_a_password_under_any_name() -> None:
+    for user in ("", "anna", "ünä"):
+        assert DOOR.admit(asks("/", basic(user, VIEWER.secret))).token == "look"
+    assert refusal(asks("/", basic(VIEWER.secret, "")))[0] == 401
+
+
+@pytest.mark.parametrize(("token", "why"), [(REVOKED, "was revoked"), (OVER, "expired on 1970-01-01")])
+def test_a_token_that_counts_no_more_is_told_so(token: Token, why: str) -> None:
+    status, reason = refusal(asks("/v1/status", bearer(token)))
+    assert status == 401 and why in reason
+
+
+def test_a_link_of_another_run_is_told_so() -> None:
+    assert DOOR.admit(asks("/v1/control", bearer(LEARNER), Atoll_Run="r1")).token == "join"
+    for other in ("r2", "R1", "r1\udcff", "\x1b[2J"):
+        status, reason = refusal(asks("/v1/control", bearer(LEARNER), Atoll_Run=other))
+        assert (status, reason) == (403, "the join link is for another run, and this is run r1: ask for its link")
+
+
+def test_a_stranger_learns_nothing_of_the_run() -> None:
+    assert "r1" not in refusal(asks("/v1/control", "Bearer nobody-knows-this", Atoll_Run="r2"))[1]
+
+
+def test_who_may_join_under_a_name() -> None:
+    visitor = Visitor("join")
+    DOOR.may_join(visitor, "eu-1", set())
+    DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"})
+    with pytest.raises(PeerError, match=r"is for eu-\*, not for us-1"):
+        DOOR.may_join(visitor, "us-1", set())
+    with pytest.raises(PeerError, match="is for 2 learners at once"):
+        DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"})
+    with pytest.raises(PeerError, match="was revoked"):
+        DOOR.may_join(Visitor("gone"), "eu-1", set())
+
+
+def test_a_token_that_vanished_since_it_was_shown_is_the_peers_trouble_not_ours() -> None:
+    with pytest.raises(PeerError, match="is not there any more"):
+        DOOR.may_join(Visitor("deleted"), "eu-1", set())
+
+
+def test_tokens_are_looked_at_each_time() -> None:
+    tokens = [Tokens([LEARNER])]
+    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    door.admit(asks("/v1/status", bearer(LEARNER)))
+    assert door.gone("join") == ""
+    tokens[0] = tokens[0].without("join")
+    assert refusal(asks("/v1/status", bearer(LEARNER)), door)[0] == 401
+    assert "was revoked" in door.gone("join")
+    assert door.gone("never") == "the token 'never' is not there any more"
+
+
+def test_an_expiry_is_looked_at_by_the_clock_of_now() -> None:
+    soon = named("soon", expires=time.time() + 3600)
+    assert TokenDoor(lambda: Tokens([soon]), lambda: "r1").gone("soon") == ""
+
+
+def test_a_door_that_is_open_lets_everybody_do_everything() -> None:
+    door = OpenDoor()
+    assert door.admit(asks("/v1/settings")) is NOBODY
+    door.may_join(NOBODY, "learner-0", set())
+    assert door.gone("") == ""

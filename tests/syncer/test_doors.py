@@ -1,0 +1,130 @@
+"""What a folder of keys makes of a port: TLS and tokens, and tokens that change while a run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from atoll.config import Service
+from atoll.fabric.certificates import make_authority, make_server
+from atoll.fabric.tokens import Token, Tokens, new_secret
+from atoll.protocol.errors import ConfigError
+from atoll.store.keys import KeyDir
+from atoll.syncer.doors import LOOK_S, Doors, LiveTokens, doors_of, read_tokens, write_tokens
+
+JOIN = Token(id="join", secret=new_secret())
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyDir:
+    keys = KeyDir.create(tmp_path / "keys")
+    pair = make_server(["localhost"], 1.0)
+    keys.write(keys.key, pair.key)
+    keys.write(keys.certificate, pair.certificate)
+    write_tokens(keys, Tokens([JOIN]))
+    return keys
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ids(tokens: Tokens) -> list[str]:
+    return [token.id for token in tokens.all]
+
+
+def test_tokens_are_read_as_they_were_written(keys: KeyDir) -> None:
+    write_tokens(keys, Tokens([JOIN, Token(id="eu", secret=new_secret(), learner="eu-*", most=4, expires=5.0)]))
+    assert ids(read_tokens(keys)) == ["join", "eu"] and read_tokens(keys).named("eu").most == 4
+    assert keys.tokens.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"",
+        b"not json",
+        b"{}",
+        b'[{"id": "join"}]',
+        b'[{"id": "join", "secret": "short"}]',
+        b'[{"id": "join", "secret": "s3cret-s3cret-s3cret", "sudo": true}]',
+        b'[{"id": "join", "secret": "s3cret-s3cret-s3cret", "role": "god"}]',
+        b'[{"id": "join", "secret": "s3cret-s3cret-s3cret", "most": -1}]',
+        b'[{"id": "join", "secret": "s3cret-s3cret-s3cret", "expires": null}]',
+        b'[{"id": "\xff", "secret": "s3cret-s3cret-s3cret"}]',
+        b'[{"id": "a", "secret": "s3cret-s3cret-s3cret"}, {"id": "b", "secret": "s3cret-s3cret-s3cret"}]',
+        b"[" * 100_000,
+    ],
+)
+def test_a_file_with_something_else_in_it_is_one_line_and_keeps_the_old_tokens(keys: KeyDir, wrong: bytes) -> None:
+    clock = Clock()
+    live = LiveTokens(keys, clock)
+    keys.write(keys.tokens, wrong)
+    with pytest.raises(ConfigError) as caught:
+        read_tokens(keys)
+    assert len(str(caught.value).splitlines()) == 1 and "s3cret" not in str(caught.value)
+    clock.now += LOOK_S
+    assert ids(live()) == ["join"]
+    write_tokens(keys, Tokens([Token(id="new", secret=new_secret())]))
+    clock.now += LOOK_S
+    assert ids(live()) == ["new"], "it is looked at again"
+
+
+def test_a_change_is_seen_within_half_a_second(keys: KeyDir) -> None:
+    clock = Clock()
+    live = LiveTokens(keys, clock)
+    write_tokens(keys, read_tokens(keys).without("join"))
+    clock.now += 0.9 * LOOK_S
+    assert not live().named("join").revoked, "the file is not asked for every request"
+    clock.now += 0.2 * LOOK_S
+    assert live().named("join").revoked
+
+
+def test_a_file_that_is_gone_keeps_the_old_tokens(keys: KeyDir) -> None:
+    clock = Clock()
+    live = LiveTokens(keys, clock)
+    keys.tokens.unlink()
+    clock.now += LOOK_S
+    assert ids(live()) == ["join"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) -> None:
+    clock = Clock()
+    live = LiveTokens(keys, clock)
+    keys.tokens.chmod(0)
+    clock.now += LOOK_S
+    assert ids(live()) == ["join"]
+
+
+def test_a_port_without_keys_has_neither() -> None:
+    assert doors_of(Service(), lambda: "r1") == Doors(None, None)
+
+
+def test_keys_bring_both(keys: KeyDir) -> None:
+    doors = doors_of(Service(keys=str(keys.path)), lambda: "r1")
+    assert doors.guard is not None and doors.tls is not None and doors.guard.gone("join") == ""
+
+
+def test_behind_a_proxy_that_ends_tls_tokens_are_asked_for_all_the_same(keys: KeyDir) -> None:
+    doors = doors_of(Service(keys=str(keys.path), front="front.crt"), lambda: "r1")
+    assert doors.guard is not None and doors.tls is None
+
+
+def test_mutual_tls_needs_an_authority(keys: KeyDir) -> None:
+    service = Service(keys=str(keys.path), mutual=True)
+    with pytest.raises(ConfigError, match="atoll cert --ca"):
+        doors_of(service, lambda: "r1")
+    keys.write(keys.authority, make_authority(1.0).certificate)
+    assert doors_of(service, lambda: "r1").tls is not None
+
+
+def test_a_key_of_another_certificate_is_named(keys: KeyDir) -> None:
+    keys.write(keys.key, make_server(["localhost"], 1.0).key)
+    with pytest.raises(ConfigError, match="holds no usable certificate"):
+        doors_of(Service(keys=str(keys.path)), lambda: "r1")

@@ -1,0 +1,78 @@
+"""A join link leaves the command line before anybody reads it there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll import entry
+from atoll.fabric.way import way_of
+
+SECRET = "f00d" * 16
+LINK = f"atoll://{SECRET}@127.0.0.1:7077/r1/{'ab' * 32}"
+OTHER = f"atoll://{'beef' * 16}@127.0.0.1:7078/r2/{'cd' * 32}"
+
+
+@pytest.mark.parametrize(
+    ("words", "kept", "moved"),
+    [
+        ("atoll train", "atoll train", {}),
+        ("atoll learn s.py --join LINK --name a", "atoll learn s.py --name a", {"ATOLL_JOIN": LINK}),
+        ("atoll learn s.py --join=LINK", "atoll learn s.py", {"ATOLL_JOIN": LINK}),
+        ("atoll learn s.py --join OTHER --join LINK", "atoll learn s.py", {"ATOLL_JOIN": LINK}),
+        ("atoll learn s.py --join=OTHER --join LINK -- --x", "atoll learn s.py -- --x", {"ATOLL_JOIN": LINK}),
+        ("atoll learn s.py -- --join LINK", "atoll learn s.py -- --join LINK", {}),
+        ("atoll learn s.py --join LINK -- --join x", "atoll learn s.py -- --join x", {"ATOLL_JOIN": LINK}),
+        ("atoll learn s.py --join", "atoll learn s.py --join", {}),
+        ("atoll learn s.py --join -- x", "atoll learn s.py --join -- x", {}),
+        ("atoll learn s.py --joiner LINK", "atoll learn s.py --joiner atoll://", {"ATOLL_LINK": LINK}),
+        ("atoll status LINK --watch", "atoll status atoll:// --watch", {"ATOLL_LINK": LINK}),
+        ("atoll doctor --syncer=LINK", "atoll doctor --syncer=atoll://", {"ATOLL_LINK": LINK}),
+        ("atoll status http://127.0.0.1:7077", "atoll status http://127.0.0.1:7077", {}),
+        ("atoll status atoll://127.0.0.1:7077/r1", "atoll status atoll://127.0.0.1:7077/r1", {}),
+    ],
+)
+def test_links_are_moved_to_the_environment(words: str, kept: str, moved: dict[str, str]) -> None:
+    said = [
+        {"LINK": LINK, "OTHER": OTHER}.get(w, w.replace("OTHER", OTHER).replace("=LINK", f"={LINK}"))
+        for w in words.split()
+    ]
+    left, secrets = entry.without_links(said)
+    assert (left, secrets) == ([LINK if word == "LINK" else word for word in kept.split()], moved)
+
+
+def test_what_stands_for_a_link_is_read_as_one() -> None:
+    assert way_of("atoll://", {"ATOLL_LINK": LINK}) == way_of(LINK, {})
+
+
+def test_the_process_starts_anew_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["/bin/atoll", "learn", "s.py", "--join", LINK])
+    monkeypatch.delenv("ATOLL_JOIN", raising=False)
+    monkeypatch.setattr(os, "execv", lambda path, words: (started.append(words), sys.exit(0)))
+    with pytest.raises(SystemExit):
+        entry.main()
+    assert started == [[sys.executable, "/bin/atoll", "learn", "s.py"]]
+    assert os.environ.pop("ATOLL_JOIN") == LINK
+
+
+def test_the_list_of_processes_does_not_have_it(tmp_path: Path) -> None:
+    """As a user starts it, with a script that looks at what everybody sees of it."""
+    script = tmp_path / "look.py"
+    script.write_text("from pathlib import Path\nprint(Path('/proc/self/cmdline').read_bytes())\n")
+    atoll = tmp_path / "atoll"
+    atoll.write_text("from atoll.entry import main\nmain()\n")
+    done = subprocess.run(
+        [sys.executable, str(atoll), "learn", str(script), "--join", LINK],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "look.py" in done.stdout and SECRET not in done.stdout + done.stderr

@@ -1,0 +1,177 @@
+"""`atoll cert`, `atoll tokens`, and what `atoll syncer` and `atoll learn` say of keys and links that are none."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from atoll.cli.keys import LAST, Last
+from atoll.cli.serve import check_door, invitation
+from atoll.config import Service
+from atoll.fabric.certificates import fingerprint, hosts_of
+from atoll.fabric.way import way_of
+from atoll.protocol.errors import ConfigError
+from atoll.store.keys import KeyDir
+from atoll.syncer.doors import read_tokens
+
+from .test_cli import atoll
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ATOLL_JOIN", "ATOLL_SYNCER", "ATOLL_KEYS", "ATOLL_CA", "ATOLL_CERT", "ATOLL_KEY", "ATOLL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "torn.crt").write_text("-----BEGIN CERTIFICATE-----\n")
+    return tmp_path
+
+
+@pytest.fixture
+def keys(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> KeyDir:
+    assert atoll(monkeypatch, "cert", "--ca") == 0
+    capsys.readouterr()
+    return KeyDir.open(folder / "atoll-keys")
+
+
+def failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> str:
+    code = atoll(monkeypatch, *command.split())
+    out, error = capsys.readouterr()
+    assert code == 2 and out == "" and error.startswith("atoll: ") and len(error.splitlines()) == 1, out + error
+    return error
+
+
+def test_cert_makes_all_that_a_run_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "cert", "--host", "syncer.example.org", "--days", "2") == 0
+    keys = KeyDir.open(folder / "atoll-keys")
+    assert {path.stat().st_mode & 0o777 for path in keys.path.iterdir()} == {0o600}
+    assert {"syncer.example.org", "localhost", "127.0.0.1", "::1"} <= set(hosts_of(keys.certificate.read_bytes()))
+    assert [(token.id, token.role) for token in read_tokens(keys).all] == [
+        ("join", "learner"),
+        ("operator", "operator"),
+    ]
+    said = capsys.readouterr().out
+    assert fingerprint(keys.certificate.read_bytes())[:16] in said and "atoll syncer --bind 0.0.0.0 --keys" in said
+    assert not any(token.secret in said for token in read_tokens(keys).all)
+
+
+def test_keys_that_lie_there_are_kept(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = keys.key.read_bytes()
+    assert "atoll-keys holds keys already: use them, or replace them with --force" in failed(
+        monkeypatch, capsys, "cert"
+    )
+    assert keys.key.read_bytes() == before
+    assert atoll(monkeypatch, "cert", "--force") == 0
+    assert keys.key.read_bytes() != before
+
+
+def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert atoll(monkeypatch, "cert", "--learner", "anna") == 0
+    certificate, key = keys.of_learner("anna")
+    assert certificate.is_file() and key.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("cert --days 0", "--days 0 is not from 0 to 3650"),
+        ("cert --days nan", "--days nan is not from 0 to 3650"),
+        ("cert --host https://x.org --out new", "'https://x.org' is no name or address of a machine"),
+        ("cert --host a..b --out new", "is no name or address of a machine"),
+        ("cert --out script.py", "cannot make script.py"),
+        ("cert --learner anna --out empty", "empty has no authority to sign with: make it with `atoll cert --ca`"),
+        ("cert --learner syncer", "a learner cannot be called 'syncer' here"),
+        ("cert --learner ../anna", "../anna"),
+        ("tokens --keys nowhere", "nowhere holds no keys: make them with `atoll cert --out nowhere`"),
+        ("tokens add join", "two tokens are called 'join'"),
+        ("tokens add eu --role god", "--role god is none of viewer, learner, operator"),
+        ("tokens add eu --most -1", "--most is 0 or more"),
+        ("tokens add eu --hours -1", "--hours from 0 to 87600"),
+        ("tokens add eu --hours nan", "--hours from 0 to 87600"),
+        ("tokens add eu --hours inf", "--hours from 0 to 87600"),
+        ("tokens add ../eu", "../eu"),
+        ("tokens revoke eu", "there is no token 'eu'; there are: join, operator"),
+        ("tokens link eu", "there is no token 'eu'"),
+        ("syncer --bind 0.0.0.0", "binding to 0.0.0.0 lets other machines in, and that needs TLS and a token"),
+        ("syncer --bind ::", "make both with `atoll cert`"),
+        ("syncer --bind 0.0.0.0 --keys nowhere", "nowhere holds no keys"),
+        ("syncer --bind 0.0.0.0 --keys atoll-keys --front torn.crt", "binding to 0.0.0.0 lets other machines in"),
+        ("syncer --mutual", "--mutual and --front go with --keys"),
+        ("syncer --keys atoll-keys --front nowhere.crt", "nowhere.crt: No such file"),
+        ("syncer --keys atoll-keys --front torn.crt", "this is no certificate in PEM"),
+        ("syncer --keys atoll-keys --advertise a/b", "is no"),
+        ("syncer --keys atoll-keys --advertise x:99999", "is no HOST:PORT"),
+        ("learn script.py", "which run? Name it by --join LINK (or ATOLL_JOIN)"),
+        ("learn script.py --join atoll://half", "is no address of a syncer"),
+        ("learn script.py --join atoll://SECRET@x.org:7077/r1", "in the clear: use its join link"),
+        ("learn script.py --join http://x.org:7077", "in the clear: use its join link"),
+        ("learn script.py --join atoll://SECRET@x.org:7077/r1/ca --ca torn.crt", "cannot be used"),
+        ("learn script.py --join atoll://SECRET@x.org:7077/r1/ca --cert nowhere.crt", "cannot be used"),
+        ("learn script.py --join atoll://SECRET@x.org:7077/r1/ca --proxy socks5://x", "it looks like http://HOST:3128"),
+        ("learn script.py --join atoll://SECRET@x.org:7077/r1/ca --name ../x", "../x"),
+        ("learn nowhere.py --join atoll://SECRET@x.org:7077/r1/ca", "there is no script nowhere.py"),
+        ("status atoll://SECRET@x.org/r1", "is no address of a syncer"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    secret = "f00d" * 16
+    monkeypatch.setattr("os.execv", lambda *words: pytest.fail("nothing is started"))
+    told = failed(monkeypatch, capsys, command.replace("SECRET", secret))
+    assert said in told and secret not in told
+    assert not Path("atoll-runs").exists(), "no run was begun"
+
+
+def test_keys_that_others_can_read_start_no_syncer(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys.tokens.chmod(0o644)
+    told = failed(monkeypatch, capsys, "syncer --bind 0.0.0.0 --keys atoll-keys")
+    assert "tokens.json can be read by others on this machine: chmod 600" in told
+
+
+def test_an_expired_certificate_starts_no_syncer(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.fabric.certificates.out_of_date", lambda der: "the certificate expired on 2020-01-01")
+    with pytest.raises(ConfigError, match="expired on 2020-01-01"):
+        check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+
+
+def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    keys.write(keys.path / LAST, msgspec.json.encode(Last(("syncer.example.org:7077",), "r1", "ab" * 32)))
+    assert atoll(monkeypatch, "tokens", "add", "eu", "--learner", "eu-*", "--most", "4", "--hours", "24") == 0
+    token = read_tokens(keys).named("eu")
+    way = way_of(capsys.readouterr().out, {})
+    assert (way.token, way.run, way.urls) == (token.secret, "r1", ("https://syncer.example.org:7077",))
+    assert token.most == 4 and 23 * 3600 < token.expires - time.time() <= 24 * 3600
+    assert atoll(monkeypatch, "tokens", "link", "eu") == 0
+    assert way_of(capsys.readouterr().out, {}) == way
+    assert atoll(monkeypatch, "tokens", "revoke", "eu") == 0
+    assert read_tokens(keys).named("eu").revoked and not read_tokens(keys).named("join").revoked
+    capsys.readouterr()
+    assert atoll(monkeypatch, "tokens") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"eu .* revoked", shown) and re.search(r"join .* never ends", shown)
+    assert not any(token.secret in shown for token in read_tokens(keys).all)
+
+
+def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
+    service = Service(host="0.0.0.0", keys=str(keys.path), advertise=("a.example.org", "[2001:db8::1]:7078"))
+    lines = invitation(service, "https://127.0.0.1:7077", "r1")
+    way = way_of(lines[-1].split()[-1], {})
+    assert way.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
+    assert way.pin == fingerprint(keys.certificate.read_bytes()) and way.token == read_tokens(keys).named("join").secret
+    assert read_tokens(keys).named("operator").secret not in "".join(lines)
+
+
+def test_a_syncer_without_a_token_that_counts_says_so(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    atoll(monkeypatch, "tokens", "revoke", "join")
+    assert "atoll tokens add NAME" in invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1")[0]
