@@ -23,9 +23,6 @@ from atoll.protocol.errors import PeerError
 OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
 LEARNER_PATHS = ("/v1/control", "/v1/contributions/", "/v1/initial/", "/v1/relay/", "/v1/scores", "/v1/probe/")
 
-VISITOR = "visitor"
-"""Where a request keeps who it is."""
-
 
 class Visitor(msgspec.Struct, frozen=True):
     """Somebody who was let in."""
@@ -37,6 +34,8 @@ class Visitor(msgspec.Struct, frozen=True):
 
 
 NOBODY = Visitor()
+VISITOR = web.RequestKey("visitor", Visitor)
+"""Where a request keeps who it is."""
 
 
 class Guard(Protocol):
