@@ -25,7 +25,7 @@ class SecuredDesk(MemoryDesk):
 
 
 class Secured:
-    def __init__(self, server: Server, desk: MemoryDesk, pin: str) -> None:
+    def __init__(self, server: Server, desk: SecuredDesk, pin: str) -> None:
         self.server, self.desk, self.pin = server, desk, pin
 
     @property
@@ -39,13 +39,15 @@ class Secured:
 
 
 @asynccontextmanager
-async def secured_server(folder: Path, *, days: float = 30.0, role: Role = "learner") -> AsyncIterator[Secured]:
+async def secured_server(
+    folder: Path, *, days: float = 30.0, role: Role = "learner", desk: SecuredDesk | None = None
+) -> AsyncIterator[Secured]:
     pair = make_server(["127.0.0.1", "localhost"], days)
     (folder / "cert.pem").write_bytes(pair.certificate)
     (folder / "key.pem").write_bytes(pair.key)
     tokens = Tokens([Token(id="join", secret=SECRET, role=role)])
     guard, tls = TokenDoor(lambda: tokens, lambda: "run"), server_context(folder / "cert.pem", folder / "key.pem")
-    desk = SecuredDesk()
+    desk = desk or SecuredDesk()
     server = Server(desk, host="127.0.0.1", port=0, guard=guard, tls=tls)
     await server.start()
     try:

@@ -101,11 +101,21 @@ async def get_body(
 async def get_json(where: str, path: str, deadline_s: float = 10.0) -> object:
     """What the syncer answers to GET `path`, decoded."""
     async with once(where, "GET", path, deadline_s) as response:
-        data = await _bounded(response, _ANSWER_BYTES)
+        return await _json(response)
+
+
+async def get_json_at(session: aiohttp.ClientSession, url: str, deadline_s: float = 10.0) -> object:
+    """The same of one address, on a session that is there already."""
+    async with asked(session, "GET", url, deadline_s) as response:
+        return await _json(response)
+
+
+async def _json(response: aiohttp.ClientResponse) -> object:
+    data = await _bounded(response, _ANSWER_BYTES)
     try:
         answer: object = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
-        raise PeerError(one_line(f"{path} is not JSON: {error}")) from None
+        raise PeerError(one_line(f"{response.url.path} is not JSON: {error}")) from None
     return answer
 
 

@@ -63,10 +63,15 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         return {**shown, RUN_HEADER: self.run} if self.run else shown
 
     @property
-    def through(self) -> str:
-        """For the end of a complaint; a proxy's password is in no log either."""
+    def proxy_shown(self) -> str:
+        """Its address alone: its password is in no log either."""
         parts = urlsplit(self.proxy)
-        return f" (through the proxy {host_port(parts.hostname or '', parts.port or 0)})" if self.proxy else ""
+        return host_port(parts.hostname or "", parts.port or 0) if self.proxy else ""
+
+    @property
+    def through(self) -> str:
+        """For the end of a complaint."""
+        return f" (through the proxy {self.proxy_shown})" if self.proxy else ""
 
     def context(self) -> ssl.SSLContext | None:
         """None: in the clear."""
