@@ -32,9 +32,11 @@ class Secured:
     def url(self) -> str:
         return f"https://127.0.0.1:{self.server.port}"
 
-    def link(self, *, host: str = "127.0.0.1", more: str = "", secret: str = SECRET, pin: str = "") -> str:
+    def link(
+        self, *, host: str = "127.0.0.1", port: int = 0, more: str = "", secret: str = SECRET, pin: str = ""
+    ) -> str:
         """`more`: another address, after the syncer's own."""
-        urls = (f"https://{host}:{self.server.port}", *([f"https://{more}"] if more else []))
+        urls = (f"https://{host}:{port or self.server.port}", *([f"https://{more}"] if more else []))
         return Way(urls=urls, run="run", token=secret, pin=pin or self.pin).link()
 
 

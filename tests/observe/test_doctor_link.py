@@ -18,6 +18,7 @@ from tests.observe.conftest import a_status
 
 from atoll import cli
 from atoll.fabric.dial import Dialled
+from atoll.fabric.link import Bottleneck, Line
 from atoll.fabric.server import Server
 from atoll.fabric.way import way_of
 from atoll.observe.doctor import carry, door, machine, software, speed, syncer
@@ -248,6 +249,24 @@ async def test_something_that_is_no_syncer_fails(plain: Server, answer: bytes, m
     monkeypatch.setattr(Run, "status", lambda self: answer)
     found = await checked(f"http://127.0.0.1:{plain.port}")
     assert found["syncer"].verdict == "fail" and "syncer" in found["syncer"].next
+
+
+async def test_a_slow_link_is_measured_as_what_it_is(monkeypatch: pytest.MonkeyPatch, secured: Secured) -> None:
+    monkeypatch.setattr(speed, "LONGEST", 64 << 20)
+    line = Line("127.0.0.1", secured.server.port)
+    line.delay_s = 0.005  # more would fill the small buffer of the line before the bottleneck is
+    line.share(Bottleneck(2.5e6), Bottleneck(5e6))
+    await line.start()
+    try:
+        found = await checked(secured.link(port=line.port), 1e7, 1.0)
+    finally:
+        await line.stop()
+    assert 0.01 <= found["round trip"].figures["median_s"] < 0.1
+    assert abs(found["syncer's clock"].figures["difference_s"]) <= found["syncer's clock"].figures["uncertain_s"]
+    assert found["bandwidth up"].figures["bits_per_s"] == pytest.approx(20e6, rel=0.25)
+    assert found["bandwidth down"].figures["bits_per_s"] == pytest.approx(40e6, rel=0.25)
+    assert 1 < found["bandwidth up"].figures["seconds"] < 6 and 1 < found["bandwidth down"].figures["seconds"] < 6
+    assert "this link carries H = 24, P = 24 with bf16" in found["carries"].value
 
 
 # ---- through a proxy -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""examples/nginx.conf in front of a syncer, and a real learner by the link: TLS that nginx ends, or passes on unread."""
+"""examples/nginx.conf in front of a syncer, and real learners by the link: TLS that nginx ends, or passes on unread."""
 
 from __future__ import annotations
 
