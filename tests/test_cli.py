@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "odd.toml").write_text("[protocol]\nqorum = 2\n")
     (tmp_path / "work.toml").write_text("[workload]\ndept = 2\n")
     (tmp_path / "torn.toml").write_text("[protocol\n")
+    (tmp_path / "far.toml").write_text("[service]\nkeys = 'atoll-keys'\n")
     return tmp_path
 
 
@@ -46,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config odd.toml", "odd.toml: unknown key [protocol] 'qorum': did you mean 'quorum'?"),
         ("train --config work.toml", "work.toml, table [workload]: unknown key 'dept': did you mean 'depth'?"),
         ("train --config torn.toml", "torn.toml is not TOML"),
+        ("train --config far.toml", "[service] keys belongs to atoll syncer, and atoll train starts everything on"),
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
         ("train --quorum 5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),

@@ -142,9 +142,9 @@ def test_proxies_come_from_the_environment(link: str, env: dict[str, str], proxy
     assert way_of(link, env).proxy == proxy
 
 
-@pytest.mark.parametrize("proxy", ["proxy:3128", "socks5://proxy:1", "http://", "http://me:password@proxy:99999"])
+@pytest.mark.parametrize("proxy", ["socks5://proxy:1", "http://", "http://me:password@proxy:99999"])
 def test_a_proxy_that_is_none_is_said_without_its_password(proxy: str) -> None:
-    with pytest.raises(ConfigError, match="ATOLL_PROXY") as caught:
+    with pytest.raises(ConfigError, match="HTTPS_PROXY is no address") as caught:
         way_of(LINK, {"HTTPS_PROXY": proxy})
     assert "password" not in str(caught.value)
 

@@ -263,7 +263,7 @@ def test_only_a_hello_may_be_large() -> None:
     tensors = tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(40_000))
     hello = Hello(protocol=PROTOCOL, learner="a", session="s", tensors=tensors)
     assert decode_from_learner(encode(hello)) == hello
-    with pytest.raises(PeerError, match="no other message has 20971.. bytes"):
+    with pytest.raises(PeerError, match=r"no other message has 20971.. bytes"):
         decode_from_learner(encode(Leave(reason="x" * 2**21)))
 
 

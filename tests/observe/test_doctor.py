@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 
 from atoll import cli
 from atoll.observe import doctor
-from atoll.observe.doctor import disk, machine, network, software, syncer
+from atoll.observe.doctor import disk, machine, network, software
 from atoll.observe.doctor.check import Check, Clocks, size
 
 GIB = 1 << 30
@@ -59,15 +56,6 @@ WARM: dict[str, Any] = {"warm_s": 0.7, "cache": "/somewhere", "writable": True, 
         (disk.judge_writing(64 << 20, 10.0), "warn", "7 MB/s"),
         (disk.judge_syncing([0.001, 0.002, 0.4]), "ok", "2.0 ms until 4 KiB are safe, 400 ms at worst"),
         (disk.judge_syncing([0.06, 0.2, 0.3]), "warn", "200.0 ms"),
-        (syncer.judge_trips("http://h:1", [0.01] * 9 + [0.9]), "ok", "10.0 ms to http://h:1, 900 ms at worst"),
-        (syncer.judge_trips("http://h:1", [0.3]), "warn", "300.0 ms"),
-        (syncer.judge_clock([0.3, -0.4]), "ok", "the same as here"),
-        (syncer.judge_clock([-7.0]), "warn", "7.0 s behind ours"),
-        (syncer.judge_clock([]), "ok", "does not tell its time"),
-        (syncer.judge_bandwidth(64 << 20, 1.0), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
-        (syncer.judge_bandwidth(2 << 20, 3.0), "warn", "6 Mbit/s"),
-        (syncer.judge_bandwidth(1 << 10, 3.0), "ok", "too little to tell"),
-        (syncer.judge_bandwidth(0, 3.0), "ok", "not measured"),
     ],
 )
 def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
@@ -136,62 +124,6 @@ def test_a_syncer_on_this_machine_is_reached_over_loopback() -> None:
     assert network.card("http://127.0.0.1:7077").figures["card"] == "lo"
 
 
-# ---- the way to a syncer ---------------------------------------------------------------------------------------------
-
-
-class Stub(BaseHTTPRequestHandler):
-    """Answers like a syncer with two fragments of 1 MiB."""
-
-    protocol_version = "HTTP/1.1"
-    status = b'{"run": "small", "phase": "training", "fragments": 2}'
-    fragment = bytes(1 << 20)
-
-    def do_GET(self) -> None:
-        body = self.status if self.path == "/v1/status" else self.fragment
-        self.send_response(200 if self.path != "/v1/fragments/2" else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def stub() -> Iterator[tuple[str, type[Stub]]]:
-    kind = type("Own", (Stub,), {})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", kind
-        server.shutdown()
-        thread.join()
-
-
-def test_trips_clock_and_bandwidth_are_measured(stub: tuple[str, type[Stub]]) -> None:
-    trips, clock, bandwidth = syncer.checks(stub[0])
-    assert trips.verdict == clock.verdict == "ok" and trips.figures["url"] == stub[0]
-    assert bandwidth.figures["bytes"] == 2 << 20
-
-
-def test_a_run_without_parameters_has_no_bandwidth(stub: tuple[str, type[Stub]]) -> None:
-    stub[1].status = b'{"phase": "waiting", "fragments": 2}'
-    *_, bandwidth = syncer.checks(stub[0])
-    assert bandwidth.value == "not measured: the run has no parameters yet"
-
-
-@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}"])
-def test_something_that_is_no_syncer_is_a_failed_check(stub: tuple[str, type[Stub]], answer: bytes) -> None:
-    stub[1].status = answer
-    (found,) = syncer.checks(stub[0])
-    assert found.verdict == "fail" and "something else does" in found.value
-
-
-def test_a_syncer_that_is_not_there_is_a_failed_check() -> None:
-    (found,) = syncer.checks("http://127.0.0.1:9")
-    assert found.verdict == "fail" and "Connection refused" in found.value
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -236,15 +168,33 @@ def test_what_fails_makes_the_command_fail_and_names_the_next_step(
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_same_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stub: tuple[str, type[Stub]]
-) -> None:
-    assert atoll(monkeypatch, "doctor", "--json", "--syncer", stub[0]) == 0
+def test_the_same_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert atoll(monkeypatch, "doctor", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is True
-    assert {"round trip", "syncer's clock", "bandwidth"} <= {check["name"] for check in told["checks"]}
+    assert told["ok"] is True and "memory" in {check["name"] for check in told["checks"]}
     assert atoll(monkeypatch, "doctor", "--json", "--syncer", "http://127.0.0.1:9") == 1
-    assert json.loads(capsys.readouterr().out)["ok"] is False
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert next(check for check in told["checks"] if check["verdict"] == "fail")["name"] == "addresses"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parameters", "7B"], "--parameters and --step say what a link is to carry"),
+        (["--syncer", "http://127.0.0.1:9", "--step", "0"], "--step 0 must be above 0"),
+        (["--syncer", "http://127.0.0.1:9", "--parameters", "many"], "--parameters 'many'"),
+        (["--join", "http://127.0.0.1:9"], "--join takes a join link, atoll://"),
+        (["--join", "atoll://nowhere"], "is no address of a syncer"),
+        (["--syncer", "http://192.0.2.1:9"], "use its join link"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert atoll(monkeypatch, "doctor", *words) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

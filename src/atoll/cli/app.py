@@ -46,13 +46,13 @@ def document_of(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def close(out: RunDir, console: Console, as_json: bool = False) -> None:
+def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:
     """The summary, written down and shown."""
     events = list(parse(out.events.read_bytes().splitlines(keepends=True)))
     summary = summarise(events)
     write_summary(out, summary, as_json)
     if not as_json:
-        print_closing(console, summary, story(summary, events), last_sample(events), short(out.path))
+        print_closing(console, summary, story(summary, events), last_sample(events), short(out.path), again)
 
 
 def write_summary(out: RunDir, summary: dict[str, Any], as_json: bool) -> None:

@@ -13,8 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.cli.app import app, where
+from atoll.cli.lists import number
+from atoll.fabric.way import SCHEME, Way, way_of
 from atoll.observe.doctor import Check, examine
 from atoll.observe.figures import plain
+from atoll.observe.tables import table
+from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS
 
 LOOKS = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red")}
@@ -24,14 +28,26 @@ NAME = 14
 
 @app.command()
 def doctor(
+    join: Annotated[
+        str | None,
+        typer.Option(help="Also the way to a syncer: the join link it printed.", envvar="ATOLL_JOIN", metavar="LINK"),
+    ] = None,
     syncer: Annotated[
         str | None,
-        typer.Option(help="Also the way to this syncer: its address, or a run's folder.", metavar="URL|DIR"),
+        typer.Option(help="The same by its address on this machine, or a run's folder.", metavar="URL|DIR"),
     ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="With either: could the link carry this model? 7B, 350M.", metavar="N")
+    ] = None,
+    step: Annotated[float | None, typer.Option(help="And how long its steps take.", metavar="SECONDS")] = None,
     out: Annotated[Path, typer.Option(help="Where runs would be written.", metavar="DIR")] = RUNS,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Say what would go wrong here: Python, torch, kernels, memory, disk, network, clock.
+
+    With --join LINK (or ATOLL_JOIN, which is in no list of processes) also on the way to that syncer: whether its
+    addresses answer with the right certificate, round trip, bandwidth both ways, what TLS costs, how far the clocks are
+    apart; and which H, P and codec the link can carry.
 
     Takes some seconds; writes 64 MiB to the disk and removes them. Exit code 0: nothing fails. 1: something does.
 
@@ -40,15 +56,27 @@ def doctor(
       atoll doctor
 
       atoll doctor --syncer http://127.0.0.1:7077 --out /data/runs
+
+      atoll doctor --join LINK --parameters 1B --step 0.8
     """
-    url = where(syncer) if syncer else None
+    way, size = _way(join, syncer), number("--parameters", parameters) if parameters is not None else None
+    if way is None and (size is not None or step is not None):
+        raise ConfigError("--parameters and --step say what a link is to carry: name it by --join LINK or --syncer")
+    for option, value in (("--parameters", size), ("--step", step)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{option} {value:g} must be above 0")
     console = Console(stderr=json_)
     found: list[Check] = []
     with console.status("looking") as status:
-        for check in examine(out, url, announce=lambda what: status.update(f"looking at {what}")):
+
+        def announce(what: str) -> None:
+            status.update(f"looking at {what}")
+
+        for check in examine(out, way, announce, parameters=size, step_s=step):
             found.append(check)
             if not json_:
                 console.print(_row(check))
+                _show_needs(console, check)
     counts: Counter[str] = Counter(check.verdict for check in found)
     if json_:
         told = {"ok": not counts["fail"], "checks": [check.document() for check in found]}
@@ -57,6 +85,29 @@ def doctor(
         console.print(_closing(counts))
     if counts["fail"]:
         raise typer.Exit(1)
+
+
+def _way(join: str | None, syncer: str | None) -> Way | None:
+    """A syncer that is named outweighs a link that lies in the environment."""
+    if syncer is None and join is None:
+        return None
+    if syncer is None and join is not None and not join.startswith(SCHEME):
+        raise ConfigError("--join takes a join link, atoll://…: an address or a folder goes with --syncer")
+    way = way_of(where(syncer) if syncer is not None else join or "")
+    way.context()  # files that cannot be used are named now
+    return way
+
+
+def _show_needs(console: Console, check: Check) -> None:
+    """What each H and codec would take."""
+    if "needs" not in check.figures:
+        return
+    shown = table("what the link would have to carry", "H", "codec", "up", "down", "of the link", words=0)
+    for one in check.figures["needs"]:
+        rates = (f"{one[f'{side}_bits_per_s'] / 1e6:,.3g} Mbit/s" for side in ("up", "down"))
+        colour = "" if one["carried"] else "dim"
+        shown.add_row(str(one["sync_every"]), one["codec"], *rates, f"{one['share']:.2g}x", style=colour)
+    console.print(shown)
 
 
 def _row(check: Check) -> Table:

@@ -116,7 +116,7 @@ def _serve(settings: Config, run_dir: RunDir, standby: Callable[[], None] | None
     code = serve(settings, run_dir, evaluated=False, standby=standby, ready=ready, pages=dashboard.pages)
     if code:
         raise typer.Exit(code)
-    close(run_dir, console)
+    close(run_dir, console, again="atoll syncer")
 
 
 def check_door(service: Service) -> None:

@@ -180,6 +180,7 @@ def train(
     if init is not None:
         document["init"] = str(init)
     settings = _budgeted(convert(merged(document, changes), str(config or "the command line")), script)
+    _check_at_home(settings)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":
@@ -220,6 +221,7 @@ def _go_on(
     words = _words(changes)
     old = RunDir.open(resume)
     settings = convert(merged(document_of(old.settings), _kept(changes)), str(old.settings))
+    _check_at_home(settings)
     console = Console(stderr=as_json)
     if cut is None:
         run_dir, found = old, plan_resume(old, words)
@@ -256,6 +258,17 @@ def _words(changes: dict[str, dict[str, Any]]) -> tuple[str, ...]:
 def _kept(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The same for run.toml: the number of learners is what the launcher starts."""
     return {table: values for table, values in changes.items() if table in CHANGEABLE}
+
+
+def _check_at_home(config: Config) -> None:
+    """Everything that `atoll train` starts is on this machine, and comes without a token."""
+    service = config.service
+    given = [name for name in ("keys", "front", "mutual", "advertise") if getattr(service, name)]
+    if given:
+        raise ConfigError(
+            f"[service] {given[0]} belongs to atoll syncer, and atoll train starts everything on this machine: "
+            "leave it out, or start atoll syncer --keys DIR and learners that join by its link"
+        )
 
 
 def _budgeted(config: Config, script: Path | None) -> Config:

@@ -79,6 +79,12 @@ def out_of_date(der: bytes, now: datetime | None = None) -> str:
     return ""
 
 
+def days_left(der: bytes, now: datetime | None = None) -> float:
+    """How long a certificate still counts; below 0: it does not."""
+    end = x509.load_der_x509_certificate(der).not_valid_after_utc
+    return (end - (now or datetime.now(UTC))) / timedelta(days=1)
+
+
 def _made(
     name: str,
     days: float,

@@ -35,7 +35,9 @@ from atoll.fabric.transfer import (
     post_score,
     put_body,
     reason_of,
+    showing,
 )
+from atoll.fabric.trouble import told
 from atoll.fabric.way import Way, checked_url, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError
@@ -207,12 +209,12 @@ class Link:
         try:
             socket = await self._dial()
         except TimeoutError:
-            return f"{self.url} did not answer within {self._limits.dial_s:g} s"
+            return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._way.through}"
         except Denied as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
         except (aiohttp.ClientError, OSError, PeerError) as error:
-            return one_line(f"{self.url} cannot be reached: {str(error) or type(error).__name__}")
+            return one_line(f"{self.url} cannot be reached: {told(error)}")
         outbox = Outbox(self._limits.send_queue)
         outbox.put(self._numbered(self._introduced(socket.version)))
         self._outbox = outbox
@@ -295,12 +297,11 @@ def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        headers=way.headers,
+        middlewares=[showing(way), _plain_answers],
         proxy=way.proxy or None,
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         ws_response_class=Socket,
-        middlewares=[_plain_answers],
     )
 
 

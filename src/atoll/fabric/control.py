@@ -22,6 +22,7 @@ from aiohttp import WSMsgType, web
 
 from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.intake import Rejected
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.sequence import Sequences, unnumbered
 from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
@@ -64,7 +65,10 @@ class Control:
             timeout=limits.flush_s,
         )
         socket.headers[PROTOCOL_HEADER] = str(PROTOCOL)
-        await socket.prepare(request)
+        try:
+            await socket.prepare(request)
+        except ValueError:  # of a key that is no text
+            raise Rejected(400, "this is no handshake of a WebSocket") from None
         flood = Flood(limits.messages_rate, asyncio.get_running_loop().time)
         try:
             hello = check_hello(decode_from_learner(await self._first(socket, flood)))

@@ -212,7 +212,7 @@ class Host(Port):
             raise Rejected(404, "no state is on offer under this ticket: ask the syncer for another")
         start = resumed_at(range_start(request), offer.size)
         response = state_response(State(start, offer.size, offer.digest))
-        transport.set_write_buffer_limits(0)  # a drain means sent, so little is on its way when an offer is withdrawn
+        drain_means_sent(transport)  # so little is on its way when an offer is withdrawn
         offer.readers.add(transport)
         try:
             await response.prepare(request)
@@ -251,6 +251,15 @@ class Pace:
                 return await work
         finally:
             self._waited_s += clock() - began
+
+
+def drain_means_sent(transport: asyncio.WriteTransport) -> None:
+    """Nothing of a body waits in its own buffer once its drain is over. (TLS keeps a copy of what is under way; its
+    transport, told to wait for less than one byte, would wait for ever.)"""
+    if transport.get_extra_info("sslcontext") is None:
+        transport.set_write_buffer_limits(0)
+    else:
+        transport.set_write_buffer_limits(high=1, low=0)
 
 
 def range_start(request: web.Request) -> int:

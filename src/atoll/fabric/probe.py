@@ -6,6 +6,7 @@ Bounded in size, one of each visitor at a time and a few in all: a measurement t
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class Probe:
         response.content_length = size
         with self._turn(request):
             await response.prepare(request)
-            piece = bytes(min(size, self._limits.chunk_bytes))
+            piece = os.urandom(min(size, self._limits.chunk_bytes))  # nothing on the way makes it smaller
             for at in range(0, size, len(piece) or 1):
                 async with asyncio.timeout(self._limits.send_s):
                     await response.write(memoryview(piece)[: size - at])

@@ -31,7 +31,7 @@ from aiohttp import web
 from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
 from atoll.fabric.guard import VISITOR, Guard
-from atoll.fabric.host import Port, error_response
+from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
 from atoll.fabric.pages import Pages
 from atoll.fabric.probe import Probe
@@ -203,7 +203,7 @@ class Server(Port):
         )
         response.content_length = data.nbytes
         if request.transport is not None:
-            request.transport.set_write_buffer_limits(0)  # a drain means sent: then the buffer may be released
+            drain_means_sent(request.transport)  # then the buffer may be released
             served.on_cut(request.transport.abort)
         await response.prepare(request)
         try:

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from atoll.fabric.doorway import PLAIN
+from atoll.fabric.trouble import told
 from atoll.fabric.way import Way, way_of
 from atoll.fabric.wire import (
     DIGEST_HEADER,
@@ -41,13 +43,25 @@ def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=16, keepalive_timeout=limits.keepalive_s / 2, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        headers=way.headers,
+        middlewares=[showing(way)],
         proxy=way.proxy or None,
         trust_env=False,
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         raise_for_status=False,
     )
+
+
+def showing(way: Way) -> aiohttp.ClientMiddlewareType:
+    """Every request shows the syncer what the way to it says. Not by headers of the session: aiohttp shows those to
+    a proxy too, token and all, when it asks it for a tunnel."""
+    headers = way.headers
+
+    async def show(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        request.headers.update(headers)
+        return await handler(request)
+
+    return show
 
 
 async def put_body(
@@ -87,11 +101,21 @@ async def get_body(
 async def get_json(where: str, path: str, deadline_s: float = 10.0) -> object:
     """What the syncer answers to GET `path`, decoded."""
     async with once(where, "GET", path, deadline_s) as response:
-        data = await _bounded(response, _ANSWER_BYTES)
+        return await _json(response)
+
+
+async def get_json_at(session: aiohttp.ClientSession, url: str, deadline_s: float = 10.0) -> object:
+    """The same of one address, on a session that is there already."""
+    async with asked(session, "GET", url, deadline_s) as response:
+        return await _json(response)
+
+
+async def _json(response: aiohttp.ClientResponse) -> object:
+    data = await _bounded(response, _ANSWER_BYTES)
     try:
         answer: object = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
-        raise PeerError(one_line(f"{path} is not JSON: {error}")) from None
+        raise PeerError(one_line(f"{response.url.path} is not JSON: {error}")) from None
     return answer
 
 
@@ -186,7 +210,7 @@ async def asked(
     except TimeoutError:
         raise Unreachable(f"{method} {url} was not done within {deadline_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise Unreachable(one_line(f"{method} {url} failed: {str(error) or type(error).__name__}")) from None
+        raise Unreachable(one_line(f"{method} {url} failed: {told(error)}")) from None
 
 
 async def reason_of(response: aiohttp.ClientResponse) -> str:
@@ -195,7 +219,7 @@ async def reason_of(response: aiohttp.ClientResponse) -> str:
     try:
         reason = msgspec.json.decode(data, type=dict[str, str]).get("error", "")
     except (msgspec.MsgspecError, ValueError):
-        reason = ""
+        reason = PLAIN.decode() if data == PLAIN else ""
     return one_line(reason or f"{response.url.origin()} answered {response.status}")
 
 

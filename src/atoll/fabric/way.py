@@ -5,9 +5,9 @@
     atoll://HOST:PORT/RUN                                 in the clear: this machine alone
     http://HOST:PORT,http://HOST:PORT                     the same, without a run
 
-Nothing in it means anything to a shell or a chat. Beside it, the environment may name files and a proxy: ATOLL_CA,
-ATOLL_CERT and ATOLL_KEY (mutual TLS), ATOLL_PROXY (without it HTTPS_PROXY, for what is neither this machine nor in
-NO_PROXY). What goes in the clear goes through no proxy, and an error names no token.
+Nothing in it means a thing to a shell or a chat. Beside it, the environment may name files and an HTTP proxy. ATOLL_CA,
+ATOLL_CERT and ATOLL_KEY (mutual TLS); ATOLL_PROXY, without it HTTPS_PROXY, for what is not this machine and not in
+NO_PROXY. A proxy is only asked to pass TLS on: what goes in the clear never goes there, nor a token.
 """
 
 from __future__ import annotations
@@ -65,6 +65,17 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         return {**shown, RUN_HEADER: self.run} if self.run else shown
 
+    @property
+    def proxy_shown(self) -> str:
+        """Its address alone: its password is in no log either."""
+        parts = urlsplit(self.proxy)
+        return host_port(parts.hostname or "", parts.port or 0) if self.proxy else ""
+
+    @property
+    def through(self) -> str:
+        """For the end of a complaint."""
+        return f" (through the proxy {self.proxy_shown})" if self.proxy else ""
+
     def context(self) -> ssl.SSLContext | None:
         """None: in the clear."""
         if not self.pin:
@@ -107,6 +118,44 @@ def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
         key=env.get("ATOLL_KEY", ""),
         proxy=_proxy(urls, env) if pin else "",
     )
+
+
+def _proxy(urls: tuple[str, ...], env: Mapping[str, str]) -> str:
+    """ATOLL_PROXY is meant for us; HTTPS_PROXY is everybody's, with its exceptions."""
+    if own := env.get("ATOLL_PROXY", ""):
+        return _checked_proxy("ATOLL_PROXY", own)
+    common = env.get("https_proxy") or env.get("HTTPS_PROXY") or ""
+    spared = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    if not common or all(is_loopback(host) or _spared(host, spared) for host in hosts):
+        return ""
+    return _checked_proxy("HTTPS_PROXY", common)
+
+
+def _spared(host: str, exceptions: str) -> bool:
+    """Names, ends of names, addresses and networks, with commas between them; a star for all."""
+    words = [word.strip().lower().removeprefix(".") for word in exceptions.split(",")]
+    return any(
+        word == "*" or host == word or host.endswith(f".{word}") or _within(host, word) for word in words if word
+    )
+
+
+def _within(host: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
+
+
+def _checked_proxy(name: str, value: str) -> str:
+    parts = urlsplit(value if "://" in value else f"http://{value}")
+    try:
+        good = parts.scheme == "http" and bool(parts.hostname and parts.port)
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"{name} is no address of an HTTP proxy: it looks like http://proxy.example.org:3128")
+    return parts.geturl()
 
 
 def checked_url(url: str) -> str:
@@ -164,30 +213,6 @@ def _parts(url: str) -> SplitResult | None:
     except ValueError:
         return None
     return parts if good else None
-
-
-def _proxy(urls: tuple[str, ...], env: Mapping[str, str]) -> str:
-    own = env.get("ATOLL_PROXY", "")
-    proxy = own or env.get("HTTPS_PROXY") or env.get("https_proxy") or ""
-    near = (env.get("NO_PROXY") or env.get("no_proxy") or "").split(",")
-    if not own and all(_is_near(urlsplit(url).hostname or "", near) for url in urls):
-        return ""
-    if proxy and not _is_proxy(proxy):  # it may have a password in it, so it is not shown
-        raise ConfigError("the proxy that the environment names is none: it looks like http://HOST:3128 (ATOLL_PROXY)")
-    return proxy
-
-
-def _is_near(host: str, names: list[str]) -> bool:
-    domains = [name.strip().lower().removeprefix("*").removeprefix(".") for name in names if name.strip()]
-    return is_loopback(host) or any(not one or host == one or host.endswith(f".{one}") for one in domains)
-
-
-def _is_proxy(proxy: str) -> bool:
-    try:
-        parts = urlsplit(proxy)
-        return parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def _path(name: str) -> Path | None:

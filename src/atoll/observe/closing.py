@@ -22,8 +22,14 @@ _SAMPLE = "what the trained model writes"
 
 
 def print_closing(
-    console: Console, summary: Summary, story: Sequence[str], sample: str | None = None, out: Path | None = None
+    console: Console,
+    summary: Summary,
+    story: Sequence[str],
+    sample: str | None = None,
+    out: Path | None = None,
+    again: str = "atoll train",
 ) -> None:
+    """`again`: the command that goes on with it."""
     width = min(console.width, WIDEST)
     console.print()
     console.print(_figures(summary, width))
@@ -40,7 +46,7 @@ def print_closing(
         files = "summary.json, events.jsonl, model.safetensors, logs/"
         console.print(Text(f"All of it is in {out}: {files}; on one page: atoll report {out}"), soft_wrap=True)
         if summary["reason"] == INTERRUPTED:
-            console.print(Text(f"It goes on with: atoll train --resume {out}"), soft_wrap=True)
+            console.print(Text(f"It goes on with: {again} --resume {out}"), soft_wrap=True)
 
 
 def _figures(summary: Summary, width: int) -> Table:

@@ -114,6 +114,9 @@ class Meter:
             bytes_out=traffic[1],
             fates=machine.history.ledger.totals().whole() if machine else {},
             versions=tuple(machine.versions) if machine else (),
+            codec=settings.codec,
+            overlap=settings.overlap,
+            step_s=machine.members.step_s() if machine else None,
         )
 
     def _liveness(self, now: float, elapsed: float) -> float:

@@ -65,3 +65,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed, and of those merged, dropped, lost and in flight."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
+    codec: str = "bf16"
+    """How contributions travel."""
+    overlap: int = 2
+    """τ."""
+    step_s: float | None = None
+    """The median of the live learners' step times."""

@@ -1,7 +1,7 @@
 """`atoll doctor`: what would go wrong here. Every check measures one thing and says what to do about it.
 
 Probes (how a figure is had) and judgements (what it means) are apart: a judgement is a pure function of figures.
-Nothing is left behind: files that are written are removed again, and a syncer is only asked for what it shows anybody.
+Nothing is left behind: files that are written are removed again, and a syncer is only asked for what learners may ask.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from atoll.fabric.way import Way
 from atoll.observe.doctor import disk, machine, network, software, syncer
 from atoll.observe.doctor.check import Check, Clocks
 
@@ -18,8 +19,15 @@ Announce = Callable[[str], None]
 """Told what is being measured."""
 
 
-def examine(folder: Path, url: str | None = None, announce: Announce = lambda what: None) -> Iterator[Check]:
-    """One check after the other, as they are done; `folder` is where a run would be written."""
+def examine(
+    folder: Path,
+    way: Way | None = None,
+    announce: Announce = lambda what: None,
+    *,
+    parameters: float | None = None,
+    step_s: float | None = None,
+) -> Iterator[Check]:
+    """One check after the other, as they are done; `folder` is where a run would be written, `way` that to a syncer."""
     clocks = Clocks.now()
     announce("Python")
     yield software.python()
@@ -36,8 +44,8 @@ def examine(folder: Path, url: str | None = None, announce: Announce = lambda wh
     yield from disk.checks(folder)
     announce("the network")
     yield network.ports()
-    yield network.card(url)
-    if url is not None:
-        announce(f"the way to {url}")
-        yield from syncer.checks(url)
+    yield network.card((way.proxy or way.urls[0]) if way is not None else None)
+    if way is not None:
+        announce(f"the way to {way.urls[0]}")
+        yield from syncer.checks(way, parameters, step_s)
     yield machine.clock(clocks, Clocks.now())

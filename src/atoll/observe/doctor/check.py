@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from atoll.observe.figures import span
+
 Verdict: TypeAlias = Literal["ok", "warn", "fail"]
 UNKNOWN = "this system does not say"
 
@@ -40,3 +42,8 @@ def size(value: float) -> str:
         if value >= unit:
             return f"{value / unit:.1f} {name}" if value < 10 * unit else f"{value / unit:.0f} {name}"
     return f"{value / 1024:.0f} KiB"
+
+
+def brief(seconds: float) -> str:
+    """0.4 ms, 12.0 ms; from a tenth of a second on as everywhere."""
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.0995 else span(seconds)

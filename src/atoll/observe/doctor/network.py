@@ -34,7 +34,8 @@ def card(url: str | None, cards: Path = CARDS, routes: Path = ROUTES) -> Check:
     try:
         own = own_address(url)
     except OSError as error:
-        return Check("network card", "fail", f"no way to {url}: {error.strerror or error}", "Check the address.")
+        where = urlsplit(url).hostname
+        return Check("network card", "fail", f"no way to {where}: {error.strerror or error}", "Check the address.")
     return judge_card(_card_of(own, cards), own, cards)
 
 

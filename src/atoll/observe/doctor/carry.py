@@ -1,0 +1,158 @@
+"""Which H, P and codec a learner's link can carry, by the formulas of `simulate.bandwidth` for one learner of a star.
+
+In H steps every fragment goes up once, as the codec says, and comes down once, always in fp32. A link that carries less
+stops nobody: it costs freshness, and the H that it keeps up with is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from atoll.observe.doctor.check import Check
+from atoll.observe.figures import count, span
+from atoll.simulate.bandwidth import Codec, Spread, effective_h, load_gbit, under_way
+
+CODECS: tuple[Codec, ...] = ("fp32", "bf16")
+"""Those that contributions can travel by."""
+DOWN: Codec = "fp32"
+ROOM = 0.8
+"""The share of what was measured that is counted on: others use the link too, and it is not always as fast."""
+GIGA = 1e9
+DOUBLINGS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is trained."""
+
+    parameters: float
+    step_s: float
+    sync_every: int = 24
+    fragments: int = 24
+    overlap: int = 2
+    codec: Codec = "bf16"
+
+    def spread(self, codec: Codec, sync_every: int, latency_s: float = 0.0) -> Spread:
+        """One learner at one end of a link, the syncer at the other."""
+        return Spread(
+            step_s=self.step_s,
+            datacenters=2,
+            learners=2,
+            parameters=self.parameters,
+            fragments=self.fragments,
+            sync_every=sync_every,
+            overlap=self.overlap,
+            codec=codec,
+            topology="star",
+            latency_s=latency_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    up_bits_per_s: float
+    down_bits_per_s: float
+    trip_s: float
+
+
+class Need(msgspec.Struct, frozen=True):
+    codec: Codec
+    sync_every: int
+    up_bits_per_s: float
+    down_bits_per_s: float
+    share: float
+    """Of what the link has; above 1 it is not carried."""
+
+    @property
+    def carried(self) -> bool:
+        return self.share <= 1
+
+
+def need(load: Load, link: Link, codec: Codec, sync_every: int) -> Need:
+    seconds = sync_every * load.step_s
+    up = GIGA * load_gbit(load.spread(codec, sync_every)) / seconds
+    down = GIGA * load_gbit(load.spread(DOWN, sync_every)) / seconds
+    return Need(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
+
+
+def needs(load: Load, link: Link) -> list[Need]:
+    """For the run's own H, twice, four times …, until every codec is carried."""
+    found: list[Need] = []
+    for doubling in range(DOUBLINGS):
+        row = [need(load, link, codec, load.sync_every << doubling) for codec in CODECS]
+        found += row
+        if all(one.carried for one in row):
+            break
+    return found
+
+
+def kept_up_with(load: Load, link: Link) -> float:
+    """The H that the link keeps up with when more is asked of it."""
+    up = effective_h(load.spread(load.codec, load.sync_every), ROOM * link.up_bits_per_s / GIGA)
+    return max(up, effective_h(load.spread(DOWN, load.sync_every), ROOM * link.down_bits_per_s / GIGA))
+
+
+def away_steps(load: Load, link: Link) -> float:
+    """Steps from the sending of a fragment to its return: a leg up, a leg down, and the trip."""
+    ways = [under_way(load.spread(codec, load.sync_every, link.trip_s / 2)) for codec in (load.codec, DOWN)]
+    up_s, down_s = (
+        way.gbit / 2 * GIGA / rate for way, rate in zip(ways, (link.up_bits_per_s, link.down_bits_per_s), strict=True)
+    )
+    return (up_s + down_s + ways[0].fixed_s) / load.step_s
+
+
+def judge(load: Load, link: Link) -> Check:
+    """One line: what it carries, what the other codec would take, and how long a fragment is away."""
+    table = needs(load, link)
+    own, other = need(load, link, load.codec, load.sync_every), need(load, link, _other(load.codec), load.sync_every)
+    away = away_steps(load, link)
+    figures = {
+        "parameters": load.parameters,
+        "step_s": load.step_s,
+        "fragments": load.fragments,
+        "sync_every": load.sync_every,
+        "overlap": load.overlap,
+        "codec": load.codec,
+        "counted_on": ROOM,
+        "needs": [msgspec.to_builtins(one) | {"carried": one.carried} for one in table],
+        "effective_h": round(kept_up_with(load, link), 2),
+        "away_steps": round(away, 3),
+    }
+    asked = f"H = {load.sync_every}, P = {load.fragments} with {load.codec}"
+    model = f"{span(load.step_s)} a step and {count(load.parameters)} parameters"
+    if own.carried:
+        value = f"this link carries {asked} at {model}; {_beside(other)}; a fragment is away for {away:.2g} steps"
+        if away > load.overlap:
+            advice = f"Fragments return later than τ = {load.overlap}: overlap = {_whole(away)} would suit this link."
+            return Check("carries", "warn", f"{value}, τ = {load.overlap}", advice, figures)
+        return Check("carries", "ok", f"{value}, τ = {load.overlap}", figures=figures)
+    value = f"this link does not carry {asked} at {model}: that takes {own.share:.2g}x what it has"
+    advice = (
+        f"Nobody waits, but fragments are synced every {kept_up_with(load, link):.0f} steps. {_way_out(table, load)}"
+    )
+    return Check("carries", "warn", value, advice, figures)
+
+
+def _beside(other: Need) -> str:
+    if other.carried:
+        return f"{other.codec} too"
+    return f"{other.codec} would need {other.share:.2g}x what it has"
+
+
+def _way_out(table: Sequence[Need], load: Load) -> str:
+    fits = [one for one in table if one.carried]
+    if not fits:
+        return f"Not even H = {table[-1].sync_every} fits: this model needs another link."
+    best = min(fits, key=lambda one: (one.sync_every, one.codec != load.codec))
+    return f"It carries sync_every = {best.sync_every} with {best.codec}."
+
+
+def _other(codec: Codec) -> Codec:
+    return next(one for one in CODECS if one != codec)
+
+
+def _whole(steps: float) -> int:
+    return max(1, -int(-steps // 1))

@@ -1,0 +1,331 @@
+"""The way to a syncer as `atoll doctor --join` goes it: real ports with TLS and tokens, and figures judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.connect_proxy import FAR, ConnectProxy
+from tests.fabric.secured import SECRET, Secured, SecuredDesk, secured_server
+from tests.observe.conftest import a_status
+
+from atoll import cli
+from atoll.fabric.dial import Dialled
+from atoll.fabric.link import Bottleneck, Line
+from atoll.fabric.server import Server
+from atoll.fabric.way import way_of
+from atoll.observe.doctor import carry, door, machine, software, speed, syncer
+from atoll.observe.doctor.carry import Link, Load
+from atoll.observe.doctor.check import Check
+from atoll.observe.doctor.door import Address
+from atoll.observe.doctor.speed import Moved, Trip
+from atoll.simulate.bandwidth import Spread, effective_h, load_gbit
+from atoll.telemetry.status import RunStatus
+
+PIN = "ab" * 32
+WAY = way_of(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
+HERE = Address("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
+GONE = Address("https://b.example:2", None, "Connection refused")
+LOAD = Load(parameters=100e6, step_s=0.4)
+FAST = Link(1e9, 1e9, 0.01)
+
+
+# ---- judgements ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "words"),
+    [
+        (
+            speed.judge_trips("https://h:1", [Trip(0.01, None)] * 9 + [Trip(0.9, None)]),
+            "ok",
+            "10.0 ms to https://h:1, 900",
+        ),
+        (speed.judge_trips("https://h:1", [Trip(0.3, None)]), "warn", "300.0 ms"),
+        (speed.judge_clock([Trip(0.02, 0.004), Trip(0.4, -0.1)]), "ok", "the same as here (± 10.0 ms)"),
+        (speed.judge_clock([Trip(0.02, 0.5)]), "ok", "0.50 s ahead of ours (± 10.0 ms)"),
+        (speed.judge_clock([Trip(0.02, -7.0)]), "warn", "7.0 s behind ours (± 10.0 ms)"),
+        (speed.judge_clock([Trip(0.02, None)]), "ok", "does not tell its time"),
+        (speed.judge_bandwidth("bandwidth up", Moved(64 << 20, 1.0)), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
+        (speed.judge_bandwidth("bandwidth up", Moved(2 << 20, 3.0)), "warn", "5.6 Mbit/s"),
+        (door.judge_addresses(WAY, [HERE]), "ok", "a.example:1 answers in 12.0 ms"),
+        (door.judge_addresses(WAY, [HERE, GONE]), "warn", "b.example:2: Connection refused"),
+        (door.judge_addresses(WAY, [GONE]), "fail", "b.example:2: Connection refused"),
+        (
+            carry.judge(LOAD, FAST),
+            "ok",
+            "this link carries H = 24, P = 24 with bf16 at 0.40 s a step and 100M parameters; fp32 too",
+        ),
+        (carry.judge(LOAD, Link(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
+        (carry.judge(LOAD, Link(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
+        (carry.judge(LOAD, Link(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
+        (syncer.carries(a_status(), FAST, None, 0.4), "ok", "not known yet"),
+        (syncer.carries(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
+    ],
+)
+def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
+    assert (check.verdict, words in check.value) == (verdict, True), check
+    assert bool(check.next) == (verdict != "ok"), "what is not well comes with a next step, and nothing else does"
+
+
+def test_needs_are_those_of_the_bandwidth_calculator() -> None:
+    spread = Spread(step_s=0.4, datacenters=2, learners=2, parameters=100e6, codec="bf16", topology="star")
+    (need,) = (one for one in carry.needs(LOAD, FAST) if one.codec == "bf16" and one.sync_every == 24)
+    assert need.up_bits_per_s == pytest.approx(1e9 * load_gbit(spread) / (24 * 0.4)) == pytest.approx(1e8 * 16 / 9.6)
+    assert need.down_bits_per_s == pytest.approx(1e8 * 32 / 9.6), "versions come down in fp32 whatever the codec"
+    slow = Link(100e6, 100e6, 0.01)
+    fp32 = msgspec.structs.replace(spread, codec="fp32")
+    assert carry.kept_up_with(LOAD, slow) == pytest.approx(effective_h(fp32, 0.08)) == pytest.approx(100)
+
+
+def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
+    found = carry.judge(LOAD, Link(100e6, 100e6, 0.01))
+    assert [(one["sync_every"], one["codec"], one["carried"]) for one in found.figures["needs"]] == [
+        (24, "fp32", False),
+        (24, "bf16", False),
+        (48, "fp32", False),
+        (48, "bf16", False),
+        (96, "fp32", False),
+        (96, "bf16", False),
+        (192, "fp32", True),
+        (192, "bf16", True),
+    ]
+    assert found.next == (
+        "Nobody waits, but fragments are synced every 100 steps. It carries sync_every = 192 with bf16."
+    )
+    hopeless = carry.judge(LOAD, Link(1e5, 1e5, 0.01))
+    assert hopeless.next.endswith("Not even H = 1536 fits: this model needs another link.")
+
+
+@pytest.mark.parametrize(
+    ("count", "took_s", "then"), [(1 << 16, 0.001, 1 << 20), (1 << 20, 0.5, 4 << 20), (1 << 20, 0.9, 2330169)]
+)
+def test_a_body_grows_until_it_takes_two_seconds(count: int, took_s: float, then: int) -> None:
+    assert speed.next_size(count, took_s) == then
+    assert speed.next_size(60 << 20, 0.001) == 64 << 20
+
+
+def test_a_cipher_has_a_rate() -> None:
+    assert (
+        min(door.cipher_rate(name, 0.005) for name in ("TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256")) > 1e6
+    )
+
+
+# ---- real ports ------------------------------------------------------------------------------------------------------
+
+
+class Run(SecuredDesk):
+    """A run with two fragments."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.figures: RunStatus = a_status(phase, step_s=None if phase == "waiting" else 0.4)
+
+    def status(self) -> bytes:
+        return msgspec.json.encode(self.figures)
+
+    def manifest(self) -> bytes:
+        return json.dumps({"plan": {"fragments": [{"index": 0, "size": 3000}, {"index": 1, "size": 4000}]}}).encode()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loopback needs no 64 MiB to be measured; and no proxy of this machine is in the way."""
+    monkeypatch.setattr(speed, "LONGEST", 1 << 20)
+    monkeypatch.setattr(door, "CIPHER_S", 0.005)
+    for name in ("ATOLL_PROXY", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "ATOLL_JOIN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
+    async with secured_server(tmp_path, desk=Run("training")) as place:
+        yield place
+
+
+async def checked(link: str, *model: float) -> dict[str, Check]:
+    """By name; the doctor has an event loop of its own."""
+    return {check.name: check for check in await asyncio.to_thread(lambda: list(syncer.checks(way_of(link), *model)))}
+
+
+async def test_the_whole_way_is_measured(secured: Secured) -> None:
+    found = await checked(secured.link())
+    assert list(found) == [
+        "addresses",
+        "certificate",
+        "round trip",
+        "syncer's clock",
+        "bandwidth down",
+        "bandwidth up",
+        "TLS",
+        "carries",
+    ]
+    assert all(check.verdict == "ok" for check in found.values()), found
+    assert abs(found["syncer's clock"].figures["difference_s"]) < 1
+    assert found["bandwidth up"].figures["bytes"] == found["bandwidth down"].figures["bytes"] == 1 << 20
+    assert found["TLS"].figures["cipher"].startswith("TLS_") and found["TLS"].figures["handshake_s"] > 0
+    assert found["certificate"].figures["days_left"] == pytest.approx(30, abs=0.1)
+    carries = found["carries"].figures
+    assert (carries["parameters"], carries["step_s"], carries["sync_every"]) == (7000, 0.4, 24)
+    assert not any(SECRET in json.dumps(check.document()) for check in found.values())
+
+
+async def test_a_run_that_has_not_begun_is_measured_for_a_model_that_is_named(tmp_path: Path) -> None:
+    async with secured_server(tmp_path, desk=Run("waiting")) as place:
+        found = await checked(place.link())
+        assert "--parameters N and --step SECONDS would say" in found["carries"].value
+        assert "100M parameters" in (await checked(place.link(), 1e8, 0.4))["carries"].value
+
+
+async def test_an_address_of_a_standby_is_a_warning(secured: Secured) -> None:
+    found = await checked(secured.link(more="127.0.0.1:9"))
+    assert found["addresses"].verdict == "warn" and "127.0.0.1:9: Connection refused" in found["addresses"].value
+    assert found["carries"].verdict == "ok"
+
+
+async def test_a_certificate_with_few_days_left_is_a_warning(tmp_path: Path) -> None:
+    async with secured_server(tmp_path, days=3.0, desk=Run("training")) as place:
+        found = (await checked(place.link()))["certificate"]
+    assert found.verdict == "warn" and "counts for 3 more days" in found.value
+
+
+async def test_a_wrong_token_fails_in_the_syncers_words(secured: Secured) -> None:
+    found = await checked(secured.link(secret="0" * 64))
+    assert found["syncer"].verdict == "fail" and "this token is not known here" in found["syncer"].value
+
+
+async def test_a_viewers_token_does_not_measure(tmp_path: Path) -> None:
+    async with secured_server(tmp_path, role="viewer", desk=Run("training")) as place:
+        found = await checked(place.link())
+    assert "the token 'join' is for a viewer, and this takes a learner" in found["syncer"].value
+
+
+async def test_another_certificate_fails_before_anything_is_said(secured: Secured) -> None:
+    found = await checked(secured.link(pin=PIN))
+    assert list(found) == ["addresses"] and found["addresses"].verdict == "fail"
+    assert "somebody else answers there, or the link is old" in found["addresses"].value
+
+
+async def test_nobody_there_fails(secured: Secured) -> None:
+    await secured.server.stop()
+    found = await checked(secured.link())
+    assert list(found) == ["addresses"] and "Connection refused" in found["addresses"].value
+
+
+@pytest.fixture
+async def plain() -> AsyncIterator[Server]:
+    server = Server(Run("training"), host="127.0.0.1", port=0)
+    await server.start()
+    yield server
+    await server.stop()
+    await asyncio.sleep(0.01)  # a closed transport lets go of its socket in a later turn of the loop
+
+
+async def test_a_syncer_on_this_machine_is_measured_in_the_clear(plain: Server) -> None:
+    found = await checked(f"http://127.0.0.1:{plain.port}")
+    assert "TLS" not in found and found["carries"].verdict == "ok"
+    assert "in the clear" in found["certificate"].value
+
+
+async def test_tls_to_a_plain_port_fails(plain: Server) -> None:
+    found = await checked(f"atoll://{SECRET}@127.0.0.1:{plain.port}/run/{PIN}")
+    assert "it answers, but not in TLS" in found["addresses"].value
+
+
+async def test_plain_http_to_a_tls_port_fails(secured: Secured) -> None:
+    found = await checked(f"http://127.0.0.1:{secured.server.port}")
+    assert found["syncer"].verdict == "fail" and "this port speaks TLS" in found["syncer"].value
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}"])
+async def test_something_that_is_no_syncer_fails(plain: Server, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "status", lambda self: answer)
+    found = await checked(f"http://127.0.0.1:{plain.port}")
+    assert found["syncer"].verdict == "fail" and "syncer" in found["syncer"].next
+
+
+async def test_a_slow_link_is_measured_as_what_it_is(monkeypatch: pytest.MonkeyPatch, secured: Secured) -> None:
+    monkeypatch.setattr(speed, "LONGEST", 64 << 20)
+    line = Line("127.0.0.1", secured.server.port)
+    line.delay_s = 0.005  # more would fill the small buffer of the line before the bottleneck is
+    line.share(Bottleneck(2.5e6), Bottleneck(5e6))
+    await line.start()
+    try:
+        found = await checked(secured.link(port=line.port), 1e7, 1.0)
+    finally:
+        await line.stop()
+    assert 0.01 <= found["round trip"].figures["median_s"] < 0.1
+    assert abs(found["syncer's clock"].figures["difference_s"]) <= found["syncer's clock"].figures["uncertain_s"]
+    assert found["bandwidth up"].figures["bits_per_s"] == pytest.approx(20e6, rel=0.25)
+    assert found["bandwidth down"].figures["bits_per_s"] == pytest.approx(40e6, rel=0.25)
+    assert 1 < found["bandwidth up"].figures["seconds"] < 6 and 1 < found["bandwidth down"].figures["seconds"] < 6
+    assert "this link carries H = 24, P = 24 with bf16" in found["carries"].value
+
+
+# ---- through a proxy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variable", "host"), [("ATOLL_PROXY", "127.0.0.1"), ("HTTPS_PROXY", FAR)])
+async def test_all_of_it_goes_through_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, secured: Secured, variable: str, host: str
+) -> None:
+    async with ConnectProxy().open() as proxy:
+        monkeypatch.setenv(variable, proxy.url)
+        found = await checked(secured.link(host=host))
+    assert all(check.verdict == "ok" for check in found.values()), found
+    assert f"(through the proxy 127.0.0.1:{proxy.port})" in found["addresses"].value
+    assert len(proxy.seen) > 2 << 20 and SECRET.encode() not in bytes(proxy.seen) + "".join(proxy.heads).encode()
+
+
+async def test_a_proxy_that_is_down_or_refuses_is_named(monkeypatch: pytest.MonkeyPatch, secured: Secured) -> None:
+    proxy = ConnectProxy("anna:pass-word")
+    async with proxy.open():
+        monkeypatch.setenv("ATOLL_PROXY", f"http://anna:pass-word@127.0.0.1:{proxy.port}")
+        assert (await checked(secured.link()))["carries"].verdict == "ok"
+        monkeypatch.setenv("ATOLL_PROXY", f"http://anna:wrong-one@127.0.0.1:{proxy.port}")
+        refused = (await checked(secured.link()))["addresses"]
+    down = (await checked(secured.link()))["addresses"]
+    assert f"the proxy 127.0.0.1:{proxy.port} does not let us through: 407" in refused.value
+    assert f"the proxy 127.0.0.1:{proxy.port} cannot be reached: Connection refused" in down.value
+    assert "wrong-one" not in json.dumps([refused.document(), down.document()])
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+async def test_the_command_says_it_all_without_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    secured: Secured,
+    words: tuple[str, ...],
+) -> None:
+    torch: dict[str, Any] = {"version": "2.13.0", "import_s": 1.8, "cuda": None, "gpus": [], "mps": False, "threads": 2}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "memory", lambda: machine.judge_memory(24 << 30, 20 << 30))
+    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(torch))
+    monkeypatch.setattr(software, "kernels", lambda: Check("kernels", "ok", "there"))
+    monkeypatch.setattr(sys, "argv", ["atoll", "doctor", *words])
+    monkeypatch.setenv("ATOLL_JOIN", secured.link())
+    monkeypatch.setenv("COLUMNS", "80")
+    await asyncio.to_thread(_ended)
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err
+    for name in ("addresses", "certificate", "round trip", "bandwidth up", "TLS", "this link carries H = 24, P = 24"):
+        assert name in out
+    if not words:
+        assert all(len(line) <= 80 for line in out.splitlines())
+        assert "what the link would have to carry" in out
+
+
+def _ended() -> None:
+    with suppress(SystemExit):
+        cli.main()
