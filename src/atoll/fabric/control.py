@@ -132,6 +132,8 @@ class Control:
             frame = await socket.receive(deadline_s)
         except TimeoutError:
             raise PeerError(f"no hello within {deadline_s:g} s") from None
+        except ConnectionError as error:  # it went while its ping was answered
+            raise _Gone(one_line(f"the connection broke: {error}")) from None
         if frame.type is WSMsgType.BINARY:
             data = cast(bytes, frame.data)
             self.bytes_in += len(data)
