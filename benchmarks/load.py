@@ -137,7 +137,10 @@ class Talker:
             async with body_session(Limits()) as bodies:
                 for part in make_plan(TENSORS, FRAGMENTS).fragments:
                     data = np.ones(part.size, dtype=np.float32).view(np.uint8).data
-                    path, headers = f"{url}/v1/initial/{self.name}/{part.index}", body_headers(self.session, digest(data))
+                    path, headers = (
+                        f"{url}/v1/initial/{self.name}/{part.index}",
+                        body_headers(self.session, digest(data)),
+                    )
                     await put_body(bodies, path, data, headers, WAIT_S, Limits())
         if min(self.welcome.versions) < 0:
             await self._until(Started)

@@ -234,7 +234,14 @@ async def test_connections_that_went_without_a_word_count_no_more(place: Place) 
 
 
 @pytest.mark.parametrize(
-    "header", [b"Sec-WebSocket-Version: \xb1", b"Sec-WebSocket-Protocol: a, b", b"Upgrade: \xa0", b"Sec-WebSocket-Key: \xda", b"\xffX: 1"]
+    "header",
+    [
+        b"Sec-WebSocket-Version: \xb1",
+        b"Sec-WebSocket-Protocol: a, b",
+        b"Upgrade: \xa0",
+        b"Sec-WebSocket-Key: \xda",
+        b"\xffX: 1",
+    ],
 )
 async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
     place: Place, header: bytes, caplog: pytest.LogCaptureFixture
