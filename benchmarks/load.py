@@ -4,12 +4,12 @@
     python benchmarks/load.py --json     the same as JSON
     python benchmarks/load.py --profile /tmp/syncer.prof     where the syncer's time goes (cProfile; slower by half)
 
-A real syncer process (`python -m atoll.syncer`) and, in this process, one real WebSocket for each learner. They say what
-couriers say: a hello with the model's tensors, the first parameters, then a report after every step with the clock of
-everybody in it, and a heartbeat now and then. No round falls due, so that what is measured is talk alone.
+A real syncer process (`python -m atoll.syncer`) and, in this process, one real WebSocket for each learner. They say
+what couriers say: a hello with the model's tensors, the first parameters, then a report after every step with the clock
+of everybody in it, and a heartbeat now and then. No round falls due, so that what is measured is talk alone.
 
 An acknowledgement here is the pong to a ping that was sent right behind a message. The syncer reads a channel in order
-and hands each message to the rules before it reads the next frame, so the pong says: all that came before is dealt with.
+and hands each message to the rules before it reads the next frame: so the pong says that all before it is dealt with.
 It is timed from the moment the message was due, so a late client counts against the figure, never for it.
 `asked`: that many messages a second, evenly over learners. `flat out`: each learner says eight, waits for its pong, and
 again. The last rows are the same with the idle connections held open (HTTP keep-alive, one request behind them).
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -102,7 +103,7 @@ class SyncerProcess:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-# ---- learners that only talk ------------------------------------------------------------------------------------------
+# ---- learners that only talk ----------------------------------------------------------------------------------------
 
 
 class Talker:
@@ -197,7 +198,7 @@ class Talker:
                 return
 
 
-# ---- what is measured -------------------------------------------------------------------------------------------------
+# ---- what is measured -----------------------------------------------------------------------------------------------
 
 
 async def at_rate(talkers: list[Talker], per_s: float, seconds: float) -> None:
@@ -280,7 +281,9 @@ async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, 
             await one.begin(url)
         joined_kib = syncer.resident_kib
         for per_s in options.rates:
-            rows.append(await measured(f"asked {per_s:,}/s", syncer, talkers, lambda: at_rate(talkers, per_s, seconds)))
+            rows.append(
+                await measured(f"asked {per_s:,}/s", syncer, talkers, partial(at_rate, talkers, per_s, seconds))
+            )
         rows.append(await measured("flat out", syncer, talkers, lambda: flat_out(talkers, seconds)))
         loaded_kib = syncer.resident_kib
         async with idle(url, options.idle):
@@ -289,7 +292,7 @@ async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, 
             for per_s in options.rates:
                 rows.append(
                     await measured(
-                        f"asked {per_s:,}/s{beside}", syncer, talkers, lambda: at_rate(talkers, per_s, seconds)
+                        f"asked {per_s:,}/s{beside}", syncer, talkers, partial(at_rate, talkers, per_s, seconds)
                     )
                 )
         for one in talkers:
@@ -339,9 +342,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     options.busy = round(os.getloadavg()[0], 2)
-    with tempfile.TemporaryDirectory() as scratch:
-        with SyncerProcess(Path(scratch) / "run", options.learners, options.profile) as syncer:
-            found = asyncio.run(load(options, syncer))
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        SyncerProcess(Path(scratch) / "run", options.learners, options.profile) as syncer,
+    ):
+        found = asyncio.run(load(options, syncer))
     if options.profile is None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1) if options.json else table(found))

@@ -202,3 +202,21 @@ async def test_pings_are_answered(place: Place, hello: Make) -> None:
             while (frame := await socket.receive()).type is not aiohttp.WSMsgType.PONG:
                 pass
         assert frame.data == b"are you there"
+
+
+async def test_a_learner_that_goes_while_its_ping_is_answered_is_only_gone(
+    place: Place, hello: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    await place.open()
+    for number in range(20):
+        socket = await place.socket()
+        await socket.send_bytes(encode(hello(f"learner-{number}")))
+        await place.desk.until("opened", number + 1)
+        for _ in range(200):
+            await socket.ping(b"x" * 100)
+        assert socket._response is not None and socket._response.connection is not None
+        transport = socket._response.connection.transport
+        assert transport is not None
+        transport.abort()
+    await place.desk.until("closed", 20)
+    assert caplog.records == []

@@ -19,9 +19,10 @@ from atoll.protocol.messages import Heartbeat
 if TYPE_CHECKING:
     from .conftest import Learner, Place
 
-GROWN_MIB = 64.0
+GROWN_MIB = 128.0
+"""Of those that talk at once each may have a frame of 4 MiB on its way."""
 AT_ONCE = 64
-SILENT_S = 0.04
+SILENT_S = 0.1
 SETTLE = 500
 """Connections before memory is looked at for the first time."""
 LIMITS = Limits(hello_s=0.5, header_s=0.5, flush_s=0.5, ping_s=2.0, keepalive_s=1.0)

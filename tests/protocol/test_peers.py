@@ -461,3 +461,14 @@ def test_fresh_is_told_to_the_newcomer_with_its_reason() -> None:
     world.join("learner-1")
     until(world, "fresh")
     assert [m.reason for _, m in world.sent(Fresh, "learner-1")] == ["no healthy peer is there"]
+
+
+def test_a_newcomer_that_asks_for_another_peer_while_it_has_none_changes_nothing() -> None:
+    world = running(2, 1)
+    world.islands["learner-0"].answers = False
+    until(world, "muted")
+    world.join("learner-1")
+    world.run_until(seconds=0.5)
+    assert world.syncer.peers.open["learner-1"].peer is None
+    world.inject(fx.Received("learner-1", Settled(ticket="", peer="", reason="none came", again=True)))
+    assert not world.syncer.peers.open["learner-1"].failed

@@ -52,7 +52,7 @@ def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
         ({"base": 0}, "its base is version 0, but version 3 already contains its steps"),
         ({"steps": -1}, "its counters are below zero: -1 steps, 40 tokens"),
         ({"tokens": -5}, "its counters are below zero: 4 steps, -5 tokens"),
-        ({"total": 2**53}, "its counters are such as no run reaches"),
+        ({"total": 2**48}, "its counters are such as no run reaches"),
         ({"position": 2**63 - 1}, "its counters are such as no run reaches"),
     ],
 )
@@ -213,10 +213,12 @@ def test_a_good_contribution_wipes_out_strikes() -> None:
         ({"steps": (1,)}, "a report of 1 fragments in a run of 2"),
         ({"tokens": (1, 2, 3)}, "a report of 2 fragments in a run of 2"),
         ({"steps": (-1, 0)}, "a report with counters below zero"),
-        ({"tokens_total": 2**53}, "a report with counters that no run reaches"),
+        ({"tokens_total": 2**48}, "a report with counters that no run reaches"),
         ({"tokens": (2**63 - 1, 0)}, "a report with counters that no run reaches"),
         ({"t": 1}, "its counters went back: step 1 after step 6"),
         ({"versions": (99, 0)}, "a report of versions that this run never committed"),
+        ({"taped": -1}, "its tape goes on at entry -1"),
+        ({"taped": 2**63, "tape": (Informed(0, 0),)}, f"its tape goes on at entry {2**63}"),
         ({"tape": (Informed(0, 0),) * 20_000}, "it said more of its tape than a learner keeps"),
     ],
 )

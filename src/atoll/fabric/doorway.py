@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 
 from atoll.fabric.wire import Limits, one_line
 from atoll.protocol.errors import ConfigError
@@ -28,6 +29,8 @@ TLS_HANDSHAKE = 0x16
 """The first byte of a TLS connection."""
 PLAIN = b"this port speaks TLS: use https://, or the join link\n"
 BACKLOG = 1024
+TOGETHER = 16
+"""Connections that are let in before everybody else has a turn."""
 
 Connection = asyncio.Protocol
 Made = Callable[[], Connection]
@@ -93,7 +96,7 @@ class Doorway:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in count(1):
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError:  # no more descriptors, or it went before it was here
@@ -104,7 +107,8 @@ class Doorway:
             else:
                 self.turned_away += 1
                 sock.close()
-            await asyncio.sleep(0)  # where many wait, accepting one does not: everybody else has a turn in between
+            if number % TOGETHER == 0:
+                await asyncio.sleep(0)  # where many wait, accepting does not: everybody else has a turn in between
 
     def _room(self, address: str) -> bool:
         limits = self._limits

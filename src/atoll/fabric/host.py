@@ -141,6 +141,8 @@ class Port:
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
+            if not all(value.isascii() for value in request.headers.values()):
+                raise Rejected(400, "a header is not ASCII")  # aiohttp would stumble over it
             if "Sec-WebSocket-Protocol" in request.headers:
                 raise Rejected(400, "no sub-protocol is spoken here")  # aiohttp would log all that are offered
             return await handler(request)
@@ -152,8 +154,6 @@ class Port:
             return error_response(error.status, error.reason)
         except ConnectionError as error:
             return error_response(400, error)  # to nobody: the peer went while it was being answered
-        except UnicodeEncodeError:
-            return error_response(400, "a header is no text")  # aiohttp says it back in its own answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Gone, Granted, Joined, Sources
+from atoll.protocol.rules import MOST
 from atoll.protocol.settings import Settings
 
 AHEAD = 3
@@ -85,7 +86,7 @@ class Accounts:
 
     def register(self, learner: Learner, message: Register) -> None:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
-        reason = wrong_sources(message.datasets, message.epochs) or _wrong_batch(message)
+        reason = wrong_sources(message.datasets, message.epochs) or _wrong_sizes(message)
         if reason is None and self.history.leases is None:
             self.out.persist(Sources(message.datasets, message.epochs))
         if reason is None:
@@ -143,11 +144,13 @@ class Accounts:
         return self.history.leases.room(learner.name, learner.incarnation) < least
 
 
-def _wrong_batch(message: Register) -> str | None:
+def _wrong_sizes(message: Register) -> str | None:
     """A batch lies within one pass, or a handful of leases could not hold a few of them."""
-    least = min(samples for _, samples, _ in message.datasets)
-    if not 1 <= message.batch <= least:
-        return f"a batch of {message.batch} samples does not fit a dataset of {least}"
+    sizes = [samples for _, samples, _ in message.datasets]
+    if not 1 <= message.batch <= min(sizes):
+        return f"a batch of {message.batch} samples does not fit a dataset of {min(sizes)}"
+    if max(sizes) >= MOST:
+        return f"a dataset of {max(sizes)} samples is none that a run gets through"
     return None
 
 

@@ -71,7 +71,7 @@ class Peers:
         if (recovery := self.open.get(newcomer.name)) is None:
             return
         if said.again:
-            if said.ticket == recovery.ticket:
+            if recovery.peer is not None and said.ticket == recovery.ticket:
                 self._fail(recovery, said.reason)
             return
         if said.reason:

@@ -9,8 +9,8 @@ from atoll.protocol.membership import Learner
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.round import Round
 
-MOST = 2**53
-"""Counters stay below it: sums of them fit everywhere they are written down."""
+MOST = 2**48
+"""Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
 
 
 def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:

@@ -75,7 +75,7 @@ from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Ended, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
-from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
+from atoll.protocol.rules import MOST, against_the_rules, not_its_own, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
@@ -437,14 +437,16 @@ class Syncer:
         self._only_counted = same and learner.live and not learner.stopped and not self.settings.synchronous
 
     def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
-        """Keep what it says of its tape for the next record. False: it said too much of it, and is gone."""
+        """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
+        if not 0 <= said.taped < MOST:
+            self._expel(learner, f"its tape goes on at entry {said.taped}")
+            return False
         missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
         if self.out.taping.is_full(learner.name):
             self._expel(learner, "it said more of its tape than a learner keeps")
-            return False
-        return True
+        return learner.connected
 
     def _has_recovered(self, report: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""
