@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol.messages import Pull
+from atoll.protocol.rounds import SILENT_BEATS
+
 
 def all_merged(world: World) -> None:
     for name, island in world.islands.items():
@@ -79,6 +82,38 @@ def test_whenever_a_calm_run_is_ended_no_step_is_lost(block: int) -> None:
         world.run_to_end()
         all_merged(world)
         assert not any(world.syncer.history.ledger.totals().lost), f"seed {seed}"
+
+
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+def test_the_last_steps_are_waited_for_when_words_come_unevenly(adopt: str) -> None:
+    """In its course a run does without who is silent for a moment; at its end nobody asks a second time."""
+    world = World(2, fragments=4, sync_every=8, latency_s=0.4, adopt=adopt, seed=595).run_until(round=12)
+    silent_s = (SILENT_BEATS + 0.9) * world.settings.heartbeat_s
+    assert silent_s < world.syncer.estimates.pull_deadline_s(world.settings) < world.settings.lost_after_s
+    world.end()
+    asked = 0
+    while not world.finished:
+        world.run_until(seconds=0.05)
+        pulls = [pull for _, pull in world.sent(Pull, "learner-1") if pull.round >= 12]
+        if len(pulls) > asked:
+            asked = len(pulls)
+            world.hold_up("learner-1", silent_s)
+    last = [note for note in world.said("round") if note.text.endswith("the last steps of 2 learners")]
+    assert len(last) >= 3
+    for note in last:
+        assert world.members(int(str(note.data["round"]))) == {"learner-0", "learner-1"}, note.text
+    assert not any(world.syncer.history.ledger.totals().lost)
+    all_merged(world)
+
+
+def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_round() -> None:
+    world = World(3, fragments=4, sync_every=8, latency_s=0.4).run_until(round=12)
+    world.end()
+    while not world.said("round")[-1].text.endswith("the last steps of 3 learners"):
+        world.run_until(seconds=0.05)
+    world.islands["learner-2"].frozen, before = True, world.now
+    world.run_to_end(seconds=60)
+    assert world.now - before < world.settings.lost_after_s + 4 * 4.0, "four rounds on this link, and one wait"
 
 
 def test_a_run_without_parameters_ends_at_once() -> None:

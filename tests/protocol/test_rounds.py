@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol import effects as fx
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
@@ -164,3 +165,19 @@ def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_l
     times = [before] + [at for at, note in world.notes if note.kind == "round" and at > before]
     longest = max(b - a for a, b in pairwise(times))
     assert longest < SILENT_BEATS * world.settings.heartbeat_s + 1.5 < deadline_s
+
+
+def test_the_last_steps_of_one_that_has_stopped_are_waited_for_also_when_it_says_nothing_for_a_moment() -> None:
+    """The run goes on, but what it left out of that learner nobody would ask for again."""
+    world = World(3, fragments=4, sync_every=8, latency_s=0.4).run_until(round=12)
+    world.islands["learner-1"].done = True
+    asked: list[int] = []
+    while not asked:
+        before = len(world.log)
+        world.run_until(seconds=0.05)
+        if world.syncer.members.learners["learner-1"].stopped:
+            sent = [effect for _, effect in world.log[before:] if isinstance(effect, fx.Send)]
+            asked = [e.message.round for e in sent if isinstance(e.message, Pull) and e.learner == "learner-1"]
+    world.hold_up("learner-1", (SILENT_BEATS + 0.9) * world.settings.heartbeat_s)
+    world.run_until(round=asked[0] + 1)
+    assert "learner-1" in world.members(asked[0])

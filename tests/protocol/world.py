@@ -86,6 +86,12 @@ class World(simulated.World):
                 self._tell(fx.Lost(name, reason))
             island.hear(fx.Cut(reason))
 
+    def hold_up(self, name: str, seconds: float) -> None:
+        """What it says from now on comes in a burst after this time, as behind a packet that is sent again."""
+        connection = self.islands[name].connection
+        assert connection is not None
+        connection.at("up", self.now + seconds)
+
     def restart_courier(self, name: str) -> None:
         """A new machine takes over; the training process drops the orders of the dead one."""
         island = self.islands[name]

@@ -235,7 +235,7 @@ mutant("the last cycle does not wait for those that train on", (Drain, "_waits_f
 # ---- what is believed ---------------------------------------------------------------------------------------------
 
 mutant(
-    "the time that passed since a report is forgotten where it is judged",
+    "a claim is judged without the time and the slack that it has",
     (claims, "TIMES", lambda plain: 0.0),
     (claims, "beyond_steps", always("too much")),
 )

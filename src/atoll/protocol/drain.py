@@ -3,6 +3,7 @@
 Rounds under way are finished first. A fragment of which nobody has steps left is skipped. Whoever does not stop, or
 does not take the version that holds its last contribution, is waited for with a patience, anew after every commit. One
 that was muted or stalled is asked too: a training loop that has ended answers at once, however slow its steps were.
+Nobody is asked twice, so a moment of silence leaves nobody out: it takes a missed deadline, or a link that is given up.
 """
 
 from __future__ import annotations

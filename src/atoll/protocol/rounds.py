@@ -6,7 +6,8 @@ quorum gathers once more; after a second failure it is passed over with the reas
 
 Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
 up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
-out; one that misses two pulls is muted until a probe succeeds; a deadline that everyone missed makes the next longer.
+out, and one that falls silent before, unless these are its last steps; one that misses two pulls is muted until a probe
+succeeds; a deadline that everyone missed makes the next longer.
 """
 
 from __future__ import annotations
@@ -220,10 +221,13 @@ class Rounds:
             round_.reason = f"{round_.reason}; {text}"
 
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> None:
-        """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still."""
+        """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still.
+        Not so with last steps: nobody asks for them twice, and words of an uneven link may come further apart."""
         for seat in round_.asked:
-            last = max(round_.frozen_at, self.members.learners[seat.learner].last_heard)
-            silent_at = last + SILENT_BEATS * self.settings.heartbeat_s
+            learner = self.members.learners[seat.learner]
+            if self.gathering.draining or learner.stopped:
+                continue
+            silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.settings.heartbeat_s
             if now >= silent_at:
                 self._miss(round_, seat, "says nothing any more")
             elif silent_at < round_.deadline:

@@ -108,5 +108,9 @@ def _short(thing: object) -> str:
     if message is not None:
         return f"{type(thing).__name__} {_short(message)}"
     fields = [(name, getattr(thing, name)) for name in getattr(thing, "__struct_fields__", ())]
-    kept = [f"{name}={value}" for name, value in fields if name not in ("clock", "term", "cut", "settings", "history")]
+    kept = [
+        f"{name}={value}"
+        for name, value in fields
+        if name not in ("clock", "term", "cut", "seq", "settings", "history")
+    ]
     return f"{type(thing).__name__}({', '.join(kept)})"
