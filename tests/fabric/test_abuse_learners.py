@@ -22,7 +22,7 @@ import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner
 
 from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
-from atoll.protocol.messages import PROTOCOL, Contribution, Heartbeat, Hello, Pull, Refused, Welcome
+from atoll.protocol.messages import PROTOCOL, Contribution, Heartbeat, Hello, Lease, Pull, Refused, Register, Welcome
 
 from .fort import HONEST, SHORT, TOKENS, Fort
 
@@ -254,6 +254,16 @@ async def test_too_many_learners_on_one_token(fort: Fort) -> None:
     await fort.unharmed(before)
 
 
+async def anothers_lease(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
+    """It says that it trained on what was leased to it and, behind that, on what was leased to the honest one."""
+    data = Register(datasets=(("text", 20_000, 1.0),), epochs=0, batch=2)
+    for learner in (rogue, fort.honest):
+        assert learner.link.send(data)
+        await learner.until(Lease)
+    granted = [one for message in rogue.heard if isinstance(message, Lease) for one in message.ranges]
+    return await gives(position=sum(one.stop - one.start for one in granted) + 64)(fort, rogue, pull)
+
+
 GIVEN: dict[str, tuple[Given, str]] = {
     "NaN": (gives(float("nan")), "not finite"),
     "Inf": (gives(float("inf")), "not finite"),
@@ -263,6 +273,8 @@ GIVEN: dict[str, tuple[Given, str]] = {
     "a base that never was": (gives(base=10**6), "which this run never committed"),
     "a base below zero": (gives(base=-1), "which this run never committed"),
     "counters below zero": (gives(steps=-5), "its counters are below zero"),
+    "token overclaim": (gives(tokens=10**9), "1000000000 tokens"),
+    "someone else's lease": (anothers_lease, "it says it took [0-9]+ samples, [0-9]+ were leased to it"),
     "the wrong term": (gives(term=77), "it is of term 77, the run is in term 1"),
     "another run": (gives(run="r2"), "in run r2, this channel of"),
     "another learner": (gives(learner=HONEST), "it is of honest .*, this channel of eu-1"),
