@@ -421,7 +421,7 @@ class Syncer:
         self._only_counted = same and learner.live and not learner.stopped and not self.settings.synchronous
 
     def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
-        """Keep what it says of its tape for the next record. False: no learner says that of it, and this one is gone."""
+        """Keep what it says of its tape for the next record. False: no learner says that, and this one is gone."""
         if not 0 <= said.taped < MOST:
             self._expel(learner, f"its tape goes on at entry {said.taped}")
             return False
