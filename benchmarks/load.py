@@ -5,8 +5,8 @@
     python benchmarks/load.py --profile /tmp/syncer.prof     where the syncer's time goes (cProfile; slower by half)
 
 A real syncer process (`python -m atoll.syncer`) and, in this process, one real WebSocket for each learner. They say
-what couriers say: a hello with the model's tensors, the first parameters, then a report after every step with the clock of
-everybody in it, and a heartbeat now and then. No round falls due, so that what is measured is talk alone.
+what couriers say: a hello with the model's tensors, the first parameters, then a report after every step with the clock
+of everybody in it, and a heartbeat now and then. No round falls due, so that what is measured is talk alone.
 
 An acknowledgement here is the pong to a ping that was sent right behind a message. The syncer reads a channel in order
 and hands each message to the rules before it reads the next frame, so the pong says: all that came before is done.
