@@ -9,7 +9,7 @@ what couriers say: a hello with the model's tensors, the first parameters, then 
 of everybody in it, and a heartbeat now and then. No round falls due, so that what is measured is talk alone.
 
 An acknowledgement here is the pong to a ping that was sent right behind a message. The syncer reads a channel in order
-and hands each message to the rules before it reads the next frame: so the pong says that all before it is dealt with.
+and hands each message to the rules before it reads the next frame, so the pong says: all that came before is done.
 It is timed from the moment the message was due, so a late client counts against the figure, never for it.
 `asked`: that many messages a second, evenly over learners. `flat out`: each learner says eight, waits for its pong, and
 again. The last rows are the same with the idle connections held open (HTTP keep-alive, one request behind them).
@@ -26,9 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -103,7 +102,7 @@ class SyncerProcess:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-# ---- learners that only talk ----------------------------------------------------------------------------------------
+# ---- learners that only talk -----------------------------------------------------------------------------------------
 
 
 class Talker:
@@ -198,7 +197,7 @@ class Talker:
                 return
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 
 async def at_rate(talkers: list[Talker], per_s: float, seconds: float) -> None:
@@ -224,13 +223,11 @@ async def flat_out(talkers: list[Talker], seconds: float) -> None:
     await asyncio.gather(*map(talk, talkers))
 
 
-async def measured(
-    name: str, syncer: SyncerProcess, talkers: list[Talker], talk: Callable[[], Awaitable[None]]
-) -> dict[str, Any]:
+async def measured(name: str, syncer: SyncerProcess, talkers: list[Talker], talk: Awaitable[None]) -> dict[str, Any]:
     for one in talkers:
         one.latencies.clear()
     said, cpu, own, began = sum(one.said for one in talkers), syncer.cpu_s, time.process_time(), time.perf_counter()
-    await talk()
+    await talk
     await asyncio.gather(*(one.quiet() for one in talkers))
     wall = time.perf_counter() - began
     said, cpu = sum(one.said for one in talkers) - said, syncer.cpu_s - cpu
@@ -281,20 +278,15 @@ async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, 
             await one.begin(url)
         joined_kib = syncer.resident_kib
         for per_s in options.rates:
-            rows.append(
-                await measured(f"asked {per_s:,}/s", syncer, talkers, partial(at_rate, talkers, per_s, seconds))
-            )
-        rows.append(await measured("flat out", syncer, talkers, lambda: flat_out(talkers, seconds)))
+            rows.append(await measured(f"asked {per_s:,}/s", syncer, talkers, at_rate(talkers, per_s, seconds)))
+        rows.append(await measured("flat out", syncer, talkers, flat_out(talkers, seconds)))
         loaded_kib = syncer.resident_kib
         async with idle(url, options.idle):
             idle_kib = syncer.resident_kib
             beside = f" beside {options.idle:,} idle"
             for per_s in options.rates:
-                rows.append(
-                    await measured(
-                        f"asked {per_s:,}/s{beside}", syncer, talkers, partial(at_rate, talkers, per_s, seconds)
-                    )
-                )
+                talk = at_rate(talkers, per_s, seconds)
+                rows.append(await measured(f"asked {per_s:,}/s{beside}", syncer, talkers, talk))
         for one in talkers:
             await one.leave()
     return {
