@@ -42,3 +42,23 @@ def test_a_standby_on_the_links_second_address_goes_on_with_the_same_learner(run
     assert report.ok, report.problem
     assert report.facts["terms"] == 2
     assert run.summary["tokens"]["lost"] == 0
+
+
+def test_a_link_outlives_a_syncer_that_nobody_had_joined_yet(run: Run) -> None:
+    keys = make_keys(run)
+    first, second = run.free_port(), run.free_port()
+    run.start(
+        "syncer", "--learners", "1", "--out", run.out, "--keys", keys, "--port", str(first),
+        "--advertise", f"127.0.0.1:{first}", "--advertise", f"127.0.0.1:{second}",
+    )  # fmt: skip
+    link = link_of(run, keys)
+    learner = run.beside("learn", SCRIPTS / "line.py", "--join", link, "--name", "learner-0")
+    os.kill(run.pid_of_command(), signal.SIGKILL)
+    run.ended(code=-signal.SIGKILL)
+    assert not members(run.events())
+    run.start("syncer", "--resume", run.out, "--port", str(second))
+    run.until(lambda events: members(events) == {("learner-0", 1)})
+    run.interrupt()
+    run.ended()
+    assert learner.wait(60) == 0, (run.folder / "beside.log").read_text()
+    assert verify_run(run.out).ok

@@ -30,7 +30,7 @@ from atoll.syncer.books import Books
 from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
-from atoll.telemetry.events import EventLog
+from atoll.telemetry.events import EventLog, parse
 
 OPERATOR = "the operator asked for it"
 STALE_S = 5.0
@@ -117,9 +117,8 @@ async def _serve(
 ) -> None:
     with Appender(out.events) as sink:
         events = EventLog(sink)
-        service = SyncerService(
-            config, run=secrets.token_hex(4), events=events, books=books, evaluated=evaluated, pages=begin.pages
-        )
+        run = ("" if books.recovered else _announced(out)) or secrets.token_hex(4)
+        service = SyncerService(config, run=run, events=events, books=books, evaluated=evaluated, pages=begin.pages)
         if begin.changes or begin.reopen:
             service.change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()
@@ -145,6 +144,12 @@ async def _serve(
             await asyncio.wait([running])
             for task in beside:
                 task.cancel()
+
+
+def _announced(out: RunDir) -> str:
+    """A run that was announced and has not begun keeps its name: join links have it. One that began knows its own."""
+    with out.events.open("rb") as lines:
+        return next((str(event["run"]) for event in parse(lines) if event["kind"] == "run" and "run" in event), "")
 
 
 def _local_url(config: Config, service: SyncerService) -> str:
