@@ -13,10 +13,10 @@ from atoll.fabric.certificates import fingerprint, make_server
 from atoll.fabric.guard import TokenDoor
 from atoll.fabric.server import Server
 from atoll.fabric.tls import server_context
-from atoll.fabric.tokens import Role, Token, Tokens, new_secret
+from atoll.fabric.tokens import Role, Token, Tokens
 from atoll.fabric.way import Way
 
-SECRET = new_secret()
+SECRET = "5ec2e7" * 10
 
 
 class SecuredDesk(MemoryDesk):
