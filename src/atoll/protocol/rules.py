@@ -19,9 +19,10 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
     rows = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
     if {*map(len, rows)} != {fragments}:
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
-    if min(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total) < 0:
+    counted = (report.steps, report.tokens, report.dropped, (report.t, report.tokens_total))
+    if min(map(min, counted)) < 0:
         return "a report with counters below zero"
-    if max(*report.steps, *report.tokens, *report.dropped, report.t, report.tokens_total, report.position) >= MOST:
+    if max(map(max, counted)) >= MOST or report.position >= MOST:
         return "a report with counters that no run reaches"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"
