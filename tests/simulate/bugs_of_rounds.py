@@ -16,7 +16,7 @@ from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.pace import Pace
 from atoll.protocol.quorum import Verdict
 from atoll.protocol.round import Round, Seat
-from atoll.protocol.rounds import Rounds
+from atoll.protocol.rounds import SILENT_BEATS, Rounds
 from atoll.protocol.versions import Versions
 from atoll.protocol.watch import Watch
 from atoll.protocol.weights import weight
@@ -230,6 +230,22 @@ mutant(
     "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
 )
 mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
+
+
+def _all_alike(plain: Plain) -> Any:
+    def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> None:
+        for seat in round_.asked:
+            last = max(round_.frozen_at, self.members.learners[seat.learner].last_heard)
+            silent_at = last + SILENT_BEATS * self.settings.heartbeat_s
+            if now >= silent_at:
+                self._miss(round_, seat, "says nothing any more")
+            elif silent_at < round_.deadline:
+                wakes.append(silent_at)
+
+    return broken
+
+
+mutant("a moment of silence costs the last steps", (Rounds, "_leave_out_silent", _all_alike))
 
 
 # ---- what is believed ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Each of these holds once an event is dealt with; a look a virtual second is enou
     who stays away is given up          after abandon_s: its account is closed, its samples go to others
     who does not answer is probed
     a member that dies is left out      at once; one that does not answer, at the deadline it was told
+    last steps are waited for           until then: who has stopped is left out by its own word alone
     no round waits without need         it freezes when all are there, or when the grace window is over
     a cut waits no longer than it says, and holds every learner that was live, or says why not
     quorum                              a round asks K, or fewer once K could not be had for a while
@@ -45,6 +46,8 @@ class Timing:
         self._next_look = 0.0
         self._due: dict[tuple[str, int, int], float] = {}
         """(learner, round, attempt) → the deadline that was told."""
+        self._out: set[tuple[str, int, int]] = set()
+        """(learner, round, attempt) that came to nothing."""
         self._unprobed: set[str] = set()
         """At the last look."""
         self._frozen: dict[int, tuple[int, int]] = {}
@@ -62,6 +65,7 @@ class Timing:
         if isinstance(event, fx.Received) and isinstance(event.message, Progress):
             self._reported(machine.members.learners[event.learner])
         for round_ in machine.rounds.open.values():
+            self._last_steps(reign, now, event, round_)
             if round_.stage == "pulling" and (round_.t, round_.attempt) > self._frozen.get(round_.fragment, (-1, 0)):
                 self._frozen[round_.fragment] = (round_.t, round_.attempt)
                 self._quorum(reign, now, round_)
@@ -129,6 +133,19 @@ class Timing:
                 said = f"round {round_.t} waits for {seat.learner} past its deadline"
                 raise Violation("a member that does not answer is left out", said, seat.learner, round_.fragment)
 
+    def _last_steps(self, reign: Reign, now: float, event: fx.SyncerEvent, round_: Round) -> None:
+        """Whether they are lost or dropped where they are left out depends on the rule of adoption; here it shows."""
+        for seat in round_.seats.values():
+            key = (seat.learner, round_.t, round_.attempt)
+            if seat.state != "out" or key in self._out:
+                continue
+            self._out.add(key)
+            learner = reign.machine.members.learners[seat.learner]
+            is_there = learner.connected and learner.incarnation == seat.incarnation
+            if learner.stopped and is_there and now < round_.deadline and _speaker(event) != seat.learner:
+                said = f"round {round_.t} goes on without {seat.learner} before its deadline: {seat.why_out}"
+                raise Violation("last steps are waited for", said, seat.learner, round_.fragment)
+
     def _quorum(self, reign: Reign, now: float, round_: Round) -> None:
         """It asks K, or fewer once K could not be had for a while."""
         machine = reign.machine
@@ -179,3 +196,7 @@ class Timing:
         named = {name for name, _ in (*cut.saved, *cut.left_out)}
         if cut.cut == self._cut[0] and (missing := self._cut[2] - named):
             raise Violation("a cut holds all", f"cut {cut.cut} says nothing of {sorted(missing)}", min(missing))
+
+
+def _speaker(event: fx.SyncerEvent) -> str:
+    return event.hello.learner if isinstance(event, fx.Greeted) else getattr(event, "learner", "")
