@@ -342,11 +342,14 @@ async def flood(fort: Fort) -> str:
 
 async def ping_flood(fort: Fort) -> str:
     socket = await opened(fort)
+    before = await fort.digest()
     for _ in range(1000):
         if socket.closed:
             break
         await socket.ping()
-    return await last_words(socket)
+    reason = await last_words(socket)
+    assert await fort.digest() == before
+    return reason
 
 
 given = Contribution(round=0, attempt=0, fragment=0, base=0, t=1, steps=1, tokens=8, digest="0" * 32, seq=7)
