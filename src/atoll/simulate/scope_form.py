@@ -50,7 +50,7 @@ TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
 }
-COUNTS = {"clock", "due", "interval", "_anchors", "datasets"}
+COUNTS = {"clock", "due", "interval", "_anchors", "_places", "_sorted", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 
