@@ -26,8 +26,8 @@ class Gathering:
         self.pace = Pace(schedule.interval(settings))
         self.draining = False
         """The run ends: the last steps are collected, unpaced."""
-        self._stepping: list[Learner] = []
-        """Those that set the pace."""
+        self._names: list[str] = []
+        """Of those that set the pace."""
         self._short_since: float | None = None
         """Since when fewer learners step than the quorum asks for."""
 
@@ -38,9 +38,10 @@ class Gathering:
     def watch(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""
         stepping = self.members.stepping()
-        changed = stepping != self._stepping
+        names = [one.name for one in stepping]
+        changed = names != self._names
         if changed:
-            self._stepping = stepping
+            self._names = names
             self.pace.members({one.name: one.t for one in stepping})
         if len(stepping) >= self.settings.quorum:
             self._short_since = None

@@ -136,7 +136,6 @@ class Syncer:
     # ---- the face ---------------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
-        self._only_counted = False
         if self._was_over:
             self._was_over = False
             self.out.add(Finished(self._end_reason))
@@ -183,6 +182,7 @@ class Syncer:
                 pass
         if not self._is_quiet(now, event):
             self._advance(now)
+        self._only_counted = False
         return self.out.take()
 
     def _is_quiet(self, now: float, event: SyncerEvent) -> bool:

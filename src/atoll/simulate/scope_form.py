@@ -51,7 +51,7 @@ TALK = {
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
     *("weights", "usual"),  # of what was given; of a life that is judged later than any search looks
 }
-COUNTS = {"clock", "due", "interval", "_anchors", "datasets"}
+COUNTS = {"clock", "due", "interval", "_anchors", "_places", "_sorted", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 
