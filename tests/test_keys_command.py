@@ -12,13 +12,15 @@ from unittest import mock
 import msgspec
 import pytest
 
+from atoll.cli.app import address_of
 from atoll.cli.keys import LAST, Last
 from atoll.cli.serve import check_door, invitation
-from atoll.config import Service
+from atoll.config import Service, convert
 from atoll.fabric.certificates import fingerprint, hosts_of
 from atoll.fabric.way import way_of
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
+from atoll.store.rundir import RunDir
 from atoll.syncer.doors import read_tokens
 
 from .test_cli import atoll
@@ -178,3 +180,18 @@ def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
 def test_a_syncer_without_a_token_that_counts_says_so(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
     atoll(monkeypatch, "tokens", "revoke", "join")
     assert "atoll tokens add NAME" in invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1")[0]
+
+
+def test_commands_on_the_syncers_machine_show_a_certificate_where_one_is_asked_for(keys: KeyDir, folder: Path) -> None:
+    out = RunDir.create(folder / "run")
+    out.address.write_text("https://127.0.0.1:7077")
+    for mutual in (False, True):
+        out.settings.write_bytes(convert({"service": {"keys": str(keys.path), "mutual": mutual}}, "a test").toml())
+        way = way_of(address_of(out))
+        assert way.token == read_tokens(keys).named("operator").secret
+        assert way.certificate == (str(keys.path / "operator.crt") if mutual else "")
+        assert way.context() is not None
+    os.environ.pop("ATOLL_CERT")
+    (keys.path / "operator.crt").unlink()
+    with pytest.raises(ConfigError, match="atoll cert --learner operator"):
+        address_of(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import tomllib
 from pathlib import Path
@@ -23,6 +24,9 @@ from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
 from atoll.syncer.doors import read_tokens
 from atoll.telemetry.events import parse
+
+OPERATOR = "operator"
+"""Whose certificate commands on the syncer's machine show, under mutual TLS."""
 
 app = typer.Typer(
     name="atoll",
@@ -74,8 +78,18 @@ def address_of(run: RunDir) -> str:
     keys = KeyDir.open(Path(service.keys))
     if (token := read_tokens(keys).with_role("operator", time.time())) is None:
         raise ConfigError(f"{keys.tokens} has no operator's token that counts: atoll tokens add NAME --role operator")
+    if service.mutual and "ATOLL_CERT" not in os.environ:
+        _show_certificate(keys)
     pin = fingerprint(keys.certificate.read_bytes()) if url.startswith("https") else ""
     return Way(urls=(url,), token=token.secret, pin=pin).link()
+
+
+def _show_certificate(keys: KeyDir) -> None:
+    """Where learners must bring one, so must whoever looks after them."""
+    certificate, key = keys.of_learner(OPERATOR)
+    if not certificate.is_file():
+        raise ConfigError(f"{certificate} is not there, and this syncer asks for it: atoll cert --learner {OPERATOR}")
+    os.environ.update(ATOLL_CERT=str(certificate), ATOLL_KEY=str(key))
 
 
 def where(run: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import app, short
+from atoll.cli.app import OPERATOR, app, short
 from atoll.fabric.certificates import Pair, fingerprint, is_host, make_authority, make_client, make_server
 from atoll.fabric.tokens import RANKS, Role, Token, Tokens, new_secret
 from atoll.fabric.way import Way
@@ -70,6 +70,7 @@ def cert(
     authority = make_authority(max(days, 3650.0)) if ca else None
     if authority is not None:
         _write(keys, keys.authority, keys.authority_key, authority)
+        _write(keys, *keys.of_learner(OPERATOR), make_client(OPERATOR, days, authority))
     pair = make_server(_hosts(host or []), days, authority)
     _write(keys, keys.certificate, keys.key, pair)
     write_tokens(keys, Tokens([_new("join"), _new("operator", role="operator")]))

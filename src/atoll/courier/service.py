@@ -58,6 +58,8 @@ from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, 
 from atoll.protocol.settings import Settings
 
 PARENT_CHECK_S = 1.0
+SAY_S = 10.0
+"""Between two lines that the syncer is out of reach, while there is no run to be part of yet."""
 
 
 class Courier:
@@ -84,6 +86,7 @@ class Courier:
         self._unsure: set[int] = set()
         """Fragments of which a courier before this one may have known more: adopted plainly once."""
         self._broken: BaseException | None = None
+        self._said_at = -SAY_S
 
     async def run(self) -> None:
         self._loop.set_exception_handler(self._callback_failed)
@@ -254,7 +257,8 @@ class Courier:
         self._held.clear()
         if self._box is not None:
             self._handle(fx.Cut(reason))
-        else:
+        elif self._loop.time() - self._said_at >= SAY_S:
+            self._said_at = self._loop.time()
             _say(f"the syncer is out of reach ({reason}); dialling again")
 
     # ---- the machine --------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import aiohttp
 from atoll.fabric.wire import one_line
 
 NOT_TLS = "it answers, but not in TLS: is that the port of a plain HTTP server?"
+HUNG_UP = "it hung up without an answer: does it ask for a certificate (mutual TLS: --cert and --key)?"
+"""TLS 1.3 refuses a certificate, or that there is none, only after the handshake, and who hangs up may say no more."""
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
 _OURS_ASKED = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
 
@@ -28,6 +30,8 @@ def told(error: BaseException) -> str:
             return told(error.certificate_error)
         case aiohttp.ClientConnectorError():
             return told(error.os_error)
+        case aiohttp.ServerDisconnectedError():
+            return HUNG_UP
         case ssl.SSLCertVerificationError():
             return one_line(getattr(error, "verify_message", "") or error.args[-1])
         case ssl.SSLError():

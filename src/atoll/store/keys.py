@@ -3,7 +3,7 @@
     syncer.crt, syncer.key     the syncer's certificate and its key
     tokens.json                who may join (fabric/tokens.py), changed while a run goes on
     ca.crt, ca.key             an authority of one's own, where there is one
-    NAME.crt, NAME.key         a learner's certificate, for mutual TLS
+    NAME.crt, NAME.key         a learner's certificate, for mutual TLS; `operator`: of commands on this machine
 
 The folder has mode 700 and every file in it mode 600.
 """
