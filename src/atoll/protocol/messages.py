@@ -44,6 +44,10 @@ NEW_FIELDS = {
 NEW_SETTINGS = frozenset({"weight_limit"})
 
 
+Line = Annotated[str, Meta(max_length=1000)]
+"""What a learner says in words: what it says may be kept, and is to stay small."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
     clock: Clock = {}
     term: int = 0
@@ -67,10 +71,10 @@ class Hello(Message, frozen=True):
     """The first message on every connection."""
 
     protocol: int
-    learner: str
+    learner: Line
     session: str
     """Drawn once per training process: the same session is the same incarnation, however often it reconnects."""
-    run: str = ""
+    run: Line = ""
     """The run whose versions it holds; empty for a newcomer."""
     versions: Annotated[tuple[int, ...], Meta(max_length=65536)] = ()
     """The committed version it last adopted, per fragment; −1 for none."""
@@ -140,7 +144,7 @@ class Contribution(Message, frozen=True):
     t: int
     steps: int
     tokens: int
-    digest: str
+    digest: Line
     probe: bool = False
     total: int = 0
     """Its tokens of all time when the copy was made."""
@@ -149,9 +153,9 @@ class Contribution(Message, frozen=True):
     taped: int = 0
     tape: tuple[AnyEntry, ...] = ()
     """What no report has said yet of its tape."""
-    run: str = ""
+    run: Line = ""
     """Whose it is, as its sender sees it: what was meant for another run, learner or life is merged into nothing."""
-    learner: str = ""
+    learner: Line = ""
     incarnation: int = 0
 
 
@@ -160,7 +164,7 @@ class Decline(Message, frozen=True):
 
     round: int
     attempt: int
-    reason: str
+    reason: Line
 
 
 class CutSaved(Message, frozen=True):
@@ -169,14 +173,14 @@ class CutSaved(Message, frozen=True):
     of: int
     incarnation: int
     t: int
-    file: str = ""
+    file: Line = ""
     """In the learner's own folder."""
-    digest: str = ""
-    reason: str = ""
+    digest: Line = ""
+    reason: Line = ""
 
 
 class Leave(Message, frozen=True):
-    reason: str
+    reason: Line
 
 
 class Seek(Message, frozen=True):
@@ -188,12 +192,12 @@ class Seek(Message, frozen=True):
 class Settled(Message, frozen=True):
     """What became of a peer's state: it is in the newcomer, or, with a reason, it is not."""
 
-    ticket: str
-    peer: str
+    ticket: Line
+    peer: Line
     size: int = 0
     t: int = 0
     """The newcomer's step when it was put in."""
-    reason: str = ""
+    reason: Line = ""
     again: bool = False
     """Another peer, please; otherwise it goes on without."""
 
@@ -201,19 +205,19 @@ class Settled(Message, frozen=True):
 class Ready(Message, frozen=True):
     """A copy of the peer's state, made after its step `t`, lies ready for whoever brings the ticket."""
 
-    ticket: str
+    ticket: Line
     size: int
-    digest: str
+    digest: Line
     t: int
-    direct: str = ""
+    direct: Line = ""
     """Where it can be had without the syncer; empty: nowhere."""
 
 
 class Unable(Message, frozen=True):
     """The peer cannot help, or cannot any more."""
 
-    ticket: str
-    reason: str
+    ticket: Line
+    reason: Line
 
 
 class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
