@@ -27,6 +27,7 @@ PLAN = {
 }
 
 
+@pytest.mark.faults
 def test_a_run_of_ones_own_script_under_faults_holds_what_the_plan_asks(run: Run) -> None:
     plan = run.folder / "plan.toml"
     plan.write_text(tomli_w.dumps(PLAN))

@@ -21,6 +21,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +43,28 @@ class Point(NamedTuple):
         return f"{self.when}:{self.what}:{self.number}{'!' if self.at_once else ''}"
 
 
-class Fuse:
-    """One point, and how far it is away."""
+NEVER = Point("never", "nothing", 0, False)
 
-    def __init__(self, point: Point, deaths: Path) -> None:
-        self.point, self._deaths, self._left = point, deaths, point.number
-        self._burns = point.at_once
+
+class Fuse:
+    """One point, and how far it is away. Which one it is shows when this life begins to do something: a successor that
+    waits for its turn is started while its predecessor is alive."""
+
+    def __init__(self, points: list[Point], deaths: Path) -> None:
+        self._points, self._deaths = points, deaths
+
+    @cached_property
+    def point(self) -> Point:
+        lived = len(self._deaths.read_text().splitlines()) if self._deaths.exists() else 0
+        return self._points[lived] if lived < len(self._points) else NEVER
+
+    @cached_property
+    def _left(self) -> int:
+        return self.point.number
+
+    @cached_property
+    def _burns(self) -> bool:
+        return self.point.at_once
 
     def due(self, what: str) -> bool:
         """Whether this is the step; every step of its kind is counted."""
@@ -70,10 +87,7 @@ class Fuse:
 
 def arm(points: str, out: str) -> None:
     """The point of this life, if one is left for it."""
-    deaths = Path(out) / "deaths.jsonl"
-    lived = len(deaths.read_text().splitlines()) if deaths.exists() else 0
-    for point in [Point.parse(text) for text in points.split(",")][lived : lived + 1]:
-        _lay(Fuse(point, deaths))
+    _lay(Fuse([Point.parse(text) for text in points.split(",")], Path(out) / "deaths.jsonl"))
 
 
 def _lay(fuse: Fuse) -> None:
