@@ -15,6 +15,7 @@ pytestmark = pytest.mark.system
 LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1")
 
 
+@pytest.mark.faults
 def test_a_killed_learner_comes_back_and_the_others_go_on(run: Run) -> None:
     run.train(*LINE, "--learners", "2", "--steps", "20000", "--kill", "learner-1@0.002")
     run.until(lambda events: ("learner-1", 2) in members(events))
@@ -80,6 +81,7 @@ def test_a_syncer_that_dies_is_started_again_and_learners_rejoin(run: Run) -> No
     assert run.summary["tokens"]["lost"] == 0
 
 
+@pytest.mark.faults
 def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
     """Its momentum is broken too: refused three times, it recovers with a fresh optimizer and contributes again."""
     calm = ("--merge", "mean", "--outer-lr", "1", "--outer-momentum", "0")
@@ -112,6 +114,7 @@ def test_a_learner_whose_machine_is_taken_away_leaves_in_good_order(run: Run) ->
     run.ended()
 
 
+@pytest.mark.faults
 def test_a_model_that_differs_is_refused_and_the_others_go_on(run: Run) -> None:
     """With an evaluator, for which this script brings no scorer: the run says so and does not wait for it."""
     run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "100000", "--overlap", "1", "--", "--odd", "5")

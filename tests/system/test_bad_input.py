@@ -25,11 +25,13 @@ def test_more_fragments_than_tensors(run: Run) -> None:
     assert "5 fragments" in text and "2 tensors" in text
 
 
+@pytest.mark.faults
 def test_too_little_memory_for_the_shared_buffers(run: Run) -> None:
     text = complaint(run.train(*LINE, "--overlap", "1", "--", "--poor"))
     assert "the shared buffers need" in text and "use a smaller model" in text
 
 
+@pytest.mark.faults
 def test_a_dataset_too_small(run: Run) -> None:
     small = run.folder / "small.txt"
     small.write_text("hello")

@@ -82,9 +82,8 @@ def survive(run: Run, *seeds: int, kills: int) -> None:
     check_all_accounted(run)
 
 
-def test_every_token_and_every_sample_is_accounted_for_after_three_storms(run: Run) -> None:
-    """One run for all three: most of its time goes into starting processes."""
-    survive(run, 1, 2, 3, kills=2)
+def test_every_token_and_every_sample_is_accounted_for_after_a_small_storm(run: Run) -> None:
+    survive(run, 1, kills=3)
 
 
 @pytest.mark.faults

@@ -123,6 +123,7 @@ def test_nginx_ends_tls_and_passes_on_to_a_syncer_on_loopback(run: Run, ports: d
         _contributes(run, link)
 
 
+@pytest.mark.faults
 def test_nginx_passes_tls_on_unread(run: Run, ports: dict[str, int]) -> None:
     keys = make_keys(run)
     with nginx(run.folder, ports):

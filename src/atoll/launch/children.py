@@ -87,6 +87,11 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    @property
+    def running_s(self) -> float:
+        """Since it was started last; 0 if it does not run."""
+        return time.monotonic() - self._started_at if self.running else 0.0
+
     def ended(self) -> int | None:
         """Its exit code, told once."""
         if self.process is None or (code := self.process.poll()) is None:

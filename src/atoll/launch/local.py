@@ -45,6 +45,8 @@ NEWCOMER_NICE = 4
 """The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits."""
 TRAINING_NICE = 9
 """Once it trains: on a crowded machine it leaves the processor to couriers and newcomers."""
+SUCCESSOR_S = 8.0
+"""A syncer that has run for so long has a successor made ready: the start of a run is crowded enough."""
 WORKLOAD = ["-m", "atoll.workloads.builtin"]
 UNWRITABLE = 4
 """A syncer whose disk failed ends with this code: starting it again would not mend the disk."""
@@ -332,8 +334,8 @@ class LocalRun:
             self._scorer.give_way(TRAINING_NICE)
 
     def _prepare_successor(self, status: RunStatus | None) -> None:
-        """Once most of them train: what a syncer takes longest for is done before it is needed."""
-        if status is None or self._ending or not self._syncer.running:
+        """Once most of them train, for a while: what a syncer takes longest for is done before it is needed."""
+        if status is None or self._ending or self._syncer.running_s < SUCCESSOR_S:
             return
         if 2 * sum(one.state == "training" for one in status.learners) > self.config.protocol.learners:
             self._syncer.prepare()
