@@ -2,6 +2,7 @@
 
     python benchmarks/load.py            a table, and benchmarks/results/load.json
     python benchmarks/load.py --json     the same as JSON
+    python benchmarks/load.py --tls      with TLS and tokens, as a run that has left its machine (load-tls.json)
     python benchmarks/load.py --profile /tmp/syncer.prof     where the syncer's time goes (cProfile; slower by half)
 
 A real syncer process (`python -m atoll.syncer`) and, in this process, one real WebSocket for each learner. They say
@@ -38,11 +39,15 @@ import msgspec
 import numpy as np
 
 from atoll.config import convert
+from atoll.fabric.certificates import fingerprint
 from atoll.fabric.transfer import body_headers, body_session, put_body
+from atoll.fabric.way import Way, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
+from atoll.protocol.messages import PROTOCOL, FromLearner, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
+from atoll.syncer.doors import read_tokens
 
 RESULT = Path(__file__).parent / "results" / "load.json"
 FRAGMENTS = 24
@@ -57,19 +62,22 @@ TICK_S = 0.002
 PAGE, TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
-def dialled(url: str) -> dict[str, Any]:
-    """How a syncer is dialled: all that a secure one needs besides goes here."""
-    return {"url": f"{url}/v1/control", "autoping": False, "max_msg_size": Limits().control_bytes, "compress": 0}
+def dialled(way: Way) -> dict[str, Any]:
+    """How a syncer is dialled."""
+    settings = {"autoping": False, "max_msg_size": Limits().control_bytes, "compress": 0}
+    return {"url": f"{way.urls[0]}/v1/control", "headers": way.headers, "ssl": way.context() or True, **settings}
 
 
 # ---- the syncer -----------------------------------------------------------------------------------------------------
 
 
 class SyncerProcess:
-    def __init__(self, folder: Path, learners: int, profile: Path | None) -> None:
+    def __init__(self, folder: Path, learners: int, profile: Path | None, keys: Path | None) -> None:
         protocol = {"learners": learners, "fragments": FRAGMENTS, "sync_every": PACE, "codec": "fp32", "cut_every": 0}
         out = RunDir.create(folder)
-        out.settings.write_bytes(convert({"protocol": protocol}, "the benchmark").toml())
+        self._keys = _made(keys) if keys is not None else None
+        document = {"protocol": protocol, "service": {"keys": str(keys or "")}}
+        out.settings.write_bytes(convert(document, "the benchmark").toml())
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         command = [sys.executable, *profiled, "-m", "atoll.syncer", str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -89,8 +97,12 @@ class SyncerProcess:
         self._process.wait(WAIT_S)
 
     @property
-    def url(self) -> str:
-        return self._address.read_text()
+    def way(self) -> Way:
+        url = self._address.read_text()
+        if self._keys is None:
+            return way_of(url)
+        token = read_tokens(self._keys).named("join").secret
+        return Way(urls=(url,), token=token, pin=fingerprint(self._keys.certificate.read_bytes()))
 
     @property
     def resident_kib(self) -> float:
@@ -100,6 +112,12 @@ class SyncerProcess:
     def cpu_s(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def _made(folder: Path) -> KeyDir:
+    command = [sys.executable, "-m", "atoll.cli", "cert", "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return KeyDir.open(folder)
 
 
 # ---- learners that only talk -----------------------------------------------------------------------------------------
@@ -121,24 +139,27 @@ class Talker:
         self._report = Progress(
             clock=clock, t=0, steps=zeros, tokens=zeros, versions=zeros, incarnation=1, dropped=zeros, counted=zeros
         )
-        self._beat = encode(Heartbeat(clock=clock))
+        self._beat = Heartbeat(clock=clock)
+        self._seq = itertools.count(1)
 
-    async def join(self, http: aiohttp.ClientSession, url: str, tasks: asyncio.TaskGroup) -> None:
-        self._socket = await http.ws_connect(**dialled(url))
+    async def join(self, http: aiohttp.ClientSession, way: Way, tasks: asyncio.TaskGroup) -> None:
+        self._socket = await http.ws_connect(**dialled(way))
         tasks.create_task(self._listen())
-        hello = Hello(protocol=PROTOCOL, learner=self.name, session=self.session, tensors=TENSORS)
-        await self._socket.send_bytes(encode(hello))
+        await self._send(Hello(protocol=PROTOCOL, learner=self.name, session=self.session, tensors=TENSORS))
         await self._until(Welcome)
 
-    async def begin(self, url: str) -> None:
+    async def _send(self, message: FromLearner, **told: Any) -> None:
+        await self._socket.send_bytes(encode(msgspec.structs.replace(message, seq=next(self._seq), **told)))
+
+    async def begin(self, way: Way) -> None:
         """Have the run's first parameters: the first that came gives them."""
         assert self.welcome is not None
         if self.welcome.upload:
-            async with body_session(Limits()) as bodies:
+            async with body_session(way, Limits()) as bodies:
                 for part in make_plan(TENSORS, FRAGMENTS).fragments:
                     data = np.ones(part.size, dtype=np.float32).view(np.uint8).data
                     path, headers = (
-                        f"{url}/v1/initial/{self.name}/{part.index}",
+                        f"{way.urls[0]}/v1/initial/{self.name}/{part.index}",
                         body_headers(self.session, digest(data)),
                     )
                     await put_body(bodies, path, data, headers, WAIT_S, Limits())
@@ -149,11 +170,11 @@ class Talker:
         """A report of one more step, or a heartbeat; with a ping behind it when asked."""
         self.said += 1
         if self.said % BEAT_EVERY == 0:
-            await self._socket.send_bytes(self._beat)
+            await self._send(self._beat)
         else:
             t = self.said
             told = {"t": t, "steps": (t,) * FRAGMENTS, "tokens": (512 * t,) * FRAGMENTS, "tokens_total": 512 * t}
-            await self._socket.send_bytes(encode(msgspec.structs.replace(self._report, **told)))
+            await self._send(self._report, **told)
         if ping:
             await self.ping(due)
 
@@ -246,15 +267,16 @@ async def measured(name: str, syncer: SyncerProcess, talkers: list[Talker], talk
 
 
 @asynccontextmanager
-async def idle(url: str, count: int) -> AsyncIterator[None]:
+async def idle(way: Way, count: int) -> AsyncIterator[None]:
     """Connections that asked once and were answered, as a browser or curl leaves them."""
-    where = urlsplit(url)
+    where, shown = urlsplit(way.urls[0]), "".join(f"{name}: {value}\r\n" for name, value in way.headers.items())
+    context = way.context()
     held = []
     try:
         for _ in range(count):
-            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            reader, writer = await asyncio.open_connection(where.hostname, where.port, ssl=context)
             held.append(writer)
-            writer.write(b"GET /v1/nothing HTTP/1.1\r\nHost: " + where.netloc.encode() + b"\r\n\r\n")
+            writer.write(f"GET /v1/nothing HTTP/1.1\r\nHost: {where.netloc}\r\n{shown}\r\n".encode())
             await writer.drain()
             answer = await reader.readuntil(b"}")
             assert b" 404 " in answer, answer
@@ -266,22 +288,22 @@ async def idle(url: str, count: int) -> AsyncIterator[None]:
 
 
 async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, Any]:
-    url, seconds = syncer.url, options.seconds
+    way, seconds = syncer.way, options.seconds
     talkers = [Talker(number, options.learners) for number in range(options.learners)]
     rows = []
     async with asyncio.TaskGroup() as tasks, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        await talkers[0].join(http, url, tasks)
-        await talkers[0].begin(url)
+        await talkers[0].join(http, way, tasks)
+        await talkers[0].begin(way)
         alone_kib = syncer.resident_kib
         for one in talkers[1:]:
-            await one.join(http, url, tasks)
-            await one.begin(url)
+            await one.join(http, way, tasks)
+            await one.begin(way)
         joined_kib = syncer.resident_kib
         for per_s in options.rates:
             rows.append(await measured(f"asked {per_s:,}/s", syncer, talkers, at_rate(talkers, per_s, seconds)))
         rows.append(await measured("flat out", syncer, talkers, flat_out(talkers, seconds)))
         loaded_kib = syncer.resident_kib
-        async with idle(url, options.idle):
+        async with idle(way, options.idle):
             idle_kib = syncer.resident_kib
             beside = f" beside {options.idle:,} idle"
             for per_s in options.rates:
@@ -290,6 +312,7 @@ async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, 
         for one in talkers:
             await one.leave()
     return {
+        "tls": options.tls,
         "learners": options.learners,
         "idle": options.idle,
         "cores": len(os.sched_getaffinity(0)),
@@ -331,12 +354,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.out = options.out or RESULT.with_name("load-tls.json" if options.tls else "load.json")
     options.busy = round(os.getloadavg()[0], 2)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        SyncerProcess(Path(scratch) / "run", options.learners, options.profile) as syncer,
+        SyncerProcess(
+            Path(scratch) / "run", options.learners, options.profile, Path(scratch) / "keys" if options.tls else None
+        ) as syncer,
     ):
         found = asyncio.run(load(options, syncer))
     if options.profile is None:
