@@ -14,7 +14,7 @@ SETTINGS = Settings(learners=4, fragments=24, sync_every=24)
 
 def test_a_small_model_costs_little_more_than_the_program() -> None:
     most = ceiling(plan(), Settings(fragments=2, sync_every=2, overlap=1), slots=1)
-    assert PROGRAM < most.fixed < PROGRAM + 200 * MIB
+    assert PROGRAM < most.fixed < PROGRAM + 1500 * MIB
     assert most.bytes(3) - most.bytes(2) == most.each < 20 * MIB
 
 
@@ -27,5 +27,5 @@ def test_it_grows_with_the_model_and_with_each_learner() -> None:
 
 
 def test_narrower_limits_are_a_lower_ceiling() -> None:
-    narrow = Limits(queue_bytes=MIB, strangers=16)
+    narrow = Limits(queue_bytes=MIB, connections=128)
     assert ceiling(LARGE, SETTINGS, 1, narrow).bytes(64) < ceiling(LARGE, SETTINGS, 1).bytes(64)

@@ -7,7 +7,7 @@
 | a cut | the outer state once more, while it is written |
 | one learner | for each of its pulls a body and what is decoded of it; the queues of its channel, both ways |
 | states passed on | as many streams, and as much of each, as the relay lets through |
-| strangers | what a connection may cost before it has said who it is |
+| connections | as many as there may be, whoever holds them |
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from atoll.protocol.settings import Settings
 from atoll.syncer.parameters import OLD
 
 PROGRAM = 256 * MIB
-CONNECTION = 128 * KIB
-"""An open connection: headers, buffers of the socket and of TLS."""
+CONNECTION = 320 * KIB
+"""An open connection: headers, buffers of the socket, and of TLS, which are most of it."""
 MISSES = 3
 """Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
 
@@ -46,8 +46,8 @@ def ceiling(
     limits, relay = limits or Limits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
-    fixed += relay.streams * relay.window_bytes + limits.strangers * CONNECTION
+    fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
     pulls = schedule.flights(settings) + MISSES
     body = make_codec(settings.codec).nbytes(plan.largest)
     talk = limits.queue_bytes + 2 * limits.control_bytes
-    return Ceiling(fixed, pulls * (body + largest) + talk + 16 * CONNECTION)
+    return Ceiling(fixed, pulls * (body + largest) + talk)
