@@ -62,6 +62,7 @@ def test_nothing_outlives_a_killed_supervisor(run: Run) -> None:
     assert (run.out / "model.safetensors").exists()
 
 
+@pytest.mark.faults
 def test_a_syncer_that_dies_is_started_again_and_learners_rejoin(run: Run) -> None:
     run.train(*LINE, "--learners", "2")
     run.until(lambda events: len(members(events)) == 2)

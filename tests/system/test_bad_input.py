@@ -20,6 +20,7 @@ def complaint(run: Run) -> str:
     return run.stderr
 
 
+@pytest.mark.faults
 def test_more_fragments_than_tensors(run: Run) -> None:
     text = complaint(run.train(*LINE, "--fragments", "5"))
     assert "5 fragments" in text and "2 tensors" in text

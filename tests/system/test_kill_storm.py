@@ -92,6 +92,7 @@ def test_every_token_and_every_sample_is_accounted_for_after_a_storm(run: Run, s
     survive(run, seed, kills=10)
 
 
+@pytest.mark.faults
 def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Run) -> None:
     run.train(*LEASED, "--sync", "--", "--epochs", "1", "--samples", "1500").ended()
     records = facts.records(run)

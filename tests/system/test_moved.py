@@ -44,6 +44,7 @@ def test_a_standby_on_the_links_second_address_goes_on_with_the_same_learner(run
     assert run.summary["tokens"]["lost"] == 0
 
 
+@pytest.mark.faults
 def test_a_link_outlives_a_syncer_that_nobody_had_joined_yet(run: Run) -> None:
     keys = make_keys(run)
     first, second = run.free_port(), run.free_port()

@@ -84,6 +84,7 @@ def test_learners_that_leave_by_themselves_end_the_run(run: Run) -> None:
     assert (run.out / "model.safetensors").exists()
 
 
+@pytest.mark.faults
 def test_data_parallel(run: Run) -> None:
     run.train("--algorithm", "data-parallel", "--learners", "2", "--steps", "20", *TINY).ended()
     summary = run.summary
