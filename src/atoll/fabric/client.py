@@ -313,11 +313,11 @@ async def _plain_answers(request: aiohttp.ClientRequest, handler: aiohttp.Client
     """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
     response = await handler(request)
     if 300 <= response.status < 400:
-        await response.read()
         response.close()
         raise PeerError("it answered with a redirect: is this a syncer?")
     if response.status in (401, 403):
-        reason = await reason_of(response)
-        response.close()
-        raise Denied(reason)
+        try:
+            raise Denied(await reason_of(response))
+        finally:
+            response.close()  # also when nobody waits for the reason any more
     return response
