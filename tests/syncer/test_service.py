@@ -274,7 +274,7 @@ async def test_only_one_that_is_there_and_speaks_version_2_can_be_drained(stage:
     await old.until(Welcome)
     with pytest.raises(PeerError, match="b speaks protocol 1, which knows no drain: send its process SIGTERM instead"):
         stage.service.drain("b")
-    assert stage.service.drain("a") == "a gives its last steps to the run, saves its state and leaves"
+    assert stage.service.drain("a") == "a gives its last steps to the run and leaves"
     assert (await learner.until(Drain)).reason == "the operator asked"
     await learner.link.close()
     await stage.until("lost")

@@ -176,7 +176,7 @@ class SyncerService:
                 f"{learner} speaks protocol {channel.protocol}, which knows no drain: send its process SIGTERM instead"
             )
         self._handle(fx.DrainAsked(learner, "the operator asked"))
-        return f"{learner} gives its last steps to the run, saves its state and leaves"
+        return f"{learner} gives its last steps to the run and leaves"
 
     def unscored(self) -> None:
         """No evaluator is there any more: nobody waits for its last word."""
