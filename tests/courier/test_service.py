@@ -225,6 +225,53 @@ async def second_run(stage: Stage, first: Run, **rules: object) -> Run:
     return await stage.run(port=port, **rules)
 
 
+async def test_an_error_is_of_the_courier_that_made_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two couriers on one loop, as in a test or a notebook."""
+    run = await stage.run(learners=2)
+    wrong, other = stage.training(run), stage.training(run, name="learner-1")
+    await wrong.join()
+    await other.join()
+
+    def fail(*what: object) -> None:
+        raise RuntimeError("wrong")
+
+    monkeypatch.setattr(wrong.courier._machine, "handle", fail)
+    wrong.step(0.25)
+    with pytest.raises(RuntimeError, match="wrong"):
+        await asyncio.wait_for(wrong.task, WAIT_S)
+    await stepping(other, until=1)
+
+
+async def test_a_courier_that_is_ended_begins_nothing_new(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await stage.run()
+    training = stage.training(run)
+    await training.join()
+    courier, heard = training.courier, []
+    handle = courier._machine.handle  # type: ignore[union-attr]
+    monkeypatch.setattr(courier._machine, "handle", lambda now, event: heard.append(event) or handle(now, event))
+    held = asyncio.Event()
+    assert courier._tasks is not None
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await held.wait()
+
+    courier._tasks.create_task(ends_slowly())
+    await asyncio.sleep(0)
+    killed = asyncio.ensure_future(training.kill_courier())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    heard.clear()
+    training.step(0.25)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    held.set()
+    await asyncio.wait_for(killed, WAIT_S)
+    assert training.task.done() and not heard
+
+
 async def test_a_new_run_begins_with_the_parameters_of_the_learner_that_comes_back(stage: Stage) -> None:
     run = await stage.run()
     training = stage.training(run)

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
 from atoll.courier.body import Bodies
 from atoll.courier.states import StateEffect, States
@@ -89,32 +89,32 @@ class Courier:
         self._said_at = -SAY_S
 
     async def run(self) -> None:
-        self._loop.set_exception_handler(self._callback_failed)
-        self._loop.add_reader(self._channel.sock, self._readable)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                watch = tasks.create_task(self._watch_parent())
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            watch = tasks.create_task(self._watch_parent())
+            self._loop.add_reader(self._channel.sock, self._called, self._readable)
+            try:
                 await self._over.wait()
-                watch.cancel()
-                if self._link is not None:
-                    await self._link.close()
-                if self._bodies is not None:
-                    self._bodies.close()
-                if self._states is not None:
-                    await self._states.close()
-        finally:
-            self._loop.remove_reader(self._channel.sock)
+            finally:  # also where it is cancelled: nothing new begins while its tasks end
+                self._over.set()
+                self._loop.remove_reader(self._channel.sock)
+            watch.cancel()
+            if self._link is not None:
+                await self._link.close()
+            if self._bodies is not None:
+                self._bodies.close()
+            if self._states is not None:
+                await self._states.close()
         if self._broken is not None:
             raise self._broken
 
-    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error in a callback would only be logged, and half a courier would live on."""
-        if "handle" in context and (error := context.get("exception")) is not None:
+    def _called(self, back: Callable[..., None], *told: object) -> None:
+        """By the loop, which would only log an error: half a courier would live on."""
+        try:
+            back(*told)
+        except Exception as error:
             self._broken = self._broken or error
             self._over.set()
-        else:
-            loop.default_exception_handler(context)
 
     # ---- from the training process ------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Courier:
             self._wake.cancel()
             self._wake = None
         if self._machine.wake_at is not None:
-            self._wake = self._loop.call_at(self._machine.wake_at, self._handle, fx.Tick())
+            self._wake = self._loop.call_at(self._machine.wake_at, self._called, self._handle, fx.Tick())
 
     def _carry_out(self, effect: fx.LearnerEffect) -> None:
         assert self._machine is not None
