@@ -11,6 +11,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import history, learner, ledger, records
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.cut import Cuts
+from atoll.protocol.ending import End
 from atoll.protocol.leases import Leases
 from atoll.protocol.membership import Membership
 from atoll.protocol.rounds import Rounds
@@ -37,7 +38,7 @@ def _written_last(plain: Plain) -> Any:
 mutant("a round is announced before it is durable", (Rounds, "commit", _written_last))
 mutant("a learner is welcomed before its incarnation is durable", (Syncer, "_greet", _written_last))
 mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
-mutant("the end is told before it is durable", (Syncer, "_finish", _written_last))
+mutant("the end is told before it is durable", (End, "_finish", _written_last))
 
 
 def _merged_without_lives(plain: Plain) -> Any:

@@ -1,10 +1,8 @@
 """The syncer's rules, with no clock, no socket and no tensors: `handle(now, event) -> effects`.
 
-A run's way: *empty* (the first joiner is asked for version 0) → *running* (rounds.py, one round after another) →
-*ending* (budget spent or the operator asked: learners stop, then one unpaced cycle of P rounds brings their last steps
-in) → *finished*. Here is who takes part, which contributions may be merged, and the end; watch.py knows who is silent,
-stalled or mute, peers.py who helps a newcomer; gathering.py says when a round may freeze its members, rounds.py what
-becomes of it.
+Here is who takes part and which contributions may be merged. course.py says where a run stands, assembling.py whom it
+waits for, ending.py when it ends; watch.py knows who is silent, stalled or mute, peers.py who helps a newcomer;
+gathering.py says when a round may freeze its members, rounds.py what becomes of it.
 
 Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
 whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
@@ -16,13 +14,12 @@ one that says nothing is gone.
 from __future__ import annotations
 
 from operator import gt
-from typing import Literal
 
-from atoll.protocol import schedule
 from atoll.protocol.accounts import Accounts
+from atoll.protocol.assembling import Assembling
 from atoll.protocol.clock import SYNCER
+from atoll.protocol.course import Course, Phase
 from atoll.protocol.cut import Cuts
-from atoll.protocol.drain import Drain
 from atoll.protocol.effects import (
     ChangeAsked,
     CutKept,
@@ -31,7 +28,6 @@ from atoll.protocol.effects import (
     DrainAsked,
     EndAsked,
     Expel,
-    Finished,
     Greeted,
     Initialised,
     Lost,
@@ -45,6 +41,7 @@ from atoll.protocol.effects import (
     Tick,
     Unmergeable,
 )
+from atoll.protocol.ending import End
 from atoll.protocol.grace import Estimates
 from atoll.protocol.history import History
 from atoll.protocol.membership import Learner, Membership
@@ -72,19 +69,13 @@ from atoll.protocol.messages import (
 from atoll.protocol.messages import Drain as DrainMessage
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
-from atoll.protocol.records import Begun, Changed, Ended, Reset
+from atoll.protocol.records import Begun, Changed, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import MOST, against_the_rules, not_its_own, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
-
-Phase = Literal["empty", "running", "ending", "finished"]
-
-
-RETURN_S = 1.5
-"""So long a new term's rounds wait for the learners it knows: whoever lives dials every second."""
 
 
 class Syncer:
@@ -94,7 +85,7 @@ class Syncer:
         assert settings.fragments > 0 and settings.sync_every > 0, "settings must be resolved"
         self.history = history
         self.run, self.fingerprint = history.run, history.begun.fingerprint
-        self.phase: Phase = "finished" if history.finished else "running" if history.started else "empty"
+        self.course = Course.of(history)
         self.out = Outbox(history)
         self.members = Membership(settings)
         self.accounts = Accounts(settings, self.members, self.out)
@@ -103,23 +94,15 @@ class Syncer:
         self.rounds = Rounds(settings, self.members, self.cuts, self.out)
         self.watch = Watch(settings, self.members, self.rounds, self.out)
         self.peers = Peers(settings, self.members, self.rounds, self.out)
-        self.drain = Drain(settings, self.members, self.rounds)
+        self.assembling = Assembling(settings, self.members, self.rounds, returning=bool(history.lives))
+        self.end = End(settings, self.course, self.members, self.rounds, self.peers, self.assembling, self.out)
         self.wake_at: float | None = None
         self._uploader: str | None = None
         self._uploader_holds = False
-        self._started_at = self._idle_since = 0.0
-        self._end_reason = history.ended
-        self._opened = False
-        """Its first round of this term is open."""
-        self._assembling = bool(history.lives)
-        """The learners of an earlier term are coming back."""
-        self._end_by: float | None = None
         self._asked: ChangeAsked | None = None
         """A change that waits for the merge under way: a round is merged by one set of settings."""
         self._only_counted = False
         """The report just taken in moved counters and nothing else."""
-        self._was_over = history.finished
-        """An earlier term came to the end and could not say so to everybody."""
         self._remember()
 
     @classmethod
@@ -136,9 +119,7 @@ class Syncer:
     # ---- the face ---------------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
-        if self._was_over:
-            self._was_over = False
-            self.out.add(Finished(self._end_reason))
+        self.end.say_again()
         match event:
             case Greeted(hello):
                 self._greet(now, hello)
@@ -174,7 +155,7 @@ class Syncer:
                     self.out.send(name, DrainMessage(reason=reason))
                     self.out.note("draining", f"{name} is asked to leave: {reason}", learner)
             case EndAsked(reason):
-                self._end(now, reason)
+                self.end.begin(now, reason)
             case Over():
                 for learner in self.members.learners.values():
                     self._close(learner, "the run is over")
@@ -204,15 +185,18 @@ class Syncer:
 
     def _is_before_the_next(self, now: float, learner: Learner) -> bool:
         """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
-        tokens = self.settings.tokens
-        if self.phase != "running" or self._assembling or self._asked is not None or self.rounds.any_due():
+        if self.phase != "running" or self._asked is not None:
             return False
-        if tokens and self.members.tokens() >= tokens:
+        if self.assembling.returning or self.rounds.any_due() or self.end.tokens_spent():
             return False
         assert self.wake_at is not None
-        self._idle_since = now
+        self.end.stepped(now)
         self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
         return True
+
+    @property
+    def phase(self) -> Phase:
+        return self.course.phase
 
     @property
     def progress(self) -> float:
@@ -263,11 +247,13 @@ class Syncer:
         self.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
         self.out.add(Retune(asked.outer))
         self.settings = asked.settings
-        rooms = (self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.drain)
-        for room in (*rooms, self.peers):
+        for room in (
+            *(self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.peers),
+            *(self.assembling, self.end, self.end.drain),
+        ):
             room.settings = asked.settings
-        if asked.reopen and self.phase == "finished":
-            self.phase, self._end_reason, self._was_over = "running", "", False
+        if asked.reopen:
+            self.end.reopen()
         self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
 
     # ---- joining and leaving ----------------------------------------------------------------------------------
@@ -297,9 +283,9 @@ class Syncer:
         word = "joined" if new else "came back"
         self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
         if self.phase == "ending":
-            self.out.send(learner.name, Ending(reason=self._end_reason))
+            self.out.send(learner.name, Ending(reason=self.course.reason))
         elif self.phase == "finished":
-            self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
+            self.out.send(learner.name, Finish(reason=self.course.reason, versions=tuple(self.versions)))
         elif learner.draining:
             self.out.send(learner.name, DrainMessage(reason=learner.draining))  # for all we know it did not hear it
 
@@ -366,7 +352,8 @@ class Syncer:
             return
         self.cuts.first()
         self.out.persist(StartedRecord(uploader))
-        self.phase, self._started_at = "running", now
+        self.course.phase = "running"
+        self.assembling.started(now)
         self.rounds.versions = [0] * self.settings.fragments
         self.out.note("initial", f"{uploader} gave the first parameters")
         for learner in self.members.connected():
@@ -529,11 +516,9 @@ class Syncer:
             self._abandon(now, wakes)
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
-            self._end_if_spent(now, wakes)
-            if self.phase == "running":
-                self._open_next(now, wakes)
-            elif self.phase == "ending" and self.drain.step(now, wakes):
-                self._finish(self._end_reason)
+            self.end.turn(now, wakes)
+            if self.phase == "running" and self.assembling.may_open(now, wakes):
+                self.rounds.open_next(now)
             moved = self.rounds.turn(now, wakes)
         self.wake_at = min([wake for wake in wakes if wake > now], default=None)
 
@@ -552,83 +537,6 @@ class Syncer:
                 self._close(learner, f"away for {self.settings.abandon_s:g} s")
             else:
                 wakes.append(until)
-
-    def _open_next(self, now: float, wakes: list[float]) -> None:
-        """A new term lets the learners come back first: who misses its rounds would drop what it trained on meanwhile.
-        A synchronous run begins, and goes on in a new term, when all its learners are there, or a while later."""
-        if self._assembling and self._end_by is not None:
-            until = self._end_by - max(0.0, self.settings.patience_s - RETURN_S)
-            wakes.append(until)
-            if now < until:
-                return
-        if self.settings.synchronous and not self._opened:
-            self._started_at = self._started_at or now
-            live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
-            known = sum(not one.closed for one in self.members.learners.values())
-            awaited = self.settings.learners if self.next_round == 0 else known
-            wakes.append(late_at)
-            if len(live) < awaited and (now < late_at or not live):
-                return
-        self._opened = True
-        self.rounds.open_next(now)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
-
-    def _end_if_spent(self, now: float, wakes: list[float]) -> None:
-        last, tokens = schedule.last_round(self.settings), self.settings.tokens
-        if self.phase != "running" or not self._may_end(now, wakes) or self.phase != "running":
-            return
-        if last is not None and self.committed >= last:
-            self._end(now, f"{self.settings.steps:,} steps are done")
-        elif tokens and self.members.tokens() >= tokens:
-            self._end(now, f"the budget of {tokens:,} tokens is spent")
-        elif self._everyone_stopped(now, wakes):
-            self._end(now, "every learner has stopped")
-
-    def _may_end(self, now: float, wakes: list[float]) -> bool:
-        """A new term first lets the learners come back: their last steps are to be collected."""
-        if not self._assembling:
-            return True
-        away = [one for one in self.members.learners.values() if one.state != "training" and not one.closed]
-        self._end_by = self._end_by if self._end_by is not None else now + self.settings.patience_s
-        self._assembling = bool(away) and now < self._end_by
-        if self._assembling:
-            wakes.append(self._end_by)
-        elif self.history.ended:
-            self._end(now, self.history.ended)
-        return not self._assembling
-
-    def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """All the run was meant for; or those that are there, and nobody else has come for a while."""
-        there = self.members.connected()
-        if not there or not all(one.stopped for one in there):
-            self._idle_since = now
-            return False
-        wakes.append(self._idle_since + self.settings.assemble_s)
-        stopped = sum(one.stopped for one in self.members.learners.values())  # also those that have left since
-        return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
-
-    def _end(self, now: float, reason: str) -> None:
-        if self.phase == "empty":
-            self._finish(reason)
-        if self.phase != "running":
-            return
-        if not self.history.ended:
-            self.out.persist(Ended(reason))
-        self.phase, self._end_reason = "ending", reason
-        self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
-        self.drain.begin(now)
-        self.peers.end("the run ends")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Ending(reason=reason))
-
-    def _finish(self, reason: str) -> None:
-        self.out.persist(Ended(reason, final=True))
-        self.phase, self._end_reason = "finished", reason
-        self.out.note("finishing", f"the run is over: {reason}")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Finish(reason=reason, versions=tuple(self.versions)))
-        self.out.add(Finished(reason))
 
 
 def _holds_a_model(hello: Hello) -> bool:

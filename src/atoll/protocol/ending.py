@@ -1,0 +1,115 @@
+"""The end of a run: when it comes, and what is said of it.
+
+Rules kept here, each with its test: a run ends when its budget of steps or tokens is spent, when every learner has
+stopped, or when the operator asks; first the last steps are collected (drain.py), then it is finished. Both are durable
+before they are told. A term that finds a run ending lets the learners come back first; one that finds it finished says
+so once more.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol import schedule
+from atoll.protocol.assembling import Assembling
+from atoll.protocol.course import Course
+from atoll.protocol.drain import Drain
+from atoll.protocol.effects import Finished
+from atoll.protocol.membership import Membership
+from atoll.protocol.messages import Ending, Finish
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.peers import Peers
+from atoll.protocol.records import Ended
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.settings import Settings
+
+
+class End:
+    def __init__(
+        self,
+        settings: Settings,
+        course: Course,
+        members: Membership,
+        rounds: Rounds,
+        peers: Peers,
+        assembling: Assembling,
+        out: Outbox,
+    ) -> None:
+        self.settings, self.course, self.members, self.rounds = settings, course, members, rounds
+        self.peers, self.assembling, self.out, self.history = peers, assembling, out, out.history
+        self.drain = Drain(settings, members, rounds)
+        self._idle_since = 0.0
+        """The last moment at which somebody made steps, or nobody was there."""
+        self._was_over = course.phase == "finished"
+        """An earlier term came to the end and could not say so to everybody."""
+
+    def turn(self, now: float, wakes: list[float]) -> None:
+        """Begin to end, or go on with it, where it is time."""
+        if self.course.phase == "running" and (reason := self._reason(now, wakes)) is not None:
+            self.begin(now, reason)
+        if self.course.phase == "ending" and self.drain.step(now, wakes):
+            self._finish(self.course.reason)
+
+    def _reason(self, now: float, wakes: list[float]) -> str | None:
+        """Why the run is to end now, if it is."""
+        if not self.assembling.may_end(now, wakes):
+            return None
+        if self.history.ended:
+            return self.history.ended  # an earlier term had begun to
+        last = schedule.last_round(self.settings)
+        if last is not None and self.rounds.committed >= last:
+            return f"{self.settings.steps:,} steps are done"
+        if self.tokens_spent():
+            return f"the budget of {self.settings.tokens:,} tokens is spent"
+        return "every learner has stopped" if self._everyone_stopped(now, wakes) else None
+
+    def tokens_spent(self) -> bool:
+        return 0 < self.settings.tokens <= self.members.tokens()
+
+    def stepped(self, now: float) -> None:
+        """Somebody makes steps."""
+        self._idle_since = now
+
+    def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
+        """All the run was meant for; or those that are there, and nobody else has come for a while."""
+        there = self.members.connected()
+        if not there or not all(one.stopped for one in there):
+            self._idle_since = now
+            return False
+        wakes.append(self._idle_since + self.settings.assemble_s)
+        stopped = sum(one.stopped for one in self.members.learners.values())  # also those that have left since
+        return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
+
+    def begin(self, now: float, reason: str) -> None:
+        """Learners are told to stop. A run without parameters has nothing to collect, and is over at once."""
+        if self.course.phase == "empty":
+            self._finish(reason)
+        if self.course.phase != "running":
+            return
+        if not self.history.ended:
+            self.out.persist(Ended(reason))
+        self.course.phase, self.course.reason = "ending", reason
+        self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
+        self.drain.begin(now)
+        self.peers.end("the run ends")
+        for learner in self.members.connected():
+            self.out.send(learner.name, Ending(reason=reason))
+
+    def _finish(self, reason: str) -> None:
+        self.out.persist(Ended(reason, final=True))
+        self.course.phase, self.course.reason = "finished", reason
+        self.out.note("finishing", f"the run is over: {reason}")
+        for learner in self.members.connected():
+            self.out.send(learner.name, Finish(reason=reason, versions=tuple(self.rounds.versions)))
+        self.out.add(Finished(reason))
+
+    # ---- in a later term ----------------------------------------------------------------------------------------
+
+    def say_again(self) -> None:
+        """Of a run that was over already."""
+        if self._was_over:
+            self._was_over = False
+            self.out.add(Finished(self.course.reason))
+
+    def reopen(self) -> None:
+        """The operator gave a finished run another budget."""
+        if self.course.phase == "finished":
+            self.course.phase, self.course.reason, self._was_over = "running", "", False
