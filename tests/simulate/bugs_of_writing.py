@@ -10,12 +10,12 @@ from tests.simulate.planting import Plain, always, mutant, nothing
 from atoll.protocol import effects as fx
 from atoll.protocol import history, learner, ledger, records
 from atoll.protocol.accounts import Accounts
+from atoll.protocol.attendance import Attendance
 from atoll.protocol.cut import Cuts
 from atoll.protocol.ending import End
 from atoll.protocol.leases import Leases
 from atoll.protocol.membership import Membership
 from atoll.protocol.rounds import Rounds
-from atoll.protocol.syncer import Syncer
 from atoll.protocol.versions import Versions
 from atoll.simulate.disk import Disk
 
@@ -36,7 +36,7 @@ def _written_last(plain: Plain) -> Any:
 
 
 mutant("a round is announced before it is durable", (Rounds, "commit", _written_last))
-mutant("a learner is welcomed before its incarnation is durable", (Syncer, "_greet", _written_last))
+mutant("a learner is welcomed before its incarnation is durable", (Attendance, "greet", _written_last))
 mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
 mutant("the end is told before it is durable", (End, "_finish", _written_last))
 
@@ -141,7 +141,7 @@ def _found_nothing(plain: Plain) -> Any:
 
 
 mutant("a contribution merged after its learner is gone stays lost", (ledger.Ledger, "_found", _found_nothing))
-mutant("who has been away too long keeps its account", (Syncer, "_abandon", nothing))
+mutant("who has been away too long keeps its account", (Attendance, "abandon", nothing))
 
 # ---- leases -------------------------------------------------------------------------------------------------------
 

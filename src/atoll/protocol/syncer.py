@@ -1,8 +1,9 @@
 """The syncer's rules, with no clock, no socket and no tensors: `handle(now, event) -> effects`.
 
-Here is who takes part and which contributions may be merged. course.py says where a run stands, assembling.py whom it
-waits for, ending.py when it ends; watch.py knows who is silent, stalled or mute, peers.py who helps a newcomer;
-gathering.py says when a round may freeze its members, rounds.py what becomes of it.
+Here is which contributions may be merged. course.py says where a run stands, beginning.py how it comes by its first
+parameters, assembling.py whom it waits for, ending.py when it ends; attendance.py lets learners in and out, watch.py
+knows who is silent, stalled or mute, peers.py who helps a newcomer; gathering.py says when a round may freeze its
+members, rounds.py what becomes of it.
 
 Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
 whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
@@ -13,11 +14,10 @@ one that says nothing is gone.
 
 from __future__ import annotations
 
-from operator import gt
-
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.assembling import Assembling
-from atoll.protocol.clock import SYNCER
+from atoll.protocol.attendance import Attendance
+from atoll.protocol.beginning import Beginning
 from atoll.protocol.course import Course, Phase
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import (
@@ -27,7 +27,6 @@ from atoll.protocol.effects import (
     Delivered,
     DrainAsked,
     EndAsked,
-    Expel,
     Greeted,
     Initialised,
     Lost,
@@ -49,11 +48,8 @@ from atoll.protocol.messages import (
     Contribution,
     CutSaved,
     Decline,
-    Ending,
-    Finish,
     FromLearner,
     Heartbeat,
-    Hello,
     Leave,
     Progress,
     Ready,
@@ -62,15 +58,11 @@ from atoll.protocol.messages import (
     Register,
     Seek,
     Settled,
-    Started,
     Unable,
-    Welcome,
 )
-from atoll.protocol.messages import Drain as DrainMessage
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Reset
-from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import MOST, against_the_rules, not_its_own, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
@@ -84,7 +76,7 @@ class Syncer:
         self.settings = settings = history.settings
         assert settings.fragments > 0 and settings.sync_every > 0, "settings must be resolved"
         self.history = history
-        self.run, self.fingerprint = history.run, history.begun.fingerprint
+        self.run = history.run
         self.course = Course.of(history)
         self.out = Outbox(history)
         self.members = Membership(settings)
@@ -95,10 +87,19 @@ class Syncer:
         self.watch = Watch(settings, self.members, self.rounds, self.out)
         self.peers = Peers(settings, self.members, self.rounds, self.out)
         self.assembling = Assembling(settings, self.members, self.rounds, returning=bool(history.lives))
+        self.beginning = Beginning(self.course, self.members, self.rounds, self.cuts, self.assembling, self.out)
+        self.attendance = Attendance(
+            settings,
+            self.course,
+            self.members,
+            self.accounts,
+            self.rounds,
+            self.peers,
+            self.beginning,
+            self.out,
+        )
         self.end = End(settings, self.course, self.members, self.rounds, self.peers, self.assembling, self.out)
         self.wake_at: float | None = None
-        self._uploader: str | None = None
-        self._uploader_holds = False
         self._asked: ChangeAsked | None = None
         """A change that waits for the merge under way: a round is merged by one set of settings."""
         self._only_counted = False
@@ -122,7 +123,7 @@ class Syncer:
         self.end.say_again()
         match event:
             case Greeted(hello):
-                self._greet(now, hello)
+                self.attendance.greet(now, hello)
             case Received(name, message):
                 if (learner := self._known(name)) is not None:
                     self._receive(now, learner, message)
@@ -132,9 +133,9 @@ class Syncer:
                     self._contribute(now, learner, contribution, refusal)
             case Lost(name, reason):
                 if (learner := self._known(name)) is not None:
-                    self._lose(learner, "lost", reason)
+                    self.attendance.lose(learner, "lost", reason)
             case Initialised(name):
-                self._start(now, name)
+                self.beginning.initialised(now, name)
             case Merged():
                 self.rounds.commit(now, event)
             case Unmergeable(number, reason, reset):
@@ -151,14 +152,12 @@ class Syncer:
                 self._asked = event
             case DrainAsked(name, reason):
                 if (learner := self._known(name)) is not None:
-                    learner.draining = reason
-                    self.out.send(name, DrainMessage(reason=reason))
-                    self.out.note("draining", f"{name} is asked to leave: {reason}", learner)
+                    self.attendance.ask_to_leave(learner, reason)
             case EndAsked(reason):
                 self.end.begin(now, reason)
             case Over():
                 for learner in self.members.learners.values():
-                    self._close(learner, "the run is over")
+                    self.attendance.close(learner, "the run is over")
             case Tick():
                 pass
         if not self._is_quiet(now, event):
@@ -249,128 +248,18 @@ class Syncer:
         self.settings = asked.settings
         for room in (
             *(self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.peers),
-            *(self.assembling, self.end, self.end.drain),
+            *(self.assembling, self.attendance, self.end, self.end.drain),
         ):
             room.settings = asked.settings
         if asked.reopen:
             self.end.reopen()
         self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
 
-    # ---- joining and leaving ----------------------------------------------------------------------------------
-
-    def _greet(self, now: float, hello: Hello) -> None:
-        before = self.members.learners.get(hello.learner)
-        same = before is not None and before.session == hello.session
-        if self.phase == "finished" and not same:
-            self.out.send(hello.learner, Refused(reason="the run is over", over=True))
-            return
-        if before is not None and before.connected:
-            self._lose(before, "lost", "it dialled again" if same else "another process took its name")
-        if before is not None and not same:
-            self._close(before, "another process took its name")
-        elif before is not None and (self._is_ahead(hello) or hello.incarnation > before.incarnation):
-            text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
-            self.out.note("warning", text, before)
-            self._close(before, "it knew what the disk did not keep")
-        learner, new = self.members.greet(now, hello, self.run)
-        if new:
-            self.accounts.open(learner)
-        if hello.run == self.run:
-            self.out.hear(hello.clock)
-        if self.phase == "empty" and self._is_better_uploader(hello):
-            self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
-        self._welcome(learner)
-        word = "joined" if new else "came back"
-        self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
-        if self.phase == "ending":
-            self.out.send(learner.name, Ending(reason=self.course.reason))
-        elif self.phase == "finished":
-            self.out.send(learner.name, Finish(reason=self.course.reason, versions=tuple(self.versions)))
-        elif learner.draining:
-            self.out.send(learner.name, DrainMessage(reason=learner.draining))  # for all we know it did not hear it
-
-    def _is_ahead(self, hello: Hello) -> bool:
-        """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
-        have taken their place: what it knows must have been there when each term began that it has not heard of."""
-        found = [(rounds, versions) for term, rounds, versions in self.history.began if 0 < hello.term < term]
-        heard = hello.clock.get(SYNCER, 0)
-        return hello.run == self.run and (
-            any(heard > rounds for rounds, _ in found)
-            or any(map(gt, hello.versions, self.versions))
-            or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
-        )
-
-    def _is_better_uploader(self, hello: Hello) -> bool:
-        """The first that comes; but one that has adopted a global model goes before one with weights of its own."""
-        return self._uploader is None or (_holds_a_model(hello) and not self._uploader_holds)
-
-    def _welcome(self, learner: Learner) -> None:
-        welcome = Welcome(
-            run=self.run,
-            incarnation=learner.incarnation,
-            settings=self.settings,
-            fingerprint=self.fingerprint,
-            versions=tuple(self.versions),
-            gathering=self.rounds.aim,
-            reset=learner.reset,
-            upload=self.phase == "empty" and self._uploader == learner.name,
-            progress=self.history.progress,
-            global_step=self.global_step,
-            committed=self.committed,
-            merged=learner.last_merged(),
-            leases=self.accounts.held(learner),
-            taped=self.history.lives[learner.name].taped,
-            cuts=self.history.kept_cuts,
-            session=learner.session,
-            protocol=learner.protocol,
-        )
-        self.out.send(learner.name, welcome)
-
-    def _lose(self, learner: Learner, kind: str, reason: str) -> None:
-        unmerged = round(learner.unmerged_tokens())
-        learner.state, learner.tokens = "gone", ()
-        self.rounds.unseat(learner, reason)
-        self.peers.lost(learner, reason)
-        text = f"{learner.name} is gone: {reason}"
-        if kind == "left":
-            self._close(learner, reason)
-        known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
-        self.out.note(kind, text, learner, **known, unmerged_tokens=unmerged)
-        if self._uploader == learner.name and self.phase == "empty":
-            self._ask_next_uploader()
-
-    def _ask_next_uploader(self) -> None:
-        """What the last one sent is discarded; the next joiner is asked."""
-        heirs = sorted(self.members.connected(), key=lambda one: one.joined_at)
-        self._uploader = heirs[0].name if heirs else None
-        if heirs:
-            self.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
-            self._welcome(heirs[0])
-
-    def _start(self, now: float, uploader: str) -> None:
-        if self.phase != "empty" or uploader != self._uploader:
-            return
-        self.cuts.first()
-        self.out.persist(StartedRecord(uploader))
-        self.course.phase = "running"
-        self.assembling.started(now)
-        self.rounds.versions = [0] * self.settings.fragments
-        self.out.note("initial", f"{uploader} gave the first parameters")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Started(uploader=uploader, gathering=self.rounds.aim))
-
-    def _close(self, learner: Learner, reason: str) -> None:
-        self.accounts.close(learner, reason, self.rounds.under_way(learner))
+    # ---- reports and contributions ------------------------------------------------------------------------------
 
     def _known(self, name: str) -> Learner | None:
         learner = self.members.learners.get(name)
         return learner if learner is not None and learner.connected else None
-
-    def _expel(self, learner: Learner, reason: str) -> None:
-        self._lose(learner, "lost", reason)
-        self.out.add(Expel(learner.name, reason))
-
-    # ---- reports and contributions ------------------------------------------------------------------------------
 
     def _heard(self, now: float, learner: Learner, message: FromLearner) -> None:
         learner.last_heard = now
@@ -398,7 +287,7 @@ class Syncer:
             case Unable():
                 self.peers.unable(learner, message)
             case Leave(reason=reason):
-                self._lose(learner, "left", reason)
+                self.attendance.lose(learner, "left", reason)
 
     def _report(self, now: float, learner: Learner, progress: Progress) -> None:
         if not self._tape(learner, progress):
@@ -406,7 +295,7 @@ class Syncer:
         if progress.incarnation != learner.incarnation:
             return
         if (wrong := wrong_report(learner, progress, self.versions)) is not None:
-            self._expel(learner, wrong)
+            self.attendance.expel(learner, wrong)
             return
         if (beyond := self.scrutiny.report(now, learner, progress)) is not None:
             self._strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
@@ -426,13 +315,13 @@ class Syncer:
     def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
         if not 0 <= said.taped < MOST:
-            self._expel(learner, f"its tape goes on at entry {said.taped}")
+            self.attendance.expel(learner, f"its tape goes on at entry {said.taped}")
             return False
         missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
         if self.out.taping.is_full(learner.name):
-            self._expel(learner, "it said more of its tape than a learner keeps")
+            self.attendance.expel(learner, "it said more of its tape than a learner keeps")
         return learner.connected
 
     def _has_recovered(self, report: Progress) -> bool:
@@ -495,7 +384,7 @@ class Syncer:
             self.out.note("quarantined", text, learner)
             self.rounds.unseat(learner, "it is in quarantine")
             self.peers.lost(learner, "it is in quarantine")
-            self._close(learner, f"its numbers are broken: {reason}")
+            self.attendance.close(learner, f"its numbers are broken: {reason}")
             self.members.restart(now, learner)
             self.accounts.open(learner)
             self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
@@ -511,9 +400,9 @@ class Syncer:
             if self._asked is not None:
                 self._change(self._asked)
             for silent in self.watch.turn(now, wakes):
-                self._expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+                self.attendance.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
             self.rounds.gathering.watch(now)
-            self._abandon(now, wakes)
+            self.attendance.abandon(now, wakes)
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
             self.end.turn(now, wakes)
@@ -527,17 +416,3 @@ class Syncer:
             self.peers.turn(now, wakes)
         elif self.peers.open:
             self.peers.end("the run ends" if self.phase != "empty" else "the run has no parameters yet")
-
-    def _abandon(self, now: float, wakes: list[float]) -> None:
-        """Who has been away for too long is not counted on any more: its data goes to others."""
-        for learner in [one for one in self.members.learners.values() if one.state == "gone" and not one.closed]:
-            learner.last_heard = learner.last_heard or now
-            until = learner.last_heard + self.settings.abandon_s
-            if now >= until:
-                self._close(learner, f"away for {self.settings.abandon_s:g} s")
-            else:
-                wakes.append(until)
-
-
-def _holds_a_model(hello: Hello) -> bool:
-    return bool(hello.versions) and min(hello.versions) >= 0

@@ -1,0 +1,152 @@
+"""Who comes and goes: a hello and its welcome, a connection that is lost, a learner that leaves or is thrown out.
+
+Rules kept here, each with its test: a name belongs to the process that said hello last; one that knows what the disk
+did not keep begins another life; whoever comes back is told again what it may not have heard; when a run is over, only
+those are let in that were part of it; who has been away for too long is not counted on any more, and its data goes to
+others.
+"""
+
+from __future__ import annotations
+
+from operator import gt
+
+from atoll.protocol.accounts import Accounts
+from atoll.protocol.beginning import Beginning
+from atoll.protocol.clock import SYNCER
+from atoll.protocol.course import Course
+from atoll.protocol.effects import Expel
+from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Welcome
+from atoll.protocol.outbox import Outbox
+from atoll.protocol.peers import Peers
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.settings import Settings
+
+
+class Attendance:
+    def __init__(
+        self,
+        settings: Settings,
+        course: Course,
+        members: Membership,
+        accounts: Accounts,
+        rounds: Rounds,
+        peers: Peers,
+        beginning: Beginning,
+        out: Outbox,
+    ) -> None:
+        self.settings, self.course, self.members, self.accounts = settings, course, members, accounts
+        self.rounds, self.peers, self.beginning, self.out = rounds, peers, beginning, out
+        self.history = out.history
+
+    # ---- coming -------------------------------------------------------------------------------------------------
+
+    def greet(self, now: float, hello: Hello) -> None:
+        before = self.members.learners.get(hello.learner)
+        if self.course.phase == "finished" and (before is None or before.session != hello.session):
+            self.out.send(hello.learner, Refused(reason="the run is over", over=True))
+            return
+        if before is not None:
+            self._take_the_place_of(before, hello)
+        learner, new = self.members.greet(now, hello, self.history.run)
+        if new:
+            self.accounts.open(learner)
+        if hello.run == self.history.run:
+            self.out.hear(hello.clock)
+        self.beginning.greeted(hello)
+        self._welcome(learner)
+        word = "joined" if new else "came back"
+        self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
+        self._tell_again(learner)
+
+    def _take_the_place_of(self, before: Learner, hello: Hello) -> None:
+        """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
+        same = before.session == hello.session
+        if before.connected:
+            self.lose(before, "lost", "it dialled again" if same else "another process took its name")
+        if not same:
+            self.close(before, "another process took its name")
+        elif self._is_ahead(hello) or hello.incarnation > before.incarnation:
+            text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
+            self.out.note("warning", text, before)
+            self.close(before, "it knew what the disk did not keep")
+
+    def _is_ahead(self, hello: Hello) -> bool:
+        """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
+        have taken their place: what it knows must have been there when each term began that it has not heard of."""
+        found = [(rounds, versions) for term, rounds, versions in self.history.began if 0 < hello.term < term]
+        heard = hello.clock.get(SYNCER, 0)
+        return hello.run == self.history.run and (
+            any(heard > rounds for rounds, _ in found)
+            or any(map(gt, hello.versions, self.rounds.versions))
+            or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
+        )
+
+    def _welcome(self, learner: Learner) -> None:
+        welcome = Welcome(
+            run=self.history.run,
+            incarnation=learner.incarnation,
+            settings=self.settings,
+            fingerprint=self.history.begun.fingerprint,
+            versions=tuple(self.rounds.versions),
+            gathering=self.rounds.aim,
+            reset=learner.reset,
+            upload=self.beginning.asks(learner),
+            progress=self.history.progress,
+            global_step=self.rounds.global_step,
+            committed=self.rounds.committed,
+            merged=learner.last_merged(),
+            leases=self.accounts.held(learner),
+            taped=self.history.lives[learner.name].taped,
+            cuts=self.history.kept_cuts,
+            session=learner.session,
+            protocol=learner.protocol,
+        )
+        self.out.send(learner.name, welcome)
+
+    def _tell_again(self, learner: Learner) -> None:
+        """For all we know it did not hear it."""
+        if self.course.phase == "ending":
+            self.out.send(learner.name, Ending(reason=self.course.reason))
+        elif self.course.phase == "finished":
+            self.out.send(learner.name, Finish(reason=self.course.reason, versions=tuple(self.rounds.versions)))
+        elif learner.draining:
+            self.out.send(learner.name, Drain(reason=learner.draining))
+
+    # ---- going --------------------------------------------------------------------------------------------------
+
+    def ask_to_leave(self, learner: Learner, reason: str) -> None:
+        learner.draining = reason
+        self.out.send(learner.name, Drain(reason=reason))
+        self.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
+
+    def lose(self, learner: Learner, kind: str, reason: str) -> None:
+        """Its connection is gone; `kind`: "lost", and it may come back, or "left", which is for good."""
+        unmerged = round(learner.unmerged_tokens())
+        learner.state, learner.tokens = "gone", ()
+        self.rounds.unseat(learner, reason)
+        self.peers.lost(learner, reason)
+        if kind == "left":
+            self.close(learner, reason)
+        known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
+        self.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
+        if (heir := self.beginning.lost(learner)) is not None:
+            self._welcome(heir)
+
+    def expel(self, learner: Learner, reason: str) -> None:
+        self.lose(learner, "lost", reason)
+        self.out.add(Expel(learner.name, reason))
+
+    def close(self, learner: Learner, reason: str) -> None:
+        """This life is over for good."""
+        self.accounts.close(learner, reason, self.rounds.under_way(learner))
+
+    def abandon(self, now: float, wakes: list[float]) -> None:
+        """Close the lives of those that have been away for too long."""
+        for learner in [one for one in self.members.learners.values() if one.state == "gone" and not one.closed]:
+            learner.last_heard = learner.last_heard or now
+            until = learner.last_heard + self.settings.abandon_s
+            if now >= until:
+                self.close(learner, f"away for {self.settings.abandon_s:g} s")
+            else:
+                wakes.append(until)
