@@ -10,10 +10,10 @@ from tests.simulate.planting import Plain, always, mutant
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.copies import Copies
+from atoll.protocol.hearing import Hearing
 from atoll.protocol.helping import Copy, Helping
 from atoll.protocol.learner import Learner
 from atoll.protocol.pulls import Pulls, Standing
-from atoll.protocol.syncer import Syncer
 from atoll.protocol.versions import Versions
 
 # ---- recovery -----------------------------------------------------------------------------------------------------
@@ -32,12 +32,12 @@ def _recovered_already(plain: Plain) -> Any:
 
 mutant(
     "a newcomer contributes before it has every fragment",
-    (Syncer, "_has_recovered", _any_fragment),
+    (Hearing, "_has_recovered", _any_fragment),
     (Learner, "_standing", _recovered_already),
 )
 mutant(
     "a newcomer contributes before its peer's state is there",
-    (Syncer, "_has_recovered", lambda plain: lambda self, report: min(report.versions) >= 0),
+    (Hearing, "_has_recovered", lambda plain: lambda self, report: min(report.versions) >= 0),
     (Learner, "recovered", lambda plain: property(lambda self: self._versions.complete)),
 )
 

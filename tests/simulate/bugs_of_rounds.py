@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol import claims, gathering, syncer
+from atoll.protocol import claims, gathering, hearing
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import Merge, Merged, Part
+from atoll.protocol.hearing import Hearing
 from atoll.protocol.leases import Leases
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress
@@ -52,7 +53,7 @@ def _any_base(plain: Plain) -> Any:
 
 mutant(
     "a stale base is accepted",
-    (syncer, "against_the_rules", _any_base),
+    (hearing, "against_the_rules", _any_base),
     (Learner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
     (Versions, "owed", always(None)),
 )
@@ -72,20 +73,20 @@ mutant("the answer to an earlier attempt is taken", (Rounds, "seat", _any_seat))
 
 
 def _any_life(plain: Plain) -> Any:
-    def broken(self: syncer.Syncer, now: float, learner: Learner, progress: Progress) -> None:
-        plain(self, now, learner, replace(progress, incarnation=learner.incarnation))
+    def broken(self: Hearing, now: float, learner: Learner, progress: Progress) -> bool:
+        return bool(plain(self, now, learner, replace(progress, incarnation=learner.incarnation)))
 
     return broken
 
 
-mutant("a report of an earlier life counts", (syncer.Syncer, "_report", _any_life))
+mutant("a report of an earlier life counts", (Hearing, "report", _any_life))
 
 
 def _no_refusal(plain: Plain) -> Any:
     return lambda self, now, learner, given, refusal: plain(self, now, learner, given, None)
 
 
-mutant("broken numbers are merged", (syncer.Syncer, "_contribute", _no_refusal))
+mutant("broken numbers are merged", (Hearing, "contribution", _no_refusal))
 
 
 def _two_of_a_fragment(plain: Plain) -> Any:
@@ -278,4 +279,4 @@ def _of_the_term_before(plain: Plain) -> Any:
     return broken
 
 
-mutant("only what is of the term before is taken", (syncer, "not_its_own", _of_the_term_before))
+mutant("only what is of the term before is taken", (hearing, "not_its_own", _of_the_term_before))
