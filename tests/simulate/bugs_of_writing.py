@@ -7,13 +7,14 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
+from atoll.protocol import counters, history, ledger, records
 from atoll.protocol import effects as fx
-from atoll.protocol import history, learner, ledger, records
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.attendance import Attendance
 from atoll.protocol.cut import Cuts
 from atoll.protocol.ending import End
 from atoll.protocol.leases import Leases
+from atoll.protocol.line import Line
 from atoll.protocol.membership import Membership
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.versions import Versions
@@ -71,9 +72,9 @@ mutant("a cut forgets the samples that came back", (history.History, "restore", 
 
 
 def _any_term(plain: Plain) -> Any:
-    def broken(self: learner.Learner, now: float, message: Any) -> None:
+    def broken(self: Line, message: Any) -> bool:
         self.term = min(self.term, message.term)
-        plain(self, now, message)
+        return bool(plain(self, message))
 
     return broken
 
@@ -89,7 +90,7 @@ def _unfenced(plain: Plain) -> Any:
     return broken
 
 
-mutant("a learner heeds a term that is over", (learner.Learner, "_hear", _any_term))
+mutant("a learner heeds a term that is over", (Line, "heeds", _any_term))
 mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
 
 
@@ -116,8 +117,8 @@ def _uncounted(name: str) -> Any:
     return make
 
 
-mutant("the counters are not reset at an adoption", (learner, "counted", _uncounted("tokens")))
-mutant("what an adoption drops is not counted", (learner, "counted", _uncounted("dropped")))
+mutant("the counters are not reset at an adoption", (counters, "counted", _uncounted("tokens")))
+mutant("what an adoption drops is not counted", (counters, "counted", _uncounted("dropped")))
 mutant("what a version holds is counted as dropped too", (Versions, "tokens_in", always(0)))
 
 

@@ -4,30 +4,33 @@ It runs in the courier beside the training process. Training never waits for it:
 to copy at the coming boundary, answers pulls from those copies, and hands new versions over to be adopted between two
 steps. In a synchronous run it also says at which step to wait for which round.
 
-orders.py knows which copy to make and when, copies.py which are at hand and pulls.py what they answer, versions.py what
-is held of the run, seeking.py and helping.py how a newcomer comes by a peer's inner optimizer; here is what the syncer
-says, adoption and the end. Rules kept here, each with its test: nothing is contributed from a fragment that was not
-adopted from this run, nor before a peer's state is taken or known not to come; a copy dies with the adoption of its
-fragment; a run of another name makes it forget what it held, and so does an incarnation that changed while it was away.
+line.py knows whom it listens to and how it speaks, counters.py what may be told of its steps, marker.py when it saves
+for a cut; orders.py which copy to make and when, copies.py which are at hand and pulls.py what they answer, versions.py
+what is held of the run, seeking.py and helping.py how a newcomer comes by a peer's inner optimizer; here is what
+follows from what the syncer says, adoption and the end.
+
+Rules kept here, each with its test: nothing is contributed from a fragment that was not adopted from this run, nor
+before a peer's state is taken or known not to come; a copy dies with the adoption of its fragment; a run of another
+name makes it forget what it held, and so does an incarnation that changed while it was away.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
-from atoll.protocol.clock import SYNCER, Clock, merged
+from atoll.protocol.clock import SYNCER
 from atoll.protocol.copies import Copies
+from atoll.protocol.counters import Counters
 from atoll.protocol.helping import Helping
+from atoll.protocol.line import Line
+from atoll.protocol.marker import Marker
 from atoll.protocol.orders import Orders
 from atoll.protocol.pulls import Pulls, Standing
-from atoll.protocol.reports import counted, cut_saved, forgotten, progress_of
+from atoll.protocol.reports import cut_saved, progress_of
 from atoll.protocol.seeking import Seeking
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
 
 Phase = Literal["out", "joining", "training", "ending", "finished"]
@@ -40,37 +43,39 @@ class Learner:
         """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins."""
         self.name, self.session = name, session
         self.phase: Phase = "out"
-        self.run = ""
-        self.term = 0
-        self.incarnation = 0
         self.settings = Settings()
-        self.t = 0
         self.wake_at: float | None = None
         self._tensors, self._data, self._kept = tensors, data, kept
-        self._connected = False
-        self._clock: Clock = {}
-        self._stepped = fx.Stepped(0, (), ())
-        self._half_told = False
-        """It adopted at a boundary whose step is not told yet: its counters do not fit together."""
-        self._forgetting = False
-        """It was told to forget, and is in the middle of a step for all we know: its counters are of two lives."""
-        self._tape = Spoken()
         self._data_of: fx.Registered | None = None
-        self._marker = 0
-        """The newest cut it has heard of."""
-        self._cuts: tuple[int, ...] = ()
-        """The complete ones that the run keeps."""
         self._effects: list[fx.LearnerEffect] = []
+        self._counters = Counters()
+        self._line = Line(self._do, self._counters, name, session)
+        self._marker = Marker(self._do)
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
         self._copies = Copies(self._do)
-        self._pulls = Pulls(self._do, self._say, self._standing, self._orders, self._copies, self._versions)
-        self._seeking = Seeking(self._do, self._say)
-        self._helping = Helping(self._do, self._say, self._versions)
-        self._said_at = 0.0
+        self._pulls = Pulls(self._do, self._line.say, self._standing, self._orders, self._copies, self._versions)
+        self._seeking = Seeking(self._do, self._line.say)
+        self._helping = Helping(self._do, self._line.say, self._versions)
         self._final: tuple[int, ...] | None = None
 
     # ---- the face ---------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        return self._line.run
+
+    @property
+    def term(self) -> int:
+        return self._line.term
+
+    @property
+    def incarnation(self) -> int:
+        return self._line.incarnation
+
+    @property
+    def t(self) -> int:
+        return self._counters.t
 
     @property
     def versions(self) -> list[int]:
@@ -89,10 +94,10 @@ class Learner:
     @property
     def _stepping(self) -> bool:
         """More boundaries will come."""
-        return self.phase == "training" and not self._stepped.stopped
+        return self.phase == "training" and not self._counters.last.stopped
 
     def _standing(self) -> Standing:
-        return Standing(self.t, self._stepped.steps, self._stepping, self.recovered)
+        return Standing(self.t, self._counters.last.steps, self._stepping, self.recovered)
 
     def restore(
         self,
@@ -106,10 +111,11 @@ class Learner:
         term: int = 0,
     ) -> None:
         """What the shared memory and the training process say, for a courier that takes over from a dead one."""
-        self.run, self.incarnation, self._versions.held = run, incarnation, list(versions)
-        self._seeking.open, self.term = seeking, term
+        self._line.run, self._line.incarnation, self._line.term = run, incarnation, term
+        self._versions.held = list(versions)
         self._versions.counted = list(versions if counted is None else counted)
-        self._stepped, self.t = stepped, stepped.t
+        self._seeking.open = seeking
+        self._counters.last = stepped
 
     def hello(self) -> msg.Hello:
         return msg.Hello(
@@ -122,7 +128,7 @@ class Learner:
             t=self.t,
             tensors=self._tensors,
             data=self._data,
-            clock=self._now_clock(),
+            clock=self._line.clock,
             term=self.term,
         )
 
@@ -133,10 +139,10 @@ class Learner:
             case fx.Cut(reason):
                 self._cut(reason)
             case fx.Stepped():
-                self._stepped, self.t, self._half_told, self._forgetting = event, event.t, False, False
+                self._counters.stepped(event)
                 self._report(now)
             case fx.Told(first, entries):
-                self._tape.add(first, entries)  # the next report carries them
+                self._line.tape.add(first, entries)  # the next report carries them
             case fx.Registered():
                 self._data_of = event
                 self._register(now)
@@ -158,7 +164,7 @@ class Learner:
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
                 self._pulls.undelivered(now, event)
             case fx.Saved():
-                self._say(now, cut_saved(event, self.incarnation))
+                self._line.say(now, cut_saved(event, self.incarnation))
             case fx.Captured():
                 self._helping.captured(now, event)
             case fx.StateCame() | fx.StateFailed() | fx.Taken():
@@ -175,25 +181,9 @@ class Learner:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _hear(self, now: float, message: msg.FromSyncer) -> None:
-        if message.term < self.term and not isinstance(message, msg.Refused):
-            self._do(fx.HangUp(f"it speaks for term {message.term}, the run is in term {self.term}"))
-            return
-        if not self._connected and not isinstance(message, msg.Welcome | msg.Refused):
-            return  # it was meant for an earlier connection; the welcome will tell
-        if isinstance(message, msg.Welcome) and message.session not in ("", self.session):
-            return  # it was meant for an earlier process of this name; the own one comes behind it
-        self.term = max(self.term, message.term)
-        self._clock = merged(self._clock, message.clock)
-        self._mark(message)
-        self._arrive(now, message)
-
-    def _mark(self, message: msg.FromSyncer) -> None:
-        """The first message that names a cut is the marker. At a welcome it is old news: others have saved theirs."""
-        if isinstance(message, msg.Welcome | msg.Announce):
-            self._cuts = message.cuts
-        if message.cut > self._marker and not isinstance(message, msg.Welcome) and self.phase == "training":
-            self._do(fx.Save(message.cut, self._cuts))
-        self._marker = max(self._marker, message.cut)
+        if self._line.heeds(message):
+            self._marker.look(message, training=self.phase == "training")
+            self._arrive(now, message)
 
     def _arrive(self, now: float, message: msg.FromSyncer) -> None:
         match message:
@@ -209,9 +199,9 @@ class Learner:
             case msg.Announce():
                 self._announced(now, message)
             case msg.Recover(incarnation=incarnation, reason=reason):
-                self.incarnation = incarnation
+                self._line.incarnation = incarnation
                 self._recover(now, reason, reset=True)
-                self._seeking.begin(now, self._clock[SYNCER])
+                self._seeking.begin(now, self._line.heard[SYNCER])
                 self._fetch_missing()
                 self._register(now)
             case msg.Help() | msg.Stream() | msg.Release():
@@ -237,9 +227,9 @@ class Learner:
                 self._note("warning", message.reason)
 
     def _welcome(self, now: float, welcome: msg.Welcome) -> None:
-        before, self.incarnation = self.incarnation, welcome.incarnation
-        self._connected = True
-        self._tape.welcomed(welcome.taped)
+        before, self._line.incarnation = self.incarnation, welcome.incarnation
+        self._line.connected = True
+        self._line.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
@@ -285,7 +275,7 @@ class Learner:
     def _change_run(self, now: float, welcome: msg.Welcome) -> None:
         if self.run:
             self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
-        self.run, self._clock = welcome.run, dict(welcome.clock)
+        self._line.run, self._line.heard = welcome.run, dict(welcome.clock)
         self._forget(now, "a new run", fragments=len(welcome.versions), reset=False)
 
     def _started(self, now: float, uploader: str) -> None:
@@ -321,7 +311,7 @@ class Learner:
             self._do(fx.Stop(reason))
 
     def _cut(self, reason: str) -> None:
-        self._connected = False
+        self._line.connected = False
         self._copies.cut()
         if self._final is not None:
             self._stop_for_good("the run is over")
@@ -340,7 +330,7 @@ class Learner:
     # ---- new versions -------------------------------------------------------------------------------------------
 
     def _fetch_missing(self) -> None:
-        if self._connected:
+        if self._line.connected:
             self._versions.fetch_missing()
 
     def _fetched(self, fragment: int, version: int) -> None:
@@ -373,13 +363,9 @@ class Learner:
         fragment = event.fragment
         if (number := self._versions.adopted(fragment, event.version)) is None:
             return
-        self._forgetting = False
         self._orders.adopted(fragment, number)
         self._copies.drop(fragment)
-        if event.t > self.t:
-            self._half_told = True  # the report of that step is on its way, with all counters as they are then
-        else:
-            self._stepped = counted(self._stepped, event)
+        self._counters.adopted(event)
         self._train_if_recovered()
         self._fetch_missing()
         self._finish_if_done(now)
@@ -396,8 +382,7 @@ class Learner:
         self._copies.forget()
         self._orders.forget()
         self._versions.forget(fragments)
-        self._stepped = forgotten(self._stepped, fragments)
-        self._forgetting |= self.phase == "training"
+        self._counters.forget(fragments, in_a_step=self.phase == "training")
         if self.phase == "training":
             self.phase = "joining"
         self._do(fx.Forget(reason, reset))
@@ -409,7 +394,7 @@ class Learner:
             return
         if all(held >= final for held, final in zip(self.versions, self._final, strict=True)):
             self._report(now)
-            self._say(now, msg.Leave(reason="the run is over"))
+            self._line.say(now, msg.Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
     def _stop_for_good(self, reason: str) -> None:
@@ -427,40 +412,21 @@ class Learner:
                 del retries[fragment]
                 self._fetch_missing()
             wakes += retries.values()
-        if self._connected:
-            if now >= self._said_at + self.settings.heartbeat_s:
-                self._say(now, msg.Heartbeat())
-            wakes.append(self._said_at + self.settings.heartbeat_s)
+        self._line.turn(now, self.settings.heartbeat_s, wakes)
         self.wake_at = min(wakes, default=None)
 
     def _register(self, now: float) -> None:
         if (data := self._data_of) is not None:
-            self._say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
+            self._line.say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
 
     def _report(self, now: float) -> None:
-        if not self._connected or not self.versions or self._half_told or self._forgetting:
+        if not self._line.connected or not self.versions or not self._counters.fit:
             return
         offer, aims = self._copies.offer, self._orders.aims
-        seeking, tape = self._seeking.open, self._tape
-        self._say(now, progress_of(self._stepped, self._versions, offer, aims, self.incarnation, seeking, tape))
-
-    def _say(self, now: float, message: msg.FromLearner) -> None:
-        if self._connected:
-            self._said_at = now
-            if isinstance(message, msg.Contribution):
-                message = self._signed(message)
-            self._do(fx.Say(msgspec.structs.replace(message, clock=self._now_clock(), term=self.term)))
-
-    def _signed(self, given: msg.Contribution) -> msg.Contribution:
-        """Whose it is; and a round names what it depends on."""
-        given = msgspec.structs.replace(given, run=self.run, learner=self.name, incarnation=self.incarnation)
-        if self._tape.waiting:
-            taped, tape = self._tape.next()
-            given = msgspec.structs.replace(given, taped=taped, tape=tape)
-        return given
-
-    def _now_clock(self) -> Clock:
-        return merged(self._clock, {self.name: self.t})
+        seeking, tape = self._seeking.open, self._line.tape
+        self._line.say(
+            now, progress_of(self._counters.last, self._versions, offer, aims, self.incarnation, seeking, tape)
+        )
 
     def _do(self, effect: fx.LearnerEffect) -> None:
         self._effects.append(effect)

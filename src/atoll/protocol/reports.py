@@ -1,10 +1,8 @@
-"""What a learner says of itself: its counters after a step or an adoption, and the messages made of them."""
+"""What a learner says of itself: the messages made of its counters."""
 
 from __future__ import annotations
 
-import msgspec
-
-from atoll.protocol.effects import Adopted, Saved, Stepped
+from atoll.protocol.effects import Saved, Stepped
 from atoll.protocol.messages import CutSaved, Progress
 from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
@@ -45,23 +43,3 @@ def cut_saved(saved: Saved, incarnation: int) -> CutSaved:
         digest=saved.digest,
         reason=saved.reason,
     )
-
-
-def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
-    """The counters after an adoption."""
-    if not stepped.steps:
-        return stepped
-    steps, tokens, dropped = (
-        list(stepped.steps),
-        list(stepped.tokens),
-        list(stepped.dropped) or [0] * len(stepped.steps),
-    )
-    steps[adopted.fragment], tokens[adopted.fragment] = adopted.steps, adopted.tokens
-    dropped[adopted.fragment] = adopted.dropped
-    return msgspec.structs.replace(stepped, steps=tuple(steps), tokens=tuple(tokens), dropped=tuple(dropped))
-
-
-def forgotten(stepped: Stepped, fragments: int) -> Stepped:
-    """The counters of another life, which has taken none of its samples yet."""
-    zeros = (0,) * fragments
-    return msgspec.structs.replace(stepped, steps=zeros, tokens=zeros, dropped=zeros, position=min(0, stepped.position))

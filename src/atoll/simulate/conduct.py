@@ -45,9 +45,9 @@ class Conduct:
                 self._does(island, effect)
         if type(event) in OF_VERSIONS:
             self._lacks_nothing(island, event)
-        machine = island.machine
-        if machine._connected and island.clock.last >= machine._said_at + machine.settings.heartbeat_s:
-            said = f"{island.name} has said nothing for {island.clock.last - machine._said_at:.1f} s"
+        line, every_s = island.machine._line, island.machine.settings.heartbeat_s
+        if line.connected and island.clock.last >= line.said_at + every_s:
+            said = f"{island.name} has said nothing for {island.clock.last - line.said_at:.1f} s"
             raise Violation("a heartbeat", said, island.name)
 
     def _does(self, island: Island, effect: fx.LearnerEffect) -> None:
@@ -103,7 +103,7 @@ class Conduct:
                 ahead.add(fragment)
             case _:
                 pass
-        if not machine._connected or machine.phase == "finished":
+        if not machine._line.connected or machine.phase == "finished":
             return
         versions = machine._versions
         for fragment, version in enumerate(told):

@@ -43,7 +43,7 @@ CLOCKS = {
         "busy_s",
         "merge_s",
     ),
-    *("asked_at", "deadline_s", "_short_since", "_said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
+    *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
     *("_moved_at",),
 }
 TALK = {
