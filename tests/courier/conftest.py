@@ -30,7 +30,7 @@ from atoll.syncer.books import Books
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 

@@ -20,7 +20,7 @@ from atoll.fabric.wire import Limits, Score, digest
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello, Started
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class MemoryDesk:

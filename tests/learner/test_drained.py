@@ -20,9 +20,9 @@ from atoll.syncer.books import Books
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class Run:

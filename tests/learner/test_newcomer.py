@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.learner.test_two_learners import Place, assert_is_the_runs, contributions, events, place, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 __all__ = ["place"]
 

@@ -16,7 +16,7 @@ from atoll.protocol.messages import TensorSpec
 
 pytestmark = pytest.mark.system
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 NOWHERE = Start("learner-0", "session", "no-address", (TensorSpec("w", (1,), "float32"),))
 
 

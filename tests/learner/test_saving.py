@@ -18,7 +18,7 @@ from atoll.protocol.effects import Saved
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import digest_of
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)

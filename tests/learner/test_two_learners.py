@@ -20,9 +20,9 @@ import tomli_w
 
 from atoll.store.rundir import RunDir
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 SCRIPT = """
 import json, os, sys, time
 import torch

@@ -27,7 +27,7 @@ from atoll.telemetry.events import Event, EventLog
 from atoll.telemetry.status import RunStatus
 
 Status = Callable[..., RunStatus]
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Place:

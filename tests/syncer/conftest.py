@@ -35,7 +35,7 @@ from atoll.syncer.parameters import Parameters
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 TENSORS = (TensorSpec("one", (3,), "float32"), TensorSpec("two", (2, 2), "float32"))
 M = TypeVar("M", bound=FromSyncer)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.fabric.fuzz import Fuzz, in_a_line
+from tests.fabric.fuzz import Fuzz, in_a_line, large_ones
 from tests.syncer.conftest import TENSORS, Stage
 from tests.syncer.test_service import next_pull
 
@@ -84,6 +84,7 @@ def fitting(service: SyncerService, peer: Peer, message: FromLearner, dice: rand
 
 async def harass(stage: Stage, count: int, seed: int) -> None:
     """A run with an honest learner, and hellos and messages that no honest one sends."""
+    large_ones()  # made now: it takes a second, in which an honest learner would fall silent
     service = await stage.open(learners=1)
     honest = stage.join("honest")
     await honest.begin(1.0)

@@ -13,7 +13,7 @@ from tests.system.conftest import SCRIPTS, Run
 
 from atoll.chaos.attacks import ATTACKS, HARMLESS
 
-pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 TWELVE = [name for name in ATTACKS if name not in HARMLESS]
 SAMPLE = ["nan", "stale", "garbage"]

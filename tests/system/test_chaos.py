@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from tests.system.conftest import SCRIPTS, Run, members
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 PLAN = {
     "seconds": 26.0,

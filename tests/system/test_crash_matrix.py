@@ -18,7 +18,7 @@ from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.crashing import facts, victims
 from tests.system.crashing.facts import Outage
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CrashAt = Callable[..., None]
 CRASHING = Path(__file__).parent / "crashing"

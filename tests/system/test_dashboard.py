@@ -39,7 +39,7 @@ def page() -> Iterator[Page]:
         opened.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_killed_learner_turns_red_says_gone_and_returns(run: Run, page: Page, tmp_path: Path) -> None:
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -23,7 +23,7 @@ from tests.system.crashing.facts import Outage
 
 from atoll.telemetry.events import parse
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CRASHING = Path(__file__).parent / "crashing"
 DIARY = (SCRIPTS / "diary.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")

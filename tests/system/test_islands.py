@@ -16,7 +16,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.islands import Loopback, Namespaces, Places
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 NAMES = ["syncer", "learner-0", "learner-1", "learner-2"]
 H = 8

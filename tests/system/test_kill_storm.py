@@ -17,7 +17,7 @@ from tests.system.crashing.samples import Samples
 from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Merged
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 LEARNERS = 3
 LEASED = (SCRIPTS / "lease.py", "--evaluate-every", "0", "--learners", str(LEARNERS))

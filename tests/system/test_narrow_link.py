@@ -14,7 +14,7 @@ from atoll.chaos.plan import parse
 from atoll.fabric.link import Bottleneck
 from atoll.store.rundir import RunDir
 
-pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 BYTES_PER_S = 10e6 / 8
 PLAN: dict[str, Any] = {

@@ -18,7 +18,7 @@ from atoll.fabric.way import Way, way_of
 from atoll.store.keys import KeyDir
 from atoll.syncer.doors import read_tokens
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 PAGES = ["/", "/metrics", "/v1/status", "/v1/manifest", "/assets/nothing", "/v1/fragments/0", "/v1/settings"]
 

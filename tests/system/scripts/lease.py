@@ -1,4 +1,4 @@
-"""A tiny model on leased data, 3 ms per step: what the kill storms train. A token is a sample here.
+"""A tiny model on leased data, 10 ms per step: what the kill storms train. A token is a sample here.
 
 Options: --samples N, --batch N, --epochs N (0: no end).
 """
@@ -30,5 +30,5 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.003)
+        time.sleep(0.01)
         learner.step(tokens=len(batch), loss=loss)

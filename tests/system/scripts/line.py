@@ -1,4 +1,4 @@
-"""A straight line in 5 ms per step: what the system tests train when the model does not matter.
+"""A straight line in 20 ms per step: what the system tests train when the model does not matter.
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
 has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
@@ -52,5 +52,5 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.005)
+        time.sleep(0.02)
         learner.step(tokens=16, loss=loss)
