@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner import learner as module
+from atoll.learner import leaving
 from atoll.learner.learner import Learner
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
@@ -291,7 +291,7 @@ class TestLeaving:
     def test_last_steps_that_nobody_merges_are_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "LEAVE_WAIT_S", 0.05)
+        monkeypatch.setattr(leaving, "LEAVE_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             learner.step(tokens=1)
@@ -300,7 +300,7 @@ class TestLeaving:
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "END_WAIT_S", 0.05)
+        monkeypatch.setattr(leaving, "END_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             joined.courier.waiting.append(StopOrder("100 steps are done", final=False))

@@ -25,18 +25,20 @@ from torch import nn
 
 from atoll.learner.boundary import Boundary
 from atoll.learner.data import Datasets
+from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.feed import Feed
+from atoll.learner.leaving import Leaving, broken_off, patience_s
 from atoll.learner.losses import Losses
 from atoll.learner.model import describe, load_weights, trained
 from atoll.learner.partner import Partner
 from atoll.learner.peer import PeerOrder, PeerStates
-from atoll.learner.place import Place, describe_place, fill_box, settings_of
-from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S, Preemption
+from atoll.learner.place import describe_place, fill_box, settings_of
+from atoll.learner.preempt import Preemption
 from atoll.learner.recorder import Recorder, describe_machine
 from atoll.learner.saving import Saver
-from atoll.learner.snapshot import Snapshot, read, write
-from atoll.learner.state import Stateful, capture, restore
+from atoll.learner.snapshot import Snapshot
+from atoll.learner.state import Stateful
 from atoll.mailbox.box import Mailbox, cut_alike
 from atoll.mailbox.channel import (
     Box,
@@ -61,12 +63,6 @@ from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Suppli
 
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
-LEAVE_WAIT_S = 10.0
-"""How long leaving early waits for the last steps to be merged; longer where the others need longer for two cycles."""
-PLACE = "atoll"
-"""Under this name a learner's place in its run is saved beside what the script registered."""
-END_WAIT_S = 120.0
-"""How long a learner waits for the run to end once it was told that it ends."""
 
 
 class Learner:
@@ -110,7 +106,7 @@ class Learner:
         self._feed = Feed(seed=self._seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
         self._peers = PeerStates(model, optimizer, self._extras, self._partner, self._tape)
-        self._went_on_from = ""
+        self._own = OwnState(model, optimizer, self._extras)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -173,16 +169,17 @@ class Learner:
                 self._tensors = describe(self.model)
                 if init := os.environ.get("ATOLL_INIT"):
                     load_weights(self.model, Path(init))
-                saved, exact, self._went_on_from = _saved_state()
-                self._kept = saved is not None
-                if saved is not None and exact:
-                    self._stand_where(saved)
+                earlier = find_earlier()
+                self._kept = earlier is not None
+                if earlier is not None and earlier.exact:
+                    self._stand_where(earlier.snapshot)
                 self._partner.start()
-                self._tape.add(self._began(exact))
-                self._introduce(sure=exact)
+                self._tape.add(self._began(earlier))
+                self._introduce(sure=earlier is not None and earlier.exact)
                 self._join()
-                if saved is not None:
-                    self._put_back(saved)
+                if earlier is not None:
+                    state = self._own.put_back(earlier.snapshot)
+                    say(f"goes on with the inner optimizer, schedules and random states of step {state['t']}")
                     self._kept = False
                 self._look_up()
                 self._preemption.begun = True
@@ -370,7 +367,8 @@ class Learner:
                 if failed:
                     raise ConfigError(reason) if mistake else RunFailed(reason)
             case SaveOrder(cut, kept):
-                self._save(cut, kept)
+                self._tape.add(Marked(self._t, cut))
+                self._saver.take_part(cut, self._t, self._captured, kept)
             case Supplies(ranges, over, own):
                 self._tape.add(Supplied(self._t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.supplied(ranges, over, own)
@@ -412,19 +410,6 @@ class Learner:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def _save(self, cut: int, kept: tuple[int, ...]) -> None:
-        """Between two steps: only copies are made here."""
-        self._tape.add(Marked(self._t, cut))
-        if reason := self._saver.reason_not_to():
-            self._saver.refuse(cut, self._t, reason)
-            return
-        try:
-            snapshot = self._captured()
-        except AtollError as error:
-            self._saver.refuse(cut, self._t, str(error))
-        else:
-            self._saver.save(cut, self._t, snapshot, kept)
-
     def _captured(self) -> Snapshot:
         assert self._box is not None and self._boundary is not None
         place = describe_place(
@@ -438,17 +423,16 @@ class Learner:
             busy_s=self._busy_s,
             feed=self._feed.state(),
         )
-        return capture(self.model, self.optimizer, {**self._extras, PLACE: place})
+        return self._own.capture(place)
 
-    def _began(self, exact: bool) -> Began:
+    def _began(self, earlier: Earlier | None) -> Began:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        return describe_machine(self._t, device, self._went_on_from, exact)
+        file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
+        return describe_machine(self._t, device, file, exact)
 
     def _stand_where(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
-        place = Place({})
-        restore(self.model, self.optimizer, {**self._extras, PLACE: place}, saved, rng=False)
-        state = place.state
+        state = self._own.stand_where(saved)
         if state["learner"] != self.name:
             raise ConfigError(f"the saved state is of {state['learner']}, this is {self.name}")
         self._session, self._t, self._tokens = state["session"], state["t"], state["total"]
@@ -460,63 +444,36 @@ class Learner:
         self._feed.load(state["feed"])
         self._boundary.stand(self._t, self._tokens, state["feed"].get("position", -1))
 
-    def _put_back(self, saved: Snapshot) -> None:
-        """What the run does not know: optimizer, schedules, chance. Parameters are the run's."""
-        place = Place({})
-        restore(self.model, self.optimizer, {**self._extras, PLACE: place}, saved, parameters=False)
-        say(f"goes on with the inner optimizer, schedules and random states of step {place.state['t']}")
-
     # ---- leaving ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
         self._stopped = True
-        early = not self._done
         if self._preemption.asked:
             self._tape.add(Stopped(self._t))
         self._tape.tell()
         self._report()
-        deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
-        saved = False
+        leaving = Leaving(time.monotonic(), ending=self._done, patience_s=self._leave_wait_s())
         while not self._final and self._boundary is not None:
-            if time.monotonic() > deadline and self._until is None:
+            if leaving.may_go(time.monotonic(), replay=self._until is not None):
                 break
             self._partner.wait(0.2)
             self._listen()
             self._boundary.idle(over=True)
             self._tape.tell()
-            if early and self._done:
-                early, deadline = False, time.monotonic() + END_WAIT_S
-            if early and not self._box_has_more():
-                break
+            leaving.look(time.monotonic(), ending=self._done, unmerged=self._box_has_more())
         if self._final and self._boundary is not None:
             self._boundary.take_base()
-        if self._preemption.asked and not self._final:
-            saved = self._save_for_later()
         if not self._final:
-            self._partner.send(Bye(self._goodbye(early, saved)))
-
-    def _goodbye(self, early: bool, saved: bool) -> str:
-        if self._preemption.asked:
-            return f"{self._preemption.why}; its state is {'saved' if saved else 'not saved: it has no folder'}"
-        return "it left before the run ended" if early else "the end of the run did not come"
-
-    def _save_for_later(self) -> bool:
-        """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
-        folder = os.environ.get("ATOLL_FOLDER")
-        if self._boundary is None or not folder:
-            return False
-        self._saver.finish(LIMIT_S - DRAIN_S)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write(Path(folder) / FILE, self._captured())
-        return True
+            asked = self._preemption.why
+            saved = bool(asked) and self._boundary is not None and self._saver.save_for_later(self._captured)
+            self._partner.send(Bye(leaving.goodbye(asked, saved=saved)))
 
     def _leave_wait_s(self) -> float:
-        if self._boundary is None or self._t == 0:
-            return LEAVE_WAIT_S
-        if self._preemption.asked:
-            return DRAIN_S
-        return max(LEAVE_WAIT_S, 2 * self._boundary.settings.sync_every * self._busy_s / self._t)
+        cycle_s = None
+        if self._boundary is not None and self._t > 0:
+            cycle_s = self._boundary.settings.sync_every * self._busy_s / self._t
+        return patience_s(cycle_s, asked=self._preemption.asked)
 
     def _box_has_more(self) -> bool:
         return self._box is not None and bool(self._box.steps.any())
@@ -524,7 +481,7 @@ class Learner:
     def _leave(self, error: BaseException | None) -> None:
         """Let everything go; the syncer hears why. Errors that are for the operator end the script here."""
         if error is not None and not self._final:
-            self._partner.send(Bye(_reason(error)))
+            self._partner.send(Bye(broken_off(error)))
         self._inside, self._left = False, True
         self._preemption.stop()
         self._partner.close()
@@ -540,20 +497,3 @@ class Learner:
         if self._box is not None:
             self._box.close()
         self._boundary = None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "it was interrupted"
-    return f"its training script ended with {type(error).__name__}"
-
-
-def _saved_state() -> tuple[Snapshot | None, bool, str]:
-    """What the launcher says to go on from, whether all of it is to be as it was, and the file's name."""
-    path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    left = Path(os.environ.get("ATOLL_FOLDER", ".")) / FILE
-    if not exact and "ATOLL_FOLDER" in os.environ and left.exists():
-        snapshot = read(left)
-        left.unlink()  # once: the next cut is newer
-        return snapshot, False, left.name
-    return (read(Path(path)), exact, Path(path).name) if path else (None, False, "")
