@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner import learner as module
+from atoll.learner import leaving
 from atoll.learner.learner import Learner
+from atoll.learner.stay import Stay
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     AdoptOrder,
@@ -83,7 +84,7 @@ class TestAlone:
             with pytest.raises(TypeError):
                 learner.step(tokens=1.5)  # type: ignore[arg-type]
             learner.step(tokens=torch.tensor(3))  # type: ignore[arg-type]
-            assert learner.steps == 1 and learner._tokens == 3
+            assert learner.steps == 1 and learner._tally.tokens == 3
 
     def test_the_scripts_errors_pass_unchanged(self) -> None:
         with pytest.raises(KeyboardInterrupt), Learner(small()):
@@ -106,7 +107,7 @@ class Scripted:
     def __init__(self, answers: Courier) -> None:
         self.answers, self.sent = answers, []
         self.waiting: list[ToTraining] = []
-        self.started = self.dead = self.closed = self.clogged = False
+        self.started = self.dead = self.closed = self.clogged = self.replays = False
 
     def start(self) -> None:
         self.started = True
@@ -140,7 +141,7 @@ class Joined:
         self.rules = rules or Settings(fragments=2, overlap=0).resolved(2)
         self.courier = Scripted(self._answer)
         self.learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", **options)  # type: ignore[arg-type]
-        self.learner._partner = self.learner._peers._partner = self.courier  # type: ignore[assignment]
+        self.learner._partner = self.courier  # type: ignore[assignment]
         self.leaving: list[ToTraining] = [StopOrder("the run is over", final=True)]
 
     def _answer(self, frame: Frame) -> list[ToTraining]:
@@ -154,8 +155,13 @@ class Joined:
 
     @property
     def box(self) -> Mailbox:
-        assert self.learner._box is not None
-        return self.learner._box
+        assert self.stay.shared.box is not None
+        return self.stay.shared.box
+
+    @property
+    def stay(self) -> Stay:
+        assert self.learner._stay is not None
+        return self.learner._stay
 
 
 @pytest.fixture
@@ -269,7 +275,7 @@ class TestInARun:
         with joined.learner as learner:
             old = joined.box
             other = Settings(fragments=1, overlap=0).resolved(2)
-            fingerprint = make_plan(learner._tensors, 1).fingerprint
+            fingerprint = make_plan(joined.stay.shared.tensors, 1).fingerprint
             joined.courier.waiting += [Welcomed(other, fingerprint, 1), OwnOrder()]
             learner.step(tokens=1)
             assert joined.box is not old and old.fd == -1
@@ -291,7 +297,7 @@ class TestLeaving:
     def test_last_steps_that_nobody_merges_are_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "LEAVE_WAIT_S", 0.05)
+        monkeypatch.setattr(leaving, "LEAVE_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             learner.step(tokens=1)
@@ -300,7 +306,7 @@ class TestLeaving:
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "END_WAIT_S", 0.05)
+        monkeypatch.setattr(leaving, "END_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             joined.courier.waiting.append(StopOrder("100 steps are done", final=False))
@@ -344,13 +350,13 @@ class TestNewcomer:
         waited: list[bool] = []
 
         def wait(seconds: float) -> None:
-            waited.append(joined.learner._peers.waits)
+            waited.append(joined.stay._peers.waits)
             if len(waited) == 4:
                 joined.courier.waiting.append(BeginOrder("goes on with the inner optimizer of learner-1"))
 
         monkeypatch.setattr(joined.courier, "wait", wait)
-        with joined.learner as learner:
-            assert waited[2:4] == [True, True] and not learner._peers.waits
+        with joined.learner:
+            assert waited[2:4] == [True, True] and not joined.stay._peers.waits
             assert "goes on with the inner optimizer of learner-1" in capsys.readouterr().err
 
     def test_past_its_patience_it_trains_without(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -433,7 +439,7 @@ class TestFailing:
             learner.step(tokens=1)
             joined.courier.answers = joined._answer
             joined.courier.waiting.append(
-                Welcomed(joined.rules, make_plan(learner._tensors, joined.rules.fragments).fingerprint, 1)
+                Welcomed(joined.rules, make_plan(joined.stay.shared.tensors, joined.rules.fragments).fingerprint, 1)
             )
             learner.step(tokens=1)
             learner.step(tokens=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from atoll.learner import saving
+from atoll.learner.preempt import FILE
 from atoll.learner.saving import Saver, part_name
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.effects import Saved
@@ -177,3 +178,22 @@ def test_to_finish_is_to_wait_for_the_write_but_not_for_ever(tmp_path: Path, slo
     slow.may_end.set()
     saver.finish(WAIT_S)
     assert not saver.busy
+
+
+def test_why_no_part_was_taken_is_told_with_the_results(tmp_path: Path) -> None:
+    def cannot() -> Snapshot:
+        raise ConfigError("'scaler' is a generator, which a snapshot cannot hold")
+
+    saver = Saver(tmp_path)
+    saver.take_part(1, 10, cannot, ())
+    Saver(None).take_part(1, 10, cannot, ())
+    assert saver.results() == [Saved(1, 10, reason="'scaler' is a generator, which a snapshot cannot hold")]
+    saver.take_part(2, 20, snapshot, ())
+    saver.finish(WAIT_S)
+    assert [(result.cut, result.file) for result in saver.results()] == [(2, part_name(2))]
+
+
+def test_a_state_for_later_needs_a_folder(tmp_path: Path) -> None:
+    assert not Saver(None).save_for_later(snapshot)
+    assert Saver(tmp_path / "learner-0").save_for_later(lambda: snapshot(3.0))
+    assert read(tmp_path / "learner-0" / FILE).tensors["weight"][0] == 3.0

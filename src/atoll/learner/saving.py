@@ -3,14 +3,18 @@
 The training process only copies; a thread writes the file and makes it durable. A cut that comes while the last one is
 still being written is left out, with that reason: training is never held up for a disk. Parts of cuts that the run
 keeps stay, and so do the newest few: whether their cuts will be complete is not known yet. All others are deleted.
+
+A learner that is to leave saves its state beside them, for whoever is started next under its name.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
@@ -34,6 +38,27 @@ class Saver:
         if self._folder is None:
             return "it has no folder to save to (ATOLL_FOLDER)"
         return "its last part is still being written" if self.busy else ""
+
+    def take_part(self, cut: int, t: int, capture: Callable[[], Snapshot], kept: tuple[int, ...]) -> None:
+        """Between two steps: only copies are made here. Why nothing is saved is told with the results."""
+        if reason := self.reason_not_to():
+            self.refuse(cut, t, reason)
+            return
+        try:
+            snapshot = capture()
+        except AtollError as error:
+            self.refuse(cut, t, str(error))
+        else:
+            self.save(cut, t, snapshot, kept)
+
+    def save_for_later(self, capture: Callable[[], Snapshot]) -> bool:
+        """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
+        if self._folder is None:
+            return False
+        self.finish(LIMIT_S - DRAIN_S)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write(self._folder / FILE, capture())
+        return True
 
     def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""

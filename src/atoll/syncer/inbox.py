@@ -37,9 +37,13 @@ class Inbox:
         self._parcels: dict[Key, Parcel] = {}
         self._bodies: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
+        self._probes: dict[str, Key] = {}
 
-    def ask(self, key: Key, fragment: int) -> None:
-        """A pull was sent: this contribution, and no other, may arrive."""
+    def ask(self, key: Key, fragment: int, *, probe: bool = False) -> None:
+        """A pull was sent: this contribution, and no other, may arrive. A learner is probed once at a time."""
+        if probe:
+            self.discard(self._probes.get(key[0], key))  # whatever came of it
+            self._probes[key[0]] = key
         self.discard(key)
         parcel = self._parcels.setdefault(key, Parcel(fragment))
         parcel.unwanted = False

@@ -49,6 +49,13 @@ class Recovered:
     """Rounds replayed."""
     remarks: list[str] = field(default_factory=list)
 
+    def told(self) -> tuple[str, dict[str, object]]:
+        """For the run's events."""
+        run, term, round = self.history.run, self.history.term, self.history.committed
+        cut = "no cut" if self.cut is None else f"cut {self.cut}"
+        text = f"run {run} goes on in term {term} at round {round}: {cut} and {self.rounds} rounds of the journal"
+        return text, {"run": run, "term": term, "round": round, "cut": self.cut, "replayed": self.rounds}
+
 
 def outer_of(history: History) -> Outer:
     return msgspec.convert(history.outer, Outer) if history.outer else Outer()

@@ -1,4 +1,5 @@
-"""The live figures of a run: what /v1/status tells, from the machine's state and a few running sums."""
+"""What people and evaluators read of a run: its live figures, from the machine's state and a few running sums, and its
+manifest; and what an evaluator found, as an event tells it."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from atoll.config import Config
 from atoll.fabric.wire import Score
+from atoll.numerics.fragments import Plan
 from atoll.protocol.membership import Learner
 from atoll.protocol.syncer import Syncer
 from atoll.telemetry.status import LearnerStatus, RunStatus
@@ -158,6 +162,25 @@ class Meter:
             seen.append((now, one.tokens_total))
         (first, few), (last, many) = seen[0], seen[-1]
         return (many - few) / (last - first) if last > first and one.connected else 0.0
+
+
+def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
+    """What an evaluator needs to put the model together."""
+    return msgspec.json.encode(
+        {
+            "run": machine.history.run,
+            "phase": machine.phase,
+            "round": machine.committed,
+            "plan": plan,
+            "evaluate_every": evaluate_every,
+        }
+    )
+
+
+def told(score: Score) -> tuple[str, dict[str, object]]:
+    found = "is not finite" if score.loss is None else f"{score.loss:.4f}"
+    data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
+    return f"validation loss {found} at round {score.round}", {**data, "final": score.final}
 
 
 def _version(known: tuple[int, int]) -> int:

@@ -1,0 +1,367 @@
+"""A learner's stay in its run: joining, what is due between two steps, leaving.
+
+Between two steps the training process only counts, starts copies of fragments off the device and takes arrived ones in;
+everything else happens in the courier beside it. No step waits for the network, the syncer or a peer, except in a
+synchronous run, where waiting is what was asked for. If the courier dies another one is started; training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from atoll.learner.data import Source
+from atoll.learner.earlier import Earlier, OwnState, find_earlier
+from atoll.learner.ending import say
+from atoll.learner.feed import Feed
+from atoll.learner.leaving import Leaving, broken_off, patience_s
+from atoll.learner.model import load_weights
+from atoll.learner.partner import Partner
+from atoll.learner.peer import PeerOrder, PeerStates
+from atoll.learner.place import describe_place
+from atoll.learner.preempt import Preemption
+from atoll.learner.recorder import Recorder, describe_machine
+from atoll.learner.saving import Saver
+from atoll.learner.shared import Shared
+from atoll.learner.snapshot import Snapshot
+from atoll.learner.state import Stateful
+from atoll.learner.tally import Tally
+from atoll.mailbox.channel import (
+    Bye,
+    DrainOrder,
+    ForgetOrder,
+    GoOrder,
+    Kept,
+    SaveOrder,
+    Sources,
+    Start,
+    Step,
+    StopOrder,
+    Supplies,
+    ToTraining,
+    Welcomed,
+)
+from atoll.protocol.effects import Stepped
+from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """Who comes to which run."""
+
+    url: str
+    name: str
+    seed: int
+    data: str
+    """A digest of what it trains on."""
+    wait_s: float
+    """How long it waits for the run's parameters before training begins without them."""
+
+
+class Stay:
+    def __init__(
+        self,
+        joining: Joining,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extras: Mapping[str, Stateful],
+        *,
+        partner: Partner,
+        tally: Tally,
+        feed: Feed,
+    ) -> None:
+        """`extras`: what the script registered."""
+        self._joining, self._model, self._optimizer = joining, model, optimizer
+        self._partner, self._tally, self._feed = partner, tally, feed
+        self._session = secrets.token_hex(8)
+        self._tape = Recorder(partner)
+        self.shared = Shared(model, partner, self._tape)
+        self._peers = PeerStates(model, optimizer, extras, partner, self._tape)
+        self._own = OwnState(model, optimizer, extras)
+        self._kept = False
+        """Its inner optimizer comes out of a cut, and is put back once it has joined."""
+        folder = os.environ.get("ATOLL_FOLDER")
+        self._saver = Saver(Path(folder) if folder else None)
+        self._preemption = Preemption()
+        self._until: int | None = 0 if partner.replays else None
+        """Replay: the step at which it waits."""
+        self.progress, self.global_step, self._committed = 0.0, 0, 0
+        self._done = self._final = self._stopped = False
+
+    @property
+    def done(self) -> bool:
+        """The run has ended, or this machine is taken away."""
+        return self._done or self._preemption.asked
+
+    @property
+    def welcomed(self) -> bool:
+        """How far the run is can be known."""
+        return self.shared.box is not None
+
+    # ---- joining ------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Begin as the run has it, or as an earlier life left it."""
+        self._preemption.watch()
+        self.shared.describe()
+        if init := os.environ.get("ATOLL_INIT"):
+            load_weights(self._model, Path(init))
+        earlier = find_earlier()
+        self._kept = earlier is not None
+        if earlier is not None and earlier.exact:
+            self._stand_where(earlier.snapshot)
+        self._partner.start()
+        self._tape.add(self._began(earlier))
+        self._introduce(sure=earlier is not None and earlier.exact)
+        self._join()
+        if earlier is not None:
+            place = self._own.put_back(earlier.snapshot)
+            say(f"goes on with the inner optimizer, schedules and random states of step {place['t']}")
+            self._kept = False
+        self._look_up()
+        self._preemption.begun = True
+
+    def _stand_where(self, saved: Snapshot) -> None:
+        """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
+        place = self._own.stand_where(saved)
+        if place["learner"] != self._joining.name:
+            raise ConfigError(f"the saved state is of {place['learner']}, this is {self._joining.name}")
+        self._session = place["session"]
+        self._tally.stand(place)
+        self.shared.stand(place)
+        self._feed.load(place["feed"])
+
+    def _began(self, earlier: Earlier | None) -> Began:
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
+        return describe_machine(self._tally.t, device, file, exact)
+
+    def _introduce(self, *, sure: bool = False) -> None:
+        """All that a courier needs that knows nothing yet."""
+        who, boxed = self._joining, self.shared.boundary is not None
+        start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, who.data, self._kept)
+        self._partner.send(start)
+        self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
+        if self._feed.registered is not None:
+            self._partner.send(Sources(self._feed.registered))
+        self._tape.tell_again()
+
+    def _join(self) -> None:
+        """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
+        deadline = time.monotonic() + self._joining.wait_s
+        while self._until is not None and self._until <= self._tally.t and not self._final:
+            self.wait(0.5)
+        while self._until is None and not self._final and not self._is_current():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._say_unjoined()
+                return
+            self.wait(min(left, 0.5))
+
+    def _is_current(self) -> bool:
+        return self.shared.has_parameters() and not self._peers.waits
+
+    def _say_unjoined(self) -> None:
+        syncer = self._joining.url.rpartition("@")[2]  # what stands before it is a secret
+        what = "state of a peer's" if self.shared.has_parameters() else f"parameters from the syncer at {syncer}"
+        say(f"no {what} for {self._joining.wait_s:g} s: training goes on, joining when it can")
+
+    def ask_for_leases(self, found: tuple[Source, ...], batch_size: int, epochs: int) -> None:
+        boundary = self.shared.boundary
+        seed = boundary.settings.seed if boundary is not None else self._joining.seed
+        self._partner.send(Sources(self._feed.ask(found, batch_size, epochs, seed)))
+
+    # ---- between two steps --------------------------------------------------------------------------------------
+
+    def stepped(self, tokens: int, loss: torch.Tensor | float | None) -> None:
+        """The script has made a step, and it is counted."""
+        tally, shared = self._tally, self.shared
+        self._feed.stepped()
+        tally.add_loss(loss)
+        if shared.boundary is not None:
+            shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
+        self._listen()
+        if shared.boundary is not None:
+            shared.boundary.adopt_ready(tally.t)
+            self._tape.tell()
+            shared.boundary.make_copies(tally.t)
+            self._report()
+            self._hold()
+            self._look_up()
+
+    def _hold(self) -> None:
+        """Only a synchronous run ever holds, and a replay."""
+        t, shared = self._tally.t, self.shared
+        assert shared.boundary is not None
+        while shared.boundary.held(t) and not self.done:
+            self._partner.wait(0.5)
+            self._listen()
+            shared.boundary.adopt_ready(t)
+            shared.boundary.settle()
+        while self._until is not None and self._until <= t and not self.done:
+            self.wait(0.5)
+
+    def wait(self, seconds: float) -> None:
+        """Not training: listen, and serve what is due."""
+        self._partner.wait(seconds)
+        self._listen()
+        if self.shared.boundary is not None:
+            self.shared.boundary.idle()
+
+    def _look_up(self) -> None:
+        """How far the run is, as the next step is to know it. It does not change while that step is under way."""
+        if (box := self.shared.box) is None:
+            return
+        if (committed := box.count("committed")) != self._committed:
+            self._committed, self.global_step = committed, box.count("global_step")
+            self.progress = min(1.0, box.measure("progress"))
+            self._tape.add(Informed(self._tally.t, committed))
+
+    def _report(self) -> None:
+        """Counters go on counting: where the courier does not keep up, a later report says it all."""
+        if self._stopped or self._until is not None or not self._partner.clogged:
+            self._partner.send(Step(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
+
+    def _counted(self) -> Stepped:
+        steps, tokens, dropped = self.shared.counters()
+        return Stepped(
+            t=self._tally.t,
+            steps=steps,
+            tokens=tokens,
+            tokens_total=self._tally.tokens,
+            busy_s=round(self._tally.busy_s, 6),
+            loss=self._tally.loss,
+            stopped=self._stopped,
+            dropped=dropped,
+            position=self._feed.position,
+        )
+
+    # ---- what the courier orders --------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if not self._final and self._partner.restart_if_dead():
+            say("the courier died; another one is started, training goes on")
+            if self.shared.boundary is not None:
+                self.shared.boundary.drop_orders()
+            self._peers.courier_died()
+            self._introduce()
+            self._report()
+        for frame in self._partner.receive():
+            self._obey(frame)
+        for saved in self._saver.results():
+            self._partner.send(Kept(saved))
+        self._peers.settle()
+        if self.shared.boundary is not None:
+            self.shared.boundary.settle_done()
+
+    def _obey(self, frame: ToTraining) -> None:
+        t = self._tally.t
+        if isinstance(frame, PeerOrder):
+            self._peers.obey(frame, t)
+            return
+        match frame:
+            case Welcomed():
+                if self.shared.welcomed(frame):
+                    self.shared.hand_over(self._counted())
+            case GoOrder(until):
+                self._until = until
+            case DrainOrder(reason):
+                self._preemption.ask(f"it was drained: {reason}")
+            case StopOrder():
+                self._stop(frame)
+            case SaveOrder(cut, kept):
+                self._tape.add(Marked(t, cut))
+                self._saver.take_part(cut, t, self._captured, kept)
+            case Supplies(ranges, over, own):
+                self._tape.add(Supplied(t, tuple(one.lease for one in ranges), over, bool(own)))
+                self._feed.supplied(ranges, over, own)
+            case _:
+                assert self.shared.boundary is not None
+                self.shared.boundary.obey(frame)
+                if isinstance(frame, ForgetOrder):
+                    self._forget(frame.reset)
+
+    def _stop(self, order: StopOrder) -> None:
+        if not self._done:
+            self._tape.add(Stopped(self._tally.t))
+        self._done = True
+        self._final = self._final or order.final
+        if order.failed:
+            raise ConfigError(order.reason) if order.mistake else RunFailed(order.reason)
+
+    def _forget(self, reset: bool) -> None:
+        self._tape.add(Forgot(self._tally.t, reset))
+        self._feed.forget()
+        if reset and self._optimizer is not None:
+            self._optimizer.state.clear()
+            say("the inner optimizer starts afresh")
+
+    def _captured(self) -> Snapshot:
+        box, boundary = self.shared.box, self.shared.boundary
+        assert box is not None and boundary is not None
+        place = describe_place(
+            box,
+            boundary.settings,
+            self.shared.tensors,
+            name=self._joining.name,
+            session=self._session,
+            t=self._tally.t,
+            total=self._tally.tokens,
+            busy_s=self._tally.busy_s,
+            feed=self._feed.state(),
+        )
+        return self._own.capture(place)
+
+    # ---- leaving ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
+        self._stopped = True
+        if self._preemption.asked:
+            self._tape.add(Stopped(self._tally.t))
+        self._tape.tell()
+        self._report()
+        leaving = self._await_the_end()
+        boundary = self.shared.boundary
+        if not self._final:
+            asked = self._preemption.why
+            saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._captured)
+            self._partner.send(Bye(leaving.goodbye(asked, saved=saved)))
+        elif boundary is not None:
+            boundary.take_base()
+
+    def _await_the_end(self) -> Leaving:
+        """The run's, or that of what keeps this learner in it."""
+        shared = self.shared
+        leaving = Leaving(time.monotonic(), ending=self._done, patience_s=self._patience_s())
+        while not self._final and shared.boundary is not None:
+            if leaving.may_go(time.monotonic(), replay=self._until is not None):
+                break
+            self._partner.wait(0.2)
+            self._listen()
+            shared.boundary.idle(over=True)
+            self._tape.tell()
+            leaving.look(time.monotonic(), ending=self._done, unmerged=shared.unmerged())
+        return leaving
+
+    def _patience_s(self) -> float:
+        cycle_s, tally = None, self._tally
+        if (boundary := self.shared.boundary) is not None and tally.t > 0:
+            cycle_s = boundary.settings.sync_every * tally.busy_s / tally.t
+        return patience_s(cycle_s, asked=self._preemption.asked)
+
+    def end(self, error: BaseException | None) -> None:
+        """Let everything go; the syncer hears why."""
+        if error is not None and not self._final:
+            self._partner.send(Bye(broken_off(error)))
+        self._preemption.stop()
+        self._partner.close()
+        self.shared.close()

@@ -1,0 +1,30 @@
+"""A syncer's signs of life, for a standby that watches them.
+
+One that was replaced while it stood still ends here, also with nothing to write down. Every few beats what is usual
+(numerics/screen.py) is kept for the next term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from atoll.syncer.books import Books
+from atoll.syncer.scribe import DEPOSED, Deposed
+
+BEAT_S = 1.0
+"""Between two signs of life to a standby."""
+NORMS_BEATS = 3
+"""Beats between two notes of what is usual."""
+
+
+async def beat(books: Books, run: str, norms: Callable[[], list[list[float]]]) -> None:
+    """Until cancelled. `norms`: those that are usual now; empty: nothing is known yet."""
+    for number in count():
+        await asyncio.to_thread(books.beat)
+        if number % NORMS_BEATS == 0 and (usual := norms()):
+            await asyncio.to_thread(books.keep_norms, run, usual)
+        if books.fenced():
+            raise Deposed(DEPOSED)
+        await asyncio.sleep(BEAT_S)

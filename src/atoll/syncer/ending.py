@@ -1,0 +1,79 @@
+"""How a run ends: who is still waited for, and the last event.
+
+Learners fetch the last versions, and the evaluator scores them: both are waited for, each only so long, and an end that
+came without one of them says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from atoll.protocol.syncer import Syncer
+from atoll.telemetry.events import EventLog
+
+GOODBYE_S = 15.0
+"""How long a finished run stays up for learners that fetch its last versions."""
+LAST_SCORE_S = 120.0
+"""How long it waits for the evaluator's last word."""
+
+
+class Ending:
+    """Belongs to one event loop."""
+
+    def __init__(self, events: EventLog, *, evaluated: bool) -> None:
+        """`evaluated`: somebody scores the run."""
+        self._events, self._evaluated = events, evaluated
+        self._reason = ""
+        self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def finish(self, reason: str) -> None:
+        self._reason = reason
+        self._finished.set()
+
+    async def finished(self) -> None:
+        await self._finished.wait()
+
+    def attended(self, learners: int) -> None:
+        """So many are connected."""
+        if learners:
+            self._emptied.clear()
+        else:
+            self._emptied.set()
+
+    def scored(self) -> None:
+        """The evaluator has said its last word, or is gone."""
+        self._scored.set()
+
+    async def goodbye(self, *, trained: bool) -> None:
+        """`trained`: there are parameters to score."""
+        await self._wait_for(self._emptied, GOODBYE_S, "its last learners")
+        if self._evaluated and trained:
+            await self._wait_for(self._scored, LAST_SCORE_S, "the evaluator's last score")
+
+    async def _wait_for(self, event: asyncio.Event, limit_s: float, whom: str) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await event.wait()
+        except TimeoutError:
+            self._events.say("warning", f"the run closes without {whom}, after a wait of {limit_s:g} s")
+
+    def say(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
+        """`traffic`: bytes that came in and went out."""
+        learners = machine.members.learners.values() if machine is not None else ()
+        data: dict[str, object] = {
+            "reason": self._reason,
+            "learners": [
+                {
+                    "learner": one.name,
+                    "incarnation": one.incarnation,
+                    "t": one.t,
+                    "tokens": one.tokens_total,
+                    "busy_s": one.busy_s,
+                }
+                for one in learners
+            ],
+            "tokens": machine.history.ledger.totals().whole() if machine is not None else None,
+            "bytes_in": traffic[0],
+            "bytes_out": traffic[1],
+        }
+        self._events.say("finished", "the run is finished", data)

@@ -1,0 +1,64 @@
+"""Which saved state a learner goes on from, and how much of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.learner.earlier import OwnState, find_earlier
+from atoll.learner.place import Place
+from atoll.learner.preempt import FILE
+from atoll.learner.snapshot import Snapshot, write
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATOLL_STATE", "ATOLL_EXACT", "ATOLL_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def kept(path: Path, value: float) -> Path:
+    write(path, Snapshot({"weight": torch.full((3,), value)}, {"place": None}))
+    return path
+
+
+def test_without_a_word_there_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_earlier() is None
+    monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))
+    assert find_earlier() is None
+
+
+def test_what_a_preempted_learner_left_comes_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))
+    monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
+    kept(tmp_path / FILE, 2.0)
+    first, second = find_earlier(), find_earlier()
+    assert first is not None and second is not None
+    assert (first.file, first.snapshot.tensors["weight"][0]) == (FILE, 2.0)
+    assert (second.file, second.snapshot.tensors["weight"][0]) == ("cut-000001.safetensors", 1.0)
+
+
+def test_exactly_is_from_the_cut_whatever_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path))
+    monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
+    monkeypatch.setenv("ATOLL_EXACT", "1")
+    kept(tmp_path / FILE, 2.0)
+    found = find_earlier()
+    assert found is not None and found.exact and found.snapshot.tensors["weight"][0] == 1.0
+    assert (tmp_path / FILE).exists()
+
+
+def test_parameters_come_back_only_exactly_and_chance_only_in_the_end() -> None:
+    model = nn.Linear(2, 1)
+    own = OwnState(model, None, {})
+    saved = own.capture(Place({"t": 7}))
+    weight, next_value = model.weight.detach().clone(), torch.rand(1)
+    with torch.no_grad():
+        model.weight += 1
+    assert own.put_back(saved) == {"t": 7}
+    assert torch.rand(1) == next_value and torch.equal(model.weight, weight + 1)
+    assert own.stand_where(saved) == {"t": 7}
+    assert torch.rand(1) != next_value and torch.equal(model.weight, weight)
