@@ -140,8 +140,8 @@ class Syncer:
             self._was_over = False
             self.out.add(Finished(self._end_reason))
         match event:
-            case Greeted(hello):
-                self._greet(now, hello)
+            case Greeted(hello, token):
+                self._greet(now, hello, token)
             case Received(name, message):
                 if (learner := self._known(name)) is not None:
                     self._receive(now, learner, message)
@@ -272,7 +272,7 @@ class Syncer:
 
     # ---- joining and leaving ----------------------------------------------------------------------------------
 
-    def _greet(self, now: float, hello: Hello) -> None:
+    def _greet(self, now: float, hello: Hello, token: str) -> None:
         before = self.members.learners.get(hello.learner)
         same = before is not None and before.session == hello.session
         if self.phase == "finished" and not same:
@@ -289,6 +289,7 @@ class Syncer:
         learner, new = self.members.greet(now, hello, self.run)
         if new:
             self.accounts.open(learner)
+        self.accounts.own(learner, token)
         if hello.run == self.run:
             self.out.hear(hello.clock)
         if self.phase == "empty" and self._is_better_uploader(hello):
