@@ -33,6 +33,7 @@ from atoll.fabric.desk import Channel, Desk, Served
 from atoll.fabric.guard import VISITOR, Guard
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
+from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.probe import Probe
 from atoll.fabric.relay import Relay, RelayLimits
@@ -68,12 +69,13 @@ class Server(Port):
         pages: Pages | None = None,
         guard: Guard | None = None,
         tls: ssl.SSLContext | None = None,
+        owners: Owners | None = None,
     ) -> None:
         super().__init__(host, port, limits or Limits(), guard=guard, tls=tls)
         self._desk = desk
         self._pages = pages
         self._intake = Intake(self._limits)
-        self._control = Control(desk, self._limits, guard)
+        self._control = Control(desk, self._limits, guard, owners)
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)

@@ -17,6 +17,8 @@ from atoll.fabric.tokens import Token, Tokens
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 
+Say = Callable[[str, str], None]
+"""An event's kind and text."""
 LOOK_S = 0.5
 """Between two looks at the file of tokens."""
 
@@ -27,12 +29,13 @@ class Doors:
     tls: ssl.SSLContext | None = None
 
 
-def doors_of(service: Service, run: Callable[[], str]) -> Doors:
-    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to."""
+def doors_of(service: Service, run: Callable[[], str], say: Say = lambda kind, text: None) -> Doors:
+    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to.
+    `say`: what the operator should know of either."""
     if not service.keys:
         return Doors()
     keys = KeyDir.open(Path(service.keys))
-    guard = TokenDoor(LiveTokens(keys), run)
+    guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
     if service.front:
         return Doors(guard)
     authority = keys.authority if service.mutual else None

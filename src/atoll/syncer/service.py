@@ -19,6 +19,7 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
 from atoll.fabric.wire import Limits, Score, one_line, understood
@@ -102,9 +103,12 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        doors = doors_of(config.service, lambda: self._run)
+        doors = doors_of(config.service, lambda: self._run, events.say)
+        known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
-        self.server = Server(self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls)
+        self.server = Server(
+            self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls, owners=known
+        )
         if books.recovered is not None:
             self._come_back(books.recovered)
             return
@@ -234,7 +238,7 @@ class SyncerService:
         self._channels[channel.learner] = channel
         self._emptied.clear()
         assert machine is self._machine
-        self._handle(fx.Greeted(hello))
+        self._handle(fx.Greeted(hello, channel.token))
 
     def _begin(self, hello: Hello) -> Syncer:
         """The first joiner's model is the run's model."""
@@ -258,7 +262,11 @@ class SyncerService:
             "settings": msgspec.to_builtins(settings),
             "parameters": plan.size,
             "data": hello.data,
-            "memory_ceiling": {"fixed_bytes": most.fixed, "bytes_per_learner": most.each},
+            "memory_ceiling": {
+                "fixed_bytes": most.fixed,
+                "bytes_per_learner": most.each,
+                "bytes_per_name": most.name,
+            },
         }
         self._events.say("plan", text, data)
         return machine
