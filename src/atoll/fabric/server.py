@@ -22,7 +22,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,6 +29,7 @@ from aiohttp import web
 
 from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
+from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import VISITOR, Guard
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
@@ -53,7 +53,7 @@ __all__ = ["Channel", "Desk", "Served", "Server"]
 
 T = TypeVar("T")
 SWEEP_S = 1.0
-"""Between two looks for tokens that count no more."""
+"""Between two looks for tokens and certificates that count no more."""
 _NUMBER = r"\d{1,12}"
 
 
@@ -68,7 +68,7 @@ class Server(Port):
         relay_limits: RelayLimits | None = None,
         pages: Pages | None = None,
         guard: Guard | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         owners: Owners | None = None,
     ) -> None:
         super().__init__(host, port, limits or Limits(), guard=guard, tls=tls)
@@ -119,6 +119,8 @@ class Server(Port):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._control.sweep()
+            if self._tls is not None:
+                self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""

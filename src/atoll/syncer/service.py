@@ -104,6 +104,7 @@ class SyncerService:
         )
         self.meter = Meter(config)
         doors = doors_of(config.service, lambda: self._run, events.say)
+        self.meter.notice = doors.notice
         known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -42,6 +43,8 @@ class Meter:
         self._score: Score | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
+        self.notice: Callable[[], str] = str
+        """What the operator should see to before long; empty: nothing."""
 
     def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
@@ -116,6 +119,7 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm,
+            notice=self.notice(),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
