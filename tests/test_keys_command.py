@@ -16,7 +16,8 @@ from atoll.cli.app import address_of
 from atoll.cli.keys import LAST, Last
 from atoll.cli.serve import check_door, invitation
 from atoll.config import Service, convert
-from atoll.fabric.certificates import fingerprint, hosts_of
+from atoll.fabric.certificates import fingerprint, hosts_of, make_server
+from atoll.fabric.tokens import NAMES
 from atoll.fabric.way import way_of
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
@@ -95,10 +96,18 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("cert --learner anna --out empty", "empty has no authority to sign with: make it with `atoll cert --ca`"),
         ("cert --learner syncer", "a learner cannot be called 'syncer' here"),
         ("cert --learner ../anna", "../anna"),
+        ("cert --learner next", "a learner cannot be called 'next' here"),
+        ("cert --next --out nowhere", "nowhere holds no keys"),
+        ("cert --renew --out nowhere", "nowhere holds no keys"),
+        ("cert --next --renew", "--ca, --learner, --next and --renew are one thing each"),
         ("tokens --keys nowhere", "nowhere holds no keys: make them with `atoll cert --out nowhere`"),
         ("tokens add join", "two tokens are called 'join'"),
         ("tokens add eu --role god", "--role god is none of viewer, learner, operator"),
         ("tokens add eu --most -1", "--most is 0 or more"),
+        ("tokens add eu --names 0", "--names 1 or more"),
+        ("tokens change join --names 0", "--names 1 or more"),
+        ("tokens change join", "nothing to change: name --most, --names or --hours"),
+        ("tokens change eu --names 9", "there is no token 'eu'"),
         ("tokens add eu --hours -1", "--hours from 0 to 87600"),
         ("tokens add eu --hours nan", "--hours from 0 to 87600"),
         ("tokens add eu --hours inf", "--hours from 0 to 87600"),
@@ -166,6 +175,100 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     shown = capsys.readouterr().out
     assert re.search(r"eu .* revoked", shown) and re.search(r"join .* never ends", shown)
     assert not any(token.secret in shown for token in read_tokens(keys).all)
+
+
+def test_a_token_may_bring_more_names_and_its_link_stays(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = read_tokens(keys).named("join")
+    assert before.names == NAMES == 4096
+    assert atoll(monkeypatch, "tokens", "change", "join", "--names", "20000", "--most", "9", "--hours", "2") == 0
+    after = read_tokens(keys).named("join")
+    assert (after.names, after.most, after.secret) == (20000, 9, before.secret)
+    assert 3600 < after.expires - time.time() <= 7200
+    assert atoll(monkeypatch, "tokens", "change", "join", "--hours", "0") == 0
+    assert read_tokens(keys).named("join") == msgspec.structs.replace(after, expires=0.0), "what is not named stays"
+    assert atoll(monkeypatch, "tokens") == 0
+    assert "20,000" in capsys.readouterr().out
+
+
+def remembered(keys: KeyDir) -> None:
+    """As a syncer left it that was started with these keys."""
+    pin = fingerprint(keys.certificate.read_bytes())
+    keys.write(keys.path / LAST, msgspec.json.encode(Last(("syncer.example.org:7077",), "r1", pin)))
+
+
+def linked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the link of the first token is known by."""
+    capsys.readouterr()
+    assert atoll(monkeypatch, "tokens", "link", *words) == 0
+    return way_of(capsys.readouterr().out, {}).pin
+
+
+def test_a_certificate_is_followed_by_one_that_links_have_named_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "cert", "--host", "syncer.example.org") == 0
+    keys = KeyDir.open(folder / "atoll-keys")
+    remembered(keys)
+    tokens, old = keys.tokens.read_bytes(), fingerprint(keys.certificate.read_bytes())
+    capsys.readouterr()
+    assert "let them know of the next first (atoll cert --next)" in failed(monkeypatch, capsys, "cert --renew")
+    assert linked(monkeypatch, capsys) == old
+    assert atoll(monkeypatch, "cert", "--next", "--host", "two.example.org") == 0
+    new = fingerprint(keys.next_certificate.read_bytes())
+    assert linked(monkeypatch, capsys) == f"{old},{new}", "from now on"
+    capsys.readouterr()
+    assert "next.crt is there already" in failed(monkeypatch, capsys, "cert --next")
+    assert atoll(monkeypatch, "cert", "--renew") == 0
+    assert fingerprint(keys.certificate.read_bytes()) == new == linked(monkeypatch, capsys)
+    assert not keys.next_certificate.exists() and not keys.next_key.exists()
+    hosts = hosts_of(keys.certificate.read_bytes())
+    assert {"syncer.example.org", "two.example.org", "127.0.0.1"} <= set(hosts)
+    assert keys.tokens.read_bytes() == tokens and keys.key.stat().st_mode & 0o777 == 0o600
+    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+    assert atoll(monkeypatch, "cert", "--renew", "--force") == 0
+    assert fingerprint(keys.certificate.read_bytes()) not in (old, new)
+    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+
+
+def test_whoever_was_stopped_in_the_middle_of_renewing_does_it_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "cert") == 0 and atoll(monkeypatch, "cert", "--next") == 0
+    keys = KeyDir.open(folder / "atoll-keys")
+    keys.next_key.rename(keys.key)
+    assert atoll(monkeypatch, "cert", "--renew") == 0
+    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+
+
+def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
+    keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remembered(keys)
+    before, authority = keys.certificate.read_bytes(), keys.authority.read_bytes()
+    assert linked(monkeypatch, capsys, "--ca") == "ca"
+    assert atoll(monkeypatch, "cert", "--renew", "--days", "90") == 0
+    after = keys.certificate.read_bytes()
+    assert after != before and keys.authority.read_bytes() == authority and hosts_of(after) == hosts_of(before)
+    assert linked(monkeypatch, capsys) == fingerprint(after), "the other links are of the certificate that is there now"
+    check_door(Service(host="0.0.0.0", keys=str(keys.path), mutual=True))
+    lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1")
+    assert "atoll tokens link --ca" in lines[0]
+    capsys.readouterr()
+    keys.authority_key.unlink()
+    assert "is of an authority that is not here" in failed(monkeypatch, capsys, "cert --renew")
+
+
+def test_behind_a_proxy_links_name_the_certificate_that_it_shows_now(
+    keys: KeyDir, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front = folder / "front.crt"
+    front.write_bytes(make_server(["localhost"], 1.0).certificate)
+    invitation(Service(keys=str(keys.path), front=str(front)), "http://127.0.0.1:7077", "r1")
+    assert linked(monkeypatch, capsys) == fingerprint(front.read_bytes())
+    front.write_bytes(make_server(["localhost"], 1.0).certificate)
+    assert linked(monkeypatch, capsys) == fingerprint(front.read_bytes())
 
 
 def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:

@@ -59,6 +59,9 @@ class MemoryDesk:
         self.channels[channel.learner] = channel
         channel.send(Started(uploader="nobody"))
 
+    def turned_away(self, address: str, reason: str) -> None:
+        """Nobody counts them here."""
+
     def received(self, channel: Channel, message: FromLearner) -> None:
         self.note("received", channel.learner, message)
 

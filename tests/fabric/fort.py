@@ -52,6 +52,7 @@ TOKENS = {
         token("eu", learner="eu-*", most=2),
         token("look", role="viewer"),
         token("boss", role="operator"),
+        token("few", names=2),
         token("gone", revoked=True),
         token("over", expires=1.0),
     )

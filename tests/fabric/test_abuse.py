@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from atoll.fabric import certificates
-from atoll.fabric.certificates import make_authority
+from atoll.fabric.certificates import fingerprint, make_authority, make_server
 from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Tokens
 from atoll.protocol.messages import Refused
@@ -307,6 +307,29 @@ class _Past(datetime):
     @classmethod
     def now(cls, tz: object = None) -> datetime:
         return datetime.now(UTC) - timedelta(days=2)
+
+
+async def test_a_renewed_certificate_is_shown_to_newcomers_and_costs_nobody_a_connection(fort: Fort) -> None:
+    await fort.open()
+    before, old = await fort.digest(), fort.pin
+    fort.keys.write(fort.keys.key, make_server(["localhost"], 1.0).key)  # half of another pair
+    await fort.until(lambda: any("is not taken" in event["text"] for event in fort.stage.events("warning")))
+    assert (await fort.request("GET", "/v1/status", "join"))[0] == 200
+    pair = make_server(["localhost", "127.0.0.1"], 30.0, fort.authority)
+    fort.write("syncer", pair)
+    await fort.until(lambda: fort.stage.events("renewed"))
+    fort.pin = fingerprint(pair.certificate)
+    with pytest.raises((aiohttp.ClientError, ssl.SSLError), match="or the link is old"):
+        await fort.request("GET", "/v1/status", "join", ssl=client_context(old))
+    both = client_context(f"{old},{fort.pin}")
+    assert (await fort.request("GET", "/v1/status", "join", ssl=both))[0] == 200
+    await fort.unharmed(before)
+
+
+async def test_that_a_certificate_ends_soon_is_in_the_status(fort: Fort) -> None:
+    await fort.open()
+    await fort.until(lambda: any("certificate ends in" in event["text"] for event in fort.stage.events("warning")))
+    assert fort.stage.service.figures().notice.startswith("the syncer's certificate ends in 24 hours")
 
 
 async def test_a_token_that_is_revoked_ends_its_channels(fort: Fort) -> None:

@@ -19,10 +19,16 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner
+from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 
+from atoll.fabric.tokens import Tokens
 from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
 from atoll.protocol.messages import PROTOCOL, Contribution, Heartbeat, Hello, Lease, Pull, Refused, Register, Welcome
+from atoll.protocol.records import Begun, Joined, Owned
+from atoll.protocol.settings import Settings
+from atoll.store.terms import acquire
+from atoll.syncer.books import Books
+from atoll.syncer.doors import write_tokens
 
 from .fort import HONEST, SHORT, TOKENS, Fort
 
@@ -254,6 +260,52 @@ async def test_too_many_learners_on_one_token(fort: Fort) -> None:
     await fort.unharmed(before)
 
 
+async def test_ever_new_names_on_one_token(fort: Fort) -> None:
+    """Each is a record in the journal and an entry in memory for good: they count also when they have left."""
+    await fort.open()
+    for name in ("few-1", "few-2"):
+        learner = fort.join(name, "few")
+        await learner.until(Welcome)
+        await learner.link.close()
+        await fort.until(lambda name=name: name not in fort.stage.service._channels)
+    before = await fort.digest()
+    third = fort.join("few-3", "few")
+    reason = await fort.refusal_of(third)
+    await third.link.close()
+    assert "the token 'few' has brought 2 different names, and no more" in reason
+    assert "atoll tokens change few --names 4" in reason
+    assert fort.stage.events("turned_away")[-1]["reason"] == reason, "whoever looks after the run sees it too"
+    assert [event["text"] for event in fort.stage.events("warning") if "2 of at most 2 names" in event["text"]]
+    await fort.unharmed(before)
+    await fort.join("few-2", "few").until(Welcome)
+    write_tokens(fort.keys, Tokens(TOKENS.values()).with_changed("few", names=3))
+    await fort.until(lambda: fort.stage.service.server._guard._tokens().named("few").names == 3)
+    await fort.join("few-4", "few").until(Welcome)
+
+
+async def test_another_tokens_name_after_the_syncer_was_replaced(fort: Fort) -> None:
+    """Nobody has used it since; its owner is known from the journal."""
+    settings = Settings(learners=2, fragments=2, sync_every=4, overlap=1, codec="fp32", quorum=2)
+    begun = Begun("r1", settings, {}, TENSORS, plan().fingerprint)
+    names = (("eu-1", "eu"), ("left", "gone"), ("older", ""))
+    records = [Joined(name, 1, f"session-of-{name}", 0) for name, _ in names]
+    earlier = Books(fort.stage.out, acquire(fort.stage.out.journal))
+    owned = [Owned(name, token) for name, token in names if token]
+    earlier.append([(record, None) for record in (begun, *records, *owned)])
+    earlier.close()
+    await fort.open()
+    before = await fort.digest()
+    for who in ("join", "boss"):
+        reason = await fort.refusal_of(fort.join("eu-1", who))
+        assert "the name eu-1 belongs to whoever holds the token 'eu': choose another" in reason
+    await fort.unharmed(before)
+    await fort.join("eu-1", "eu").until(Welcome)
+    await fort.join("left", "join").until(Welcome)  # whose token was revoked owns nothing any more
+    await fort.join("older", "boss").until(Welcome)  # an earlier version did not write down whose it was
+    await fort.until(lambda: {"left", "older"} <= set(fort.machine.history.owners))
+    assert fort.machine.history.owners == {"eu-1": "eu", "left": "join", "older": "boss", HONEST: "join"}
+
+
 async def anothers_lease(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
     """It says that it trained on what was leased to it and, behind that, on what was leased to the honest one."""
     data = Register(datasets=(("text", 20_000, 1.0),), epochs=0, batch=2)
@@ -405,17 +457,16 @@ def half_open() -> int:
     return min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 500)
 
 
-@pytest.mark.timeout(120)
 async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
-    """They keep coming, from the very address of an honest newcomer, which gets in within seconds all the same."""
-    await fort.open(msgspec.structs.replace(SHORT, header_s=5.0, strangers=Limits().strangers))
+    """They keep coming, from the very address of an honest newcomer, which gets in long before they are given up."""
+    await fort.open(msgspec.structs.replace(SHORT, header_s=60.0, strangers=Limits().strangers))
     before, most = await fort.digest(), half_open()
     flooding = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FLOOD, str(fort.port), str(most), stdout=subprocess.PIPE
     )
     try:
         assert flooding.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             assert int(await flooding.stdout.readline()) == most
         began = time.monotonic()
         status, _ = await fort.request("GET", "/v1/status", "join")
@@ -429,7 +480,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
     finally:
         flooding.kill()
         await flooding.wait()
-    assert took < 5
+    assert took < 30
     assert fort.stage.service.server.turned_away >= most - Limits().strangers
 
 

@@ -48,7 +48,8 @@ class House:
         self._open: list[socket.socket] = []
 
     async def opened(self, limits: Limits, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> int:
-        self.door = Doorway(limits, tls, lambda: Guest(self), lambda: self.guests, self._close)  # type: ignore[arg-type]
+        shown = None if tls is None else lambda: tls
+        self.door = Doorway(limits, shown, lambda: Guest(self), lambda: self.guests, self._close)  # type: ignore[arg-type]
         self.port = await self.door.open(host, 0)
         return self.port
 

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 
 from atoll.fabric.guard import NOBODY, OpenDoor, TokenDoor, Visitor, role_for
 from atoll.fabric.intake import Rejected
+from atoll.fabric.owners import Owners
 from atoll.fabric.tokens import Token, Tokens
 from atoll.protocol.errors import PeerError
 
@@ -149,19 +150,19 @@ def test_a_stranger_learns_nothing_of_the_run() -> None:
 
 def test_who_may_join_under_a_name() -> None:
     visitor = Visitor("join")
-    DOOR.may_join(visitor, "eu-1", set())
-    DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"})
+    DOOR.may_join(visitor, "eu-1", set(), Owners())
+    DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"}, Owners())
     with pytest.raises(PeerError, match=r"is for eu-\*, not for us-1"):
-        DOOR.may_join(visitor, "us-1", set())
+        DOOR.may_join(visitor, "us-1", set(), Owners())
     with pytest.raises(PeerError, match="is for 2 learners at once"):
-        DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"})
+        DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"}, Owners())
     with pytest.raises(PeerError, match="was revoked"):
-        DOOR.may_join(Visitor("gone"), "eu-1", set())
+        DOOR.may_join(Visitor("gone"), "eu-1", set(), Owners())
 
 
 def test_a_token_that_vanished_since_it_was_shown_is_the_peers_trouble_not_ours() -> None:
     with pytest.raises(PeerError, match="is not there any more"):
-        DOOR.may_join(Visitor("deleted"), "eu-1", set())
+        DOOR.may_join(Visitor("deleted"), "eu-1", set(), Owners())
 
 
 def test_tokens_are_looked_at_each_time() -> None:
@@ -183,5 +184,64 @@ def test_an_expiry_is_looked_at_by_the_clock_of_now() -> None:
 def test_a_door_that_is_open_lets_everybody_do_everything() -> None:
     door = OpenDoor()
     assert door.admit(asks("/v1/settings")) is NOBODY
-    door.may_join(NOBODY, "learner-0", set())
+    door.may_join(NOBODY, "learner-0", set(), Owners())
     assert door.gone("") == ""
+
+
+# ---- whose a name is, and how many one token brings ------------------------------------------------------------------
+
+ANNA, BERT = named("anna", names=4), named("bert", names=4)
+
+
+def joins(door: TokenDoor, owners: Owners, token: str, *names: str) -> None:
+    for name in names:
+        door.may_join(Visitor(token), name, set(), owners)
+        owners.take(name, token)
+
+
+def test_a_name_belongs_to_the_token_that_it_came_by_until_that_counts_no_more() -> None:
+    tokens = [Tokens([ANNA, BERT])]
+    door, owners = TokenDoor(lambda: tokens[0], lambda: "r1"), Owners({"laptop": "anna"})
+    joins(door, owners, "anna", "laptop")
+    with pytest.raises(PeerError, match="the name laptop belongs to whoever holds the token 'anna': choose another"):
+        joins(door, owners, "bert", "laptop")
+    tokens[0] = tokens[0].without("anna")
+    joins(door, owners, "bert", "laptop")
+    assert owners.of("laptop") == "bert" and (owners.names("anna"), owners.names("bert")) == (0, 1)
+
+
+def test_a_token_brings_so_many_names_and_no_more_also_when_they_have_left() -> None:
+    door, owners = TokenDoor(lambda: Tokens([ANNA, BERT]), lambda: "r1"), Owners({"old": "anna"})
+    joins(door, owners, "anna", "b", "c", "d")
+    joins(door, owners, "anna", "old", "b", "c", "d")  # names that stay cost nothing
+    with pytest.raises(PeerError) as caught:
+        joins(door, owners, "anna", "e")
+    assert str(caught.value) == (
+        "the token 'anna' has brought 4 different names, and no more: give learners names that stay (--name), "
+        "or let it have more: atoll tokens change anna --names 8"
+    )
+    joins(door, owners, "bert", "e")  # nobody else pays for it
+
+
+def test_its_owner_is_told_in_time_and_once() -> None:
+    said: list[str] = []
+    tokens = [Tokens([ANNA])]
+    door, owners = TokenDoor(lambda: tokens[0], lambda: "r1", said.append), Owners()
+    joins(door, owners, "anna", "a", "b")
+    assert said == []
+    joins(door, owners, "anna", "c", "d", "d")
+    assert said == [
+        "the token 'anna' has brought 3 of at most 4 names: give learners names that stay (--name), "
+        "or let it have more: atoll tokens change anna --names 8"
+    ]
+    tokens[0] = tokens[0].with_changed("anna", names=8)
+    joins(door, owners, "anna", "e", "f")
+    assert len(said) == 2 and "6 of at most 8" in said[1], "that it may bring more now is looked at each time"
+
+
+def test_where_nobody_is_asked_nothing_is_owned() -> None:
+    owners = Owners({"laptop": "anna"})
+    OpenDoor().may_join(NOBODY, "laptop", set(), owners)
+    owners.take("laptop", "")
+    owners.take("another", "")
+    assert owners.of("laptop") == "anna" and owners.of("another") == "" and owners.names("") == 0

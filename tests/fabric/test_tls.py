@@ -85,6 +85,17 @@ async def test_the_pinned_certificate_is_enough_under_any_name(files: Files) -> 
         assert await heard(port, client_context(fingerprint(pair.certificate)), "another.example.org") == b"hello"
 
 
+async def test_one_of_several_fingerprints_is_enough(files: Files) -> None:
+    """Of the certificate that is shown and of the one that is to follow it, in any order; and nobody else's."""
+    pairs = [make_server(HOSTS, 1.0) for _ in range(3)]
+    now, follows, other = (fingerprint(pair.certificate) for pair in pairs)
+    async with listening(server_context(*files("syncer", pairs[0]))) as port:
+        for pin in (f"{now},{follows}", f"{follows},{now}"):
+            assert await heard(port, client_context(pin)) == b"hello"
+        reason = await refused(port, client_context(f"{follows},{other}"))
+    assert f"the join link names {follows[:16]}… or {other[:16]}…" in reason
+
+
 async def test_another_certificate_is_somebody_else(files: Files) -> None:
     pair, other = make_server(HOSTS, 1.0), make_server(HOSTS, 1.0)
     async with listening(server_context(*files("syncer", pair))) as port:

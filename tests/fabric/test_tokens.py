@@ -26,6 +26,27 @@ def test_a_token_is_found_by_what_is_shown_and_by_nothing_else() -> None:
         assert tokens.find(shown) is None
 
 
+def test_what_is_as_usual_is_not_written_down() -> None:
+    """A version that knows no `names` still reads the file, unless somebody asked for them."""
+    plain = msgspec.json.decode(msgspec.json.encode(token()))
+    assert set(plain) == {"id", "secret"}
+    assert msgspec.json.decode(msgspec.json.encode(token(names=7)))["names"] == 7
+
+
+def test_a_token_is_changed_and_the_others_stay() -> None:
+    one, two = token("one"), token("two", most=3)
+    changed = Tokens([one, two]).with_changed("one", names=9, most=2)
+    assert changed.named("two") is two and changed.find(one.secret) is changed.named("one")
+    assert (changed.named("one").names, changed.named("one").most) == (9, 2)
+    with pytest.raises(ConfigError, match="there is no token 'three'"):
+        changed.with_changed("three", names=9)
+
+
+def test_a_token_without_a_name_to_bring_is_none() -> None:
+    with pytest.raises(ConfigError, match="names of token 'join' is 1 or above"):
+        Token(id="join", secret=new_secret(), names=0)
+
+
 def test_a_token_does_not_count_once_it_is_revoked_or_over() -> None:
     now = time.time()
     assert token().refuses(now) == ""

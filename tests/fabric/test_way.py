@@ -28,7 +28,10 @@ ways = st.builds(
     urls=st.lists(addresses, min_size=1, max_size=3).map(tuple),
     run=st.text(string.ascii_letters + string.digits + "._-", max_size=64),
     token=st.one_of(st.just(""), tokens),
-    pin=st.one_of(st.just("ca"), st.text("0123456789abcdef", min_size=64, max_size=64)),
+    pin=st.one_of(
+        st.just("ca"),
+        st.lists(st.text("0123456789abcdef", min_size=64, max_size=64), min_size=1, max_size=4).map(",".join),
+    ),
 )
 
 
@@ -70,6 +73,9 @@ def test_whatever_is_pasted_is_a_way_or_a_config_error(text: str) -> None:
         f"atoll://{SECRET}/syncer.example.org:7077/r1/{PIN}",
         f"atoll://{SECRET}@syncer.example.org:7077/r1/{PIN}/more",
         f"atoll://{SECRET}@syncer.example.org:7077/r1/{PIN[:-1]}",
+        f"atoll://{SECRET}@syncer.example.org:7077/r1/{PIN},",
+        f"atoll://{SECRET}@syncer.example.org:7077/r1/{PIN},ca",
+        f"atoll://{SECRET}@syncer.example.org:7077/r1/{','.join([PIN] * 5)}",
         f"atoll://{SECRET}@syncer.example.org/r1/{PIN}",
         f"atoll://{SECRET}@syncer.example.org:0/r1/{PIN}",
         f"atoll://{SECRET}@syncer.example.org:99999/r1/{PIN}",

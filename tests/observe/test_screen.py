@@ -100,6 +100,14 @@ def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: lis
     assert "·[31m[bold]x" in text_of(screen, 80)
 
 
+def test_it_says_what_the_operator_should_see_to(status: Status) -> None:
+    screen = Screen(console())
+    screen.update(status())
+    assert "certificate" not in text_of(screen, 80)
+    screen.update(status(notice="the syncer's certificate ends in 5 days: renew it"))
+    assert "the syncer's certificate ends in 5 days: renew it" in text_of(screen, 80)
+
+
 def test_a_synchronous_run_has_no_grace(status: Status) -> None:
     screen = Screen(console())
     screen.update(status(synchronous=True))

@@ -18,6 +18,7 @@ from atoll.protocol.records import (
     Gone,
     Joined,
     Merged,
+    Owned,
     Passed,
     Reigned,
     Reset,
@@ -73,7 +74,7 @@ def eventful() -> Written:
     run.round(share("a", 4, 0, position=16, tokens=32))
     run.add(CutDone(2, 2, ("a", "b"), "digest"), Passed(2, 0, "0 of 1 contributions came"))
     run.add(Gone("b", 1, 4, 32, (0, 0), (16, 32), position=12, again_from=8, reason="killed"))
-    run.add(Joined("b", 2, "another session", 0)).lease("b", 2)
+    run.add(Joined("b", 2, "another session", 0), Owned("b", "eu")).lease("b", 2)
     run.add(Reset(1, "the outer step gave values that are not finite"), Changed(OTHER, {"lr": 0.3}, "quorum=2"))
     run.round(share("a", 8, 1, position=32), share("b", 2, 1, incarnation=2, position=8))
     run.add(Reigned(2, 999, "hash", 4), Ended("40 steps are done"), Ended("40 steps are done", final=True))
@@ -267,3 +268,29 @@ def test_leases_come_out_of_the_records_too() -> None:
     assert run.history.leases is not None and again.leases is not None
     assert again.leases.state() == run.history.leases.state()
     assert again.leases.next("c", 1, 64) == run.history.leases.next("c", 1, 64)
+
+
+# ---- whose a name is -------------------------------------------------------------------------------------------------
+
+
+def test_a_name_belongs_to_the_token_that_was_written_down_last_also_through_a_cut() -> None:
+    run = Written().add(Joined("a", 1, "session", 0), Owned("a", "eu"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
+    assert run.history.owners == {"a": "eu"}, "a name that has left is still somebody's"
+    run.add(Joined("a", 2, "another", 0), Owned("a", "us"))
+    kept = History.restore(through_bytes(run.history.state()))
+    assert kept.owners == fold(run.records).owners == {"a": "us"}
+
+
+def test_a_cut_of_before_names_were_owned_is_nobodys() -> None:
+    old = msgspec.to_builtins(Written().add(Joined("a", 1, "session", 0)).history.state())[:-1]
+    assert History.restore(msgspec.convert(old, State)).owners == {}
+
+
+def test_an_older_version_reads_a_cut_that_names_owners() -> None:
+    class Older(msgspec.Struct, array_like=True):
+        """The first fields are enough: what follows is passed over, as State has always had it."""
+
+        begun: Begun
+
+    state = Written().add(Joined("a", 1, "session", 0), Owned("a", "eu")).history.state()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=Older).begun == BEGUN

@@ -10,6 +10,7 @@ from atoll.protocol.effects import (
     Fetched,
     Greeted,
     Initialised,
+    Persist,
     Received,
     Registered,
     Say,
@@ -17,7 +18,9 @@ from atoll.protocol.effects import (
     Stepped,
 )
 from atoll.protocol.learner import Learner
+from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Ending, Fresh, Hello, Leave, Progress, Recover, Refused, Welcome
+from atoll.protocol.records import Owned
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 
@@ -174,6 +177,33 @@ def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_
     assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
     syncer.handle(0.2, Initialised("learner-0"))
     assert syncer.phase == "empty", "what the newcomer sends is not wanted any more"
+
+
+def test_whose_a_name_is_is_written_down_before_its_welcome() -> None:
+    syncer = Syncer.fresh(Settings(learners=2, fragments=2, sync_every=4), run="r", fingerprint="plan")
+
+    def greeted(session: str, token: str) -> list[str]:
+        """Which owners are written down, and where the welcome stands among them."""
+        hello = Hello(protocol=2, learner="anna", session=session)
+        effects = syncer.handle(0.0, Greeted(hello, token))
+        said = [record for effect in effects if isinstance(effect, Persist) for record in effect.records]
+        first = next(place for place, effect in enumerate(effects) if isinstance(effect, Send))
+        assert not any(isinstance(effect, Persist) for effect in effects[first:])
+        return [record.token for record in said if isinstance(record, Owned)]
+
+    assert greeted("a", "eu") == ["eu"]
+    assert greeted("a", "eu") == [] == greeted("b", "eu"), "once is enough"
+    assert greeted("c", "us") == ["us"], "the door has let it in: the token of before counts no more"
+    assert greeted("d", "") == [], "where nobody is asked, nothing is owned; and whose it was stays known"
+    assert syncer.history.owners == {"anna": "us"}
+
+
+def test_names_keep_their_order_whoever_comes_when() -> None:
+    members = Membership(Settings(fragments=2))
+    for session, name in enumerate(["c", "a", "d", "b", "a", "c"]):
+        members.greet(0.0, Hello(protocol=2, learner=name, session=str(session)), "r")
+    assert [(one.name, one.incarnation) for one in members.connected()] == [("a", 2), ("b", 1), ("c", 2), ("d", 1)]
+    assert all(members.learners[one.name] is one for one in members.connected())
 
 
 def test_progress_does_not_go_back_when_one_returns_whose_account_was_closed() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir
+from atoll.store.keys import KeyDir, stamp
 
 
 def mode(path: Path) -> int:
@@ -69,7 +69,7 @@ def test_a_folder_without_keys_names_the_way_to_them(keys: KeyDir, missing: str)
 
 
 @pytest.mark.parametrize("open_to", [0o640, 0o604, 0o620, 0o666])
-@pytest.mark.parametrize("name", ["syncer.key", "tokens.json", "ca.key"])
+@pytest.mark.parametrize("name", ["syncer.key", "next.key", "tokens.json", "ca.key"])
 def test_what_others_can_read_is_not_used(keys: KeyDir, name: str, open_to: int) -> None:
     (keys.path / name).touch()
     (keys.path / name).chmod(open_to)
@@ -86,8 +86,29 @@ def test_a_place_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> 
         keys.write(keys.key, b"x")
 
 
+def test_the_pair_that_was_to_follow_takes_its_place_also_when_that_was_begun_before(keys: KeyDir) -> None:
+    keys.write(keys.next_key, b"key")
+    keys.write(keys.next_certificate, b"certificate")
+    before = stamp(keys.certificate)
+    keys.renew()
+    assert (keys.key.read_bytes(), keys.certificate.read_bytes()) == (b"key", b"certificate")
+    assert mode(keys.key) == 0o600 and stamp(keys.certificate) != before
+    keys.write(keys.next_certificate, b"whose key is there already")
+    keys.renew()
+    assert keys.certificate.read_bytes() == b"whose key is there already" and keys.key.read_bytes() == b"key"
+    with pytest.raises(ConfigError, match=r"cannot move .*next\.crt into place"):
+        keys.renew()
+
+
+def test_a_file_has_another_stamp_once_it_is_another_file(keys: KeyDir) -> None:
+    before = stamp(keys.key)
+    assert stamp(keys.key) == before != stamp(keys.path / "nowhere") == (0, 0)
+    keys.write(keys.key, keys.key.read_bytes())
+    assert stamp(keys.key) != before
+
+
 def test_files_of_a_learner_take_nobody_elses_place(keys: KeyDir) -> None:
     assert [path.name for path in keys.of_learner("anna")] == ["anna.crt", "anna.key"]
-    for name in ("syncer", "ca", "../anna", "a/b", "..", ""):
+    for name in ("syncer", "next", "ca", "../anna", "a/b", "..", ""):
         with pytest.raises(ConfigError):
             keys.of_learner(name)

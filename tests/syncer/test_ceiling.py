@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 from tests.syncer.conftest import plan
 
+from atoll.config import Config
+from atoll.fabric.tokens import NAMES
 from atoll.fabric.wire import MIB, Limits
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.effects import Greeted, Lost
+from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
 from atoll.syncer.ceiling import PROGRAM, ceiling
+from atoll.syncer.status import Meter
 
 LARGE = make_plan([TensorSpec(f"w{n}", (1024, 1024), "float32") for n in range(24)], 24, "balanced")
 SETTINGS = Settings(learners=4, fragments=24, sync_every=24)
@@ -29,3 +37,33 @@ def test_it_grows_with_the_model_and_with_each_learner() -> None:
 def test_narrower_limits_are_a_lower_ceiling() -> None:
     narrow = Limits(queue_bytes=MIB, connections=128)
     assert ceiling(LARGE, SETTINGS, 1, narrow).bytes(64) < ceiling(LARGE, SETTINGS, 1).bytes(64)
+
+
+def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
+    """What is kept of learners that came, gave to every fragment and left; the status and the meter know them too."""
+    fragments, many = 24, 200
+    settings = Settings(learners=1, fragments=fragments, sync_every=fragments)
+    machine, meter = Syncer.fresh(settings, run="r", fingerprint="plan"), Meter(Config(protocol=settings))
+    machine.history.started = True
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(many):
+        name = f"{number:064d}"
+        machine.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner=name, session=64 * "s"), 64 * "t"))
+        learner = machine.members.learners[name]
+        for fragment in range(fragments):
+            learner.merged[fragment] = 10**9 + fragment
+            machine.history.lives[name].merged[fragment] = (10**9 + fragment, 10**9 + number, 10**12 + number)
+            learner.synced_t[fragment], learner.merged_tokens[fragment] = 10**9 + number, 10**12 + number
+        learner.versions = learner.steps = learner.tokens = learner.dropped = tuple(10**9 + n for n in range(fragments))
+        meter.note(0.0, "joined", {"learner": name})
+        for look in range(16):
+            meter._rate(float(look), learner)
+        machine.handle(0.0, Lost(name, "it left"))
+        meter.note(0.0, "lost", {"learner": name, "incarnation": 1, "busy_s": 1.0})
+    each = (tracemalloc.get_traced_memory()[0] - before) / many
+    tracemalloc.stop()
+    most = ceiling(LARGE, settings, slots=1)
+    assert each < most.name, f"{each:.0f} bytes a name"
+    assert most.bytes(1, NAMES) - most.bytes(1) == NAMES * most.name <= 64 * MIB

@@ -92,6 +92,16 @@ def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:
     assert meter.status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"
 
 
+def test_many_lives_of_one_learner_are_added_up_and_not_kept(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    meter.note(100.0, "recovered", {})
+    for incarnation in range(1, 101):
+        for busy_s in (0.001, 0.01):  # lost, back in the same life, and lost again
+            meter.note(101.0, "lost", {"learner": "c", "incarnation": incarnation, "busy_s": busy_s})
+    assert meter.status(110.0, "r", machine).goodput == pytest.approx(100 * 0.01 / (2 * 10))
+    assert len(meter._busy) == 1
+
+
 def test_a_learners_last_adopted_round_is_that_of_the_versions_it_holds(machine: Syncer) -> None:
     meter = Meter(CONFIG)
     for number in range(5):  # fragment 0: versions 1, 2, 3 in rounds 0, 2, 4; fragment 1: 1, 2 in 1, 3

@@ -9,6 +9,7 @@ import typer
 
 from atoll import __version__
 from atoll.cli import (  # they register their commands
+    cert,
     chaos,
     compare,
     doctor,
@@ -31,6 +32,7 @@ from atoll.protocol.errors import AtollError
 
 __all__ = [
     "app",
+    "cert",
     "chaos",
     "compare",
     "doctor",

@@ -1,20 +1,19 @@
-"""`atoll cert` and `atoll tokens`: what a run needs that leaves its machine."""
+"""`atoll tokens` and join links: who may join a run that leaves its machine."""
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import OPERATOR, app, short
-from atoll.fabric.certificates import Pair, fingerprint, is_host, make_authority, make_client, make_server
-from atoll.fabric.tokens import RANKS, Role, Token, Tokens, new_secret
-from atoll.fabric.way import Way
+from atoll.cli.app import app
+from atoll.fabric.certificates import fingerprint
+from atoll.fabric.tokens import NAMES, RANKS, Role, Token, new_secret
+from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.figures import span
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
@@ -35,47 +34,8 @@ class Last(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...]
     run: str
     pin: str
-
-
-@app.command()
-def cert(
-    out: Annotated[Path, typer.Option(help="Where the keys go.", metavar="DIR")] = FOLDER,
-    host: Annotated[
-        list[str] | None, typer.Option(help="A name or address the syncer is reached by; several times for more.")
-    ] = None,
-    days: Annotated[float, typer.Option(help="How long the certificate counts.")] = 365.0,
-    ca: Annotated[bool, typer.Option("--ca", help="With an authority of its own, for --learner.")] = False,
-    learner: Annotated[
-        str | None, typer.Option(help="A certificate for this learner (mutual TLS).", metavar="NAME")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace keys that lie there, and old links.")] = False,
-) -> None:
-    """Make what a run needs to leave this machine: a certificate and a first token.
-
-    Examples:
-
-      atoll cert
-
-      atoll cert --ca --host syncer.example.org && atoll cert --learner learner-0
-    """
-    if not 0 < days <= 3650:
-        raise ConfigError(f"--days {days:g} is not from 0 to 3650")
-    console = Console(highlight=False, soft_wrap=True)
-    keys = KeyDir.create(out)
-    if learner is not None:
-        _certify(keys, learner, days, console)
-        return
-    if keys.certificate.exists() and not force:
-        raise ConfigError(f"{short(keys.path)} holds keys already: use them, or replace them with --force")
-    authority = make_authority(max(days, 3650.0)) if ca else None
-    if authority is not None:
-        _write(keys, keys.authority, keys.authority_key, authority)
-        _write(keys, *keys.of_learner(OPERATOR), make_client(OPERATOR, days, authority))
-    pair = make_server(_hosts(host or []), days, authority)
-    _write(keys, keys.certificate, keys.key, pair)
-    write_tokens(keys, Tokens([_new("join"), _new("operator", role="operator")]))
-    console.print(f"keys in {short(keys.path)}, for {days:g} days; fingerprint {fingerprint(pair.certificate)[:16]}…")
-    console.print(f"next: atoll syncer --bind 0.0.0.0 --keys {short(keys.path)}")
+    front: str = ""
+    """The certificate of a proxy in front, whose fingerprint links name then."""
 
 
 @tokens_app.callback()
@@ -94,11 +54,12 @@ def list_tokens(context: typer.Context, keys: Keys = FOLDER) -> None:
     if context.invoked_subcommand is not None:
         return
     now = time.time()
-    made = table("tokens", "name", "role", "learners", "at once", "counts", words=5)
+    made = table("tokens", "name", "role", "learners", "at once", "names ever", "counts", words=6)
     for token in read_tokens(KeyDir.open(keys)).all:
         left = "never ends" if not token.expires else f"for {span(max(0.0, token.expires - now))}"
         state = "revoked" if token.revoked else "expired" if token.refuses(now) else left
-        made.add_row(token.id, token.role, token.learner or "any", str(token.most or "any number"), state)
+        most = str(token.most or "any number")
+        made.add_row(token.id, token.role, token.learner or "any", most, f"{token.names:,}", state)
     Console().print(made)
 
 
@@ -109,6 +70,7 @@ def add(
     role: Annotated[str, typer.Option(help="viewer, learner or operator.")] = "learner",
     learner: Annotated[str, typer.Option(help="Only for this learner, or with a star at the end for a group.")] = "",
     most: Annotated[int, typer.Option(help="So many learners at once; 0: any number.")] = 0,
+    names: Annotated[int, typer.Option(help="So many different names, those that have left included.")] = NAMES,
     hours: Annotated[float, typer.Option(help="How long it counts; 0: until it is revoked.")] = 0.0,
 ) -> None:
     """One token more; its join link is printed.
@@ -119,12 +81,37 @@ def add(
     """
     if role not in RANKS:
         raise ConfigError(f"--role {role} is none of {', '.join(get_args(Role))}")
-    if most < 0 or not 0 <= hours <= LONGEST_HOURS:
-        raise ConfigError(f"--most is 0 or more, --hours from 0 to {LONGEST_HOURS:g}")
+    _check_numbers(most, names, hours)
     keys = KeyDir.open(context.obj)
-    token = _new(checked_name(name), role=role, learner=learner, most=most, hours=hours)
+    token = new_token(checked_name(name), role=role, learner=learner, most=most, names=names, hours=hours)
     write_tokens(keys, read_tokens(keys).added(token))
     _print_link(keys, token)
+
+
+@tokens_app.command("change")
+def change_token(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which.")],
+    most: Annotated[int | None, typer.Option(help="So many learners at once; 0: any number.")] = None,
+    names: Annotated[int | None, typer.Option(help="So many different names, those that have left included.")] = None,
+    hours: Annotated[float | None, typer.Option(help="How long it counts from now; 0: until it is revoked.")] = None,
+) -> None:
+    """Another measure for a token, while a run goes on; its link stays.
+
+    Example:
+
+      atoll tokens change join --names 20000
+    """
+    _check_numbers(most or 0, NAMES if names is None else names, hours or 0.0)
+    asked: dict[str, Any] = {"most": most, "names": names}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    if hours is not None:
+        changes["expires"] = _expires(hours)
+    if not changes:
+        raise ConfigError("nothing to change: name --most, --names or --hours")
+    keys = KeyDir.open(context.obj)
+    write_tokens(keys, read_tokens(keys).with_changed(name, **changes))
+    Console(highlight=False).print(f"{name} is changed; a syncer that goes on sees it within two seconds")
 
 
 @tokens_app.command()
@@ -141,15 +128,23 @@ def revoke(context: typer.Context, name: Annotated[str, typer.Argument(help="Whi
 
 
 @tokens_app.command()
-def link(context: typer.Context, name: Annotated[str, typer.Argument(help="Which.")] = "join") -> None:
+def link(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which.")] = "join",
+    ca: Annotated[
+        bool, typer.Option("--ca", help="By the authority of the certificate: stays good when it is renewed.")
+    ] = False,
+) -> None:
     """The join link of a token, again. It is a secret: whoever has it can join.
 
-    Example:
+    Examples:
 
       atoll tokens link eu
+
+      atoll tokens link eu --ca
     """
     keys = KeyDir.open(context.obj)
-    _print_link(keys, read_tokens(keys).named(name))
+    _print_link(keys, read_tokens(keys).named(name), by_authority=ca)
 
 
 def join_link(last: Last, token: Token) -> str:
@@ -161,49 +156,37 @@ def remember(keys: KeyDir, last: Last) -> None:
     keys.write(keys.path / LAST, msgspec.json.encode(last))
 
 
-def _print_link(keys: KeyDir, token: Token) -> None:
+def pins_of(keys: KeyDir, front: str = "") -> str:
+    """The fingerprints that a link names: of the certificate that is shown, and of the one that is to follow it."""
+    shown = Path(front) if front else keys.certificate
+    follows = [] if front or not keys.next_certificate.is_file() else [keys.next_certificate]
+    try:
+        return ",".join(fingerprint(file.read_bytes()) for file in (shown, *follows))
+    except OSError as error:
+        raise ConfigError(f"cannot read {shown}: {error.strerror}") from error
+
+
+def _print_link(keys: KeyDir, token: Token, *, by_authority: bool = False) -> None:
     try:
         last = msgspec.json.decode((keys.path / LAST).read_bytes(), type=Last)
     except (OSError, msgspec.MsgspecError):
         print(f"{token.id} counts; its link is printed by atoll tokens link {token.id} once a syncer was started")
         return
-    print(join_link(last, token))
+    pin = BY_AUTHORITY if by_authority else pins_of(keys, last.front)
+    print(join_link(msgspec.structs.replace(last, pin=pin), token))
 
 
-def _certify(keys: KeyDir, learner: str, days: float, console: Console) -> None:
-    if not keys.authority_key.is_file():
-        raise ConfigError(f"{short(keys.path)} has no authority to sign with: make it with `atoll cert --ca`")
-    authority = Pair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
-    certificate, key = keys.of_learner(learner)
-    _write(keys, certificate, key, make_client(learner, days, authority))
-    files = f"{short(certificate)} and {short(key)}"
-    console.print(f"{files}: give both to {learner}, for atoll learn --cert and --key")
-
-
-def _write(keys: KeyDir, certificate: Path, key: Path, pair: Pair) -> None:
-    keys.write(key, pair.key)
-    keys.write(certificate, pair.certificate)
-
-
-def _new(name: str, *, role: str = "learner", learner: str = "", most: int = 0, hours: float = 0.0) -> Token:
-    expires = time.time() + 3600 * hours if hours else 0.0
-    document = {"role": role, "learner": learner, "most": most, "expires": expires}
+def new_token(
+    name: str, *, role: str = "learner", learner: str = "", most: int = 0, names: int = NAMES, hours: float = 0.0
+) -> Token:
+    document = {"role": role, "learner": learner, "most": most, "names": names, "expires": _expires(hours)}
     return msgspec.convert({"id": name, "secret": new_secret(), **document}, Token)
 
 
-def _hosts(named: list[str]) -> list[str]:
-    itself = socket.gethostname()
-    found = [*named, *([itself] if is_host(itself) else []), "localhost", "127.0.0.1", "::1"]
-    if (own := own_address()) is not None:
-        found.append(own)
-    return list(dict.fromkeys(found))
+def _expires(hours: float) -> float:
+    return time.time() + 3600 * hours if hours else 0.0
 
 
-def own_address() -> str | None:
-    """By which this machine reaches others. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+def _check_numbers(most: int, names: int, hours: float) -> None:
+    if most < 0 or names < 1 or not 0 <= hours <= LONGEST_HOURS:
+        raise ConfigError(f"--most is 0 or more, --names 1 or more, --hours from 0 to {LONGEST_HOURS:g}")

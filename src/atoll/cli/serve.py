@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 
 from atoll.cli.app import app, close, document_of, short
-from atoll.cli.keys import Last, join_link, own_address, remember
+from atoll.cli.cert import own_address
+from atoll.cli.keys import Last, join_link, pins_of, remember
 from atoll.config import Config, Service, convert, merged
-from atoll.fabric.certificates import fingerprint
+from atoll.fabric.certificates import signs_itself
 from atoll.fabric.way import SCHEME, Way, check_bind, host_port, way_of
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.observe import dashboard
@@ -135,12 +136,14 @@ def invitation(service: Service, url: str, run: str) -> list[str]:
         return [f"join with: atoll learn SCRIPT --syncer {url}"]
     keys = KeyDir.open(Path(service.keys))
     hosts, pin = _asked_for(service, urlsplit(url).port or 0)
-    last = Last(hosts, run, pin)
+    last = Last(hosts, run, pin, service.front)
     remember(keys, last)
     token = read_tokens(keys).with_role("learner", time.time())
     if token is None:
         return ["nobody can join yet: atoll tokens add NAME makes a token and prints its link"]
+    stays = "a link that ends with ca stays good when the certificate is renewed: atoll tokens link --ca"
     return [
+        *([] if service.front or signs_itself(keys.certificate.read_bytes()) else [stays]),
         "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
         "join with (a secret: whoever has it can join):",
         f"  atoll learn SCRIPT --join {join_link(last, token)}",
@@ -149,11 +152,7 @@ def invitation(service: Service, url: str, run: str) -> list[str]:
 
 def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
     """What a join link says of a syncer: its addresses, and the fingerprint of the certificate that they show."""
-    file = Path(service.front) if service.front else KeyDir.open(Path(service.keys)).certificate
-    try:
-        pin = fingerprint(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    pin = pins_of(KeyDir.open(Path(service.keys)), service.front)
     named = service.advertise or (_own_host(service.host),)
     hosts = tuple(host if _has_port(host) else host_port(host, port) for host in named)
     way_of(Way(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})

@@ -23,6 +23,8 @@ from atoll.protocol.errors import ConfigError
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 EARLY = timedelta(hours=1)
 """It counts from before now: clocks differ."""
+FEW_DAYS = 14.0
+"""One that counts for less is to be renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ def fingerprint(pem: bytes) -> str:
     except ValueError as error:
         raise ConfigError(f"this is no certificate in PEM: {error}") from error
     return hashlib.sha256(found.public_bytes(serialization.Encoding.DER)).hexdigest()
+
+
+def short_fingerprint(der: bytes) -> str:
+    """Enough of it for a person to compare."""
+    return f"{hashlib.sha256(der).hexdigest()[:16]}…"
+
+
+def signs_itself(pem: bytes) -> bool:
+    found = x509.load_pem_x509_certificate(pem)
+    return found.issuer == found.subject
 
 
 def hosts_of(pem: bytes) -> list[str]:

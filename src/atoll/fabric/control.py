@@ -4,7 +4,8 @@ Rules:
 - one live channel per learner: a newer one that the desk accepts replaces it, and the desk hears nothing more of the
   replaced one; a newer one that the desk refuses changes nothing;
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
-- a name belongs to the token that it first came by; whose token counts no more is sent away within a second;
+- a name belongs to the token that it first came by, also for the next syncer (see `owners`); whose token counts no
+  more is sent away within a second;
 - what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
   hear of it (see `sequence`);
 - the hello must come within 5 s, whatever comes before it; a silent peer is pinged and lost after 9 s; a slow one after
@@ -24,6 +25,7 @@ from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.outbox import Outbox
+from atoll.fabric.owners import Owners
 from atoll.fabric.sequence import Sequences, unnumbered
 from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
@@ -34,7 +36,7 @@ BURST_S = 5.0
 
 
 class Control:
-    def __init__(self, desk: Desk, limits: Limits, guard: Guard | None = None) -> None:
+    def __init__(self, desk: Desk, limits: Limits, guard: Guard | None = None, owners: Owners | None = None) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.bad_frames = 0
@@ -42,8 +44,7 @@ class Control:
         self._limits = limits
         self._guard: Guard = guard or OpenDoor()
         self._channels: dict[str, Channel] = {}
-        self._owners: dict[str, str] = {}
-        """By which token each name came first: nobody else's token speaks under it."""
+        self._owners = owners or Owners()
         self._sequences = Sequences(limits.sessions)
 
     def channel(self, learner: str) -> Channel | None:
@@ -105,6 +106,7 @@ class Control:
         try:
             self._check_owner(channel, visitor)
         except PeerError as error:
+            self._desk.turned_away(channel.learner, one_line(error))
             self._reject(channel, error, final=True)
             return False
         try:
@@ -114,7 +116,7 @@ class Control:
             self._reject(channel, error)
         if channel.closing:
             return False
-        self._owners[channel.learner] = channel.token
+        self._owners.take(channel.learner, channel.token)
         self._sequences.note(channel, hello)
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
@@ -125,14 +127,9 @@ class Control:
     def _check_owner(self, channel: Channel, visitor: Visitor) -> None:
         learner, token = channel.learner, channel.token
         there = {name for name, other in self._channels.items() if other.token == token and not other.closing}
-        self._guard.may_join(visitor, learner, there)
+        self._guard.may_join(visitor, learner, there, self._owners)
         if learner not in self._channels and len(self._channels) >= self._limits.learners:
             raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
-        owner = self._owners.get(learner, token)
-        if owner != token and not self._guard.gone(owner):
-            raise PeerError(
-                f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
-            )
 
     def sweep(self) -> None:
         """Send away whose token counts no more."""

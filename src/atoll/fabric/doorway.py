@@ -34,6 +34,8 @@ TOGETHER = 16
 
 Connection = asyncio.Protocol
 Made = Callable[[], Connection]
+Tls = Callable[[], ssl.SSLContext]
+"""Asked for every handshake: certificates are renewed while a run goes on."""
 
 
 @dataclass(eq=False)
@@ -50,7 +52,7 @@ class Doorway:
     def __init__(
         self,
         limits: Limits,
-        tls: ssl.SSLContext | None,
+        tls: Tls | None,
         make: Made,
         there: Callable[[], Iterable[Connection]],
         close: Callable[[Connection], None],
@@ -152,7 +154,7 @@ class Doorway:
                 await loop.connect_accepted_socket(
                     made,
                     sock,
-                    ssl=self._tls,
+                    ssl=self._tls(),
                     ssl_handshake_timeout=limits.header_s,
                     ssl_shutdown_timeout=limits.flush_s,
                 )

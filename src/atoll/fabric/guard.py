@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from atoll.fabric.intake import Rejected
+from atoll.fabric.owners import Owners
 from atoll.fabric.tokens import RANKS, Role, Token, Tokens
 from atoll.fabric.way import RUN_HEADER
 from atoll.protocol.errors import PeerError
@@ -33,6 +34,8 @@ class Visitor(msgspec.Struct, frozen=True):
     most: int = 0
 
 
+MANY = 0.75
+"""The share of its names from which on it is said that a token has brought many."""
 NOBODY = Visitor()
 VISITOR = web.RequestKey("visitor", Visitor)
 """Where a request keeps who it is."""
@@ -43,8 +46,9 @@ class Guard(Protocol):
         """Rejected for whoever may not ask this."""
         ...
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str]) -> None:
-        """PeerError unless this visitor may take part under that name; `there`: learners that came by its token."""
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
+        """PeerError unless this visitor may take part under that name. `there`: learners that came by its token;
+        `owners`: whose every name is that ever was."""
         ...
 
     def gone(self, id: str) -> str:
@@ -58,7 +62,7 @@ class OpenDoor:
     def admit(self, request: web.Request) -> Visitor:
         return NOBODY
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str]) -> None:
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
         return None
 
     def gone(self, id: str) -> str:
@@ -66,9 +70,13 @@ class OpenDoor:
 
 
 class TokenDoor:
-    def __init__(self, tokens: Callable[[], Tokens], run: Callable[[], str]) -> None:
-        self._tokens, self._run = tokens, run
-        """Asked each time: tokens come and go while a run goes on."""
+    def __init__(
+        self, tokens: Callable[[], Tokens], run: Callable[[], str], warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._tokens, self._run, self._warn = tokens, run, warn
+        """The first two are asked each time: tokens come and go while a run goes on."""
+        self._warned: dict[str, int] = {}
+        """Tokens that have brought many names, and how many they might when that was said."""
 
     def admit(self, request: web.Request) -> Visitor:
         secret = _shown(request)
@@ -87,7 +95,7 @@ class TokenDoor:
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
         return Visitor(token.id, token.learner, token.most)
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str]) -> None:
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
         if reason := self.gone(visitor.token):  # also one that was there a moment ago
             raise PeerError(reason)
         token = self._tokens().named(visitor.token)
@@ -95,6 +103,24 @@ class TokenDoor:
             raise PeerError(f"the token {token.id!r} is for {token.learner}, not for {learner}")
         if token.most and learner not in there and len(there) >= token.most:
             raise PeerError(f"the token {token.id!r} is for {token.most} learners at once, and they are there already")
+        if (owner := owners.of(learner)) != token.id:
+            if owner and not self.gone(owner):
+                raise PeerError(
+                    f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
+                )
+            self._one_name_more(token, owners.names(token.id) + 1)
+
+    def _one_name_more(self, token: Token, names: int) -> None:
+        """Names that stay cost nothing; a token that comes with ever new ones is stopped, and its owner told before."""
+        advice = (
+            f"give learners names that stay (--name), or let it have more: "
+            f"atoll tokens change {token.id} --names {2 * token.names}"
+        )
+        if names > token.names:
+            raise PeerError(f"the token {token.id!r} has brought {token.names} different names, and no more: {advice}")
+        if names >= MANY * token.names and self._warned.get(token.id) != token.names:
+            self._warned[token.id] = token.names
+            self._warn(f"the token {token.id!r} has brought {names} of at most {token.names} names: {advice}")
 
     def gone(self, id: str) -> str:
         found: Token | None = next((token for token in self._tokens().all if token.id == id), None)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from atoll.fabric.doorway import Doorway, address_of
+from atoll.fabric.doorway import Doorway, Tls, address_of
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
@@ -56,7 +55,7 @@ class Port:
         limits: Limits,
         *,
         guard: Guard | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
     ) -> None:
         check_bind(host, secured=guard is not None and tls is not None)
         if not 0 <= port <= 65535:

@@ -22,7 +22,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,9 +29,11 @@ from aiohttp import web
 
 from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
+from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import VISITOR, Guard
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
+from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.probe import Probe
 from atoll.fabric.relay import Relay, RelayLimits
@@ -52,7 +53,7 @@ __all__ = ["Channel", "Desk", "Served", "Server"]
 
 T = TypeVar("T")
 SWEEP_S = 1.0
-"""Between two looks for tokens that count no more."""
+"""Between two looks for tokens and certificates that count no more."""
 _NUMBER = r"\d{1,12}"
 
 
@@ -67,13 +68,14 @@ class Server(Port):
         relay_limits: RelayLimits | None = None,
         pages: Pages | None = None,
         guard: Guard | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
+        owners: Owners | None = None,
     ) -> None:
         super().__init__(host, port, limits or Limits(), guard=guard, tls=tls)
         self._desk = desk
         self._pages = pages
         self._intake = Intake(self._limits)
-        self._control = Control(desk, self._limits, guard)
+        self._control = Control(desk, self._limits, guard, owners)
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
@@ -117,6 +119,8 @@ class Server(Port):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._control.sweep()
+            if self._tls is not None:
+                self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""

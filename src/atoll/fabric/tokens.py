@@ -24,10 +24,14 @@ from atoll.protocol.errors import ConfigError
 Role = Literal["viewer", "learner", "operator"]
 SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
 """What fits into a join link and a header; anything shorter is guessed."""
+NAMES = 4096
+"""Different names that one token may bring into a run, unless it says otherwise: 64 learners, each started 64 times."""
 RANKS: dict[str, int] = {"viewer": 0, "learner": 1, "operator": 2}
 
 
-class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What is as usual is not written down: an older version reads the file while nothing newer is asked of it."""
+
     id: str
     """What people call it; no secret."""
     secret: str
@@ -36,6 +40,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Only for learners of this name; with a star at its end, of names that begin so. Empty: of any."""
     most: int = 0
     """Learners at once; 0: any number."""
+    names: int = NAMES
+    """Different names that it may ever bring into a run, those that have left included."""
     expires: float = 0.0
     """Seconds since 1970; 0: never."""
     revoked: bool = False
@@ -47,6 +53,8 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ConfigError(f"the secret of token {self.id!r} is none: 16 to 128 letters, digits, - and _")
         if self.most < 0 or not (self.expires >= 0 and math.isfinite(self.expires)):
             raise ConfigError(f"most and expires of token {self.id!r} are 0 or above")
+        if self.names < 1:
+            raise ConfigError(f"names of token {self.id!r} is 1 or above: without a name nobody joins")
 
     def __repr__(self) -> str:
         """A secret is in no log, wherever this is printed."""
@@ -99,9 +107,13 @@ class Tokens:
 
     def without(self, id: str) -> Tokens:
         """The same with one that counts no more."""
-        gone = self.named(id)
-        revoked = msgspec.structs.replace(gone, revoked=True)
-        return Tokens(revoked if token is gone else token for token in self.all)
+        return self.with_changed(id, revoked=True)
+
+    def with_changed(self, id: str, **changes: object) -> Tokens:
+        """The same with one that is as it was but for these fields."""
+        before = self.named(id)
+        changed = msgspec.structs.replace(before, **changes)
+        return Tokens(changed if token is before else token for token in self.all)
 
 
 def new_secret() -> str:

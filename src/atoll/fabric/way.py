@@ -1,6 +1,7 @@
 """The way to a syncer: addresses, and what is shown and asked for at the door. One line of text, the join link.
 
     atoll://TOKEN@HOST:PORT,HOST:PORT/RUN/FINGERPRINT     TLS 1.3, by the fingerprint of its certificate
+    atoll://TOKEN@HOST:PORT/RUN/FINGERPRINT,FINGERPRINT   the same, by that of the one that follows it too
     atoll://TOKEN@HOST:PORT/RUN/ca                        TLS 1.3, by an authority (ATOLL_CA, or this machine's own)
     atoll://HOST:PORT/RUN                                 in the clear: this machine alone
     http://HOST:PORT,http://HOST:PORT                     the same, without a run
@@ -32,7 +33,7 @@ RUN_HEADER = "Atoll-Run"
 
 _LINK = re.compile(
     r"atoll://(?:(?P<token>[A-Za-z0-9_-]{16,128})@)?(?P<hosts>[^/@\s]+)"
-    r"(?:/(?P<run>[A-Za-z0-9._-]{0,64})(?:/(?P<pin>[0-9a-fA-F]{64}|ca))?)?/?"
+    r"(?:/(?P<run>[A-Za-z0-9._-]{0,64})(?:/(?P<pin>[0-9a-fA-F]{64}(?:,[0-9a-fA-F]{64}){0,3}|ca))?)?/?"
 )
 
 
@@ -44,7 +45,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     token: str = ""
     pin: str = ""
-    """SHA-256 of the syncer's certificate, in hex; `ca`: by an authority."""
+    """SHA-256 of the syncer's certificate, in hex, or of several with commas between them; `ca`: by an authority."""
     authority: str = ""
     certificate: str = ""
     key: str = ""

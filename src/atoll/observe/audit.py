@@ -33,6 +33,7 @@ from atoll.protocol.records import (
     Joined,
     Lent,
     Merged,
+    Owned,
     Passed,
     Played,
     Reigned,
@@ -110,7 +111,7 @@ class Audit:
             case Played(tapes):
                 for one in tapes:
                     self._played(one.learner, one.incarnation, one.first)
-            case Ended() | Lent():
+            case Ended() | Lent() | Owned():
                 pass
 
     def _played(self, learner: str, incarnation: int, first: int) -> None:

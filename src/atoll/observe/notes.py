@@ -34,6 +34,7 @@ NOTABLE = {
     "fresh": "yellow",
     "reigned": "bold cyan",
     "changed": "cyan",
+    "renewed": "cyan",
     "cut": "dim",
     "score": "magenta",
     "ending": "bold",

@@ -112,7 +112,8 @@ def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
     alarm = [Text(f"ALARM: {plain(status.alarm)}", "bold white on red")] if status.alarm else []
-    body = Group(*alarm, _progress(status), Text(), _facts(status, scores, width), _last_round(status))
+    notice = [Text(plain(status.notice), "yellow")] if status.notice else []
+    body = Group(*alarm, *notice, _progress(status), Text(), _facts(status, scores, width), _last_round(status))
     title.append(" · ").append_text(phase)
     return Panel(body, title=title, title_align="left", width=width, padding=(0, 1), box=box.ROUNDED)
 

@@ -1,9 +1,9 @@
 """The syncer's books: incarnations opened and closed, data leased out, every token's fate.
 
-Rules kept here, each with its test: an incarnation is written down before its welcome, so no number is given twice; its
-account is closed when another process takes its name, when it leaves, when it starts over, or when it has been away for
-too long, and what it had not given is then lost, once; samples that no version contains are issued again; a report that
-does not balance is an alarm, never mended in silence.
+Rules kept here, each with its test: an incarnation is written down before its welcome, so no number is given twice, and
+with it by which token its name came; its account is closed when another process takes its name, when it leaves, when it
+starts over, or when it has been away for too long, and what it had not given is then lost, once; samples that no
+version contains are issued again; a report that does not balance is an alarm, never mended in silence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.records import Gone, Granted, Joined, Sources
+from atoll.protocol.records import Gone, Granted, Joined, Owned, Sources
 from atoll.protocol.rules import MOST
 from atoll.protocol.settings import Settings
 
@@ -33,6 +33,11 @@ class Accounts:
         before = self.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else 0
         self.out.persist(Joined(learner.name, learner.incarnation, learner.session, learner.t, origin))
+
+    def own(self, learner: Learner, token: str) -> None:
+        """Its name is that token's: also a syncer that takes over knows whose it is."""
+        if token and self.history.owners.get(learner.name) != token:
+            self.out.persist(Owned(learner.name, token))
 
     def close(self, learner: Learner, reason: str, under_way: Contribution | None = None) -> None:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""

@@ -41,7 +41,7 @@ class Attendance:
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
-    def greet(self, now: float, hello: Hello) -> None:
+    def greet(self, now: float, hello: Hello, token: str) -> None:
         before = self.members.learners.get(hello.learner)
         if self.course.phase == "finished" and (before is None or before.session != hello.session):
             self.out.send(hello.learner, Refused(reason="the run is over", over=True))
@@ -51,6 +51,7 @@ class Attendance:
         learner, new = self.members.greet(now, hello, self.history.run)
         if new:
             self.accounts.open(learner)
+        self.accounts.own(learner, token)
         if hello.run == self.history.run:
             self.out.hear(hello.clock)
         self.beginning.greeted(hello)

@@ -49,6 +49,8 @@ class Greeted(Fact, frozen=True):
     """Event: a learner opened a control channel and said hello."""
 
     hello: Hello
+    token: str = ""
+    """The name of what it showed at the door; empty where nobody is asked."""
 
 
 class Received(Fact, frozen=True):

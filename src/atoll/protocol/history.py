@@ -22,6 +22,7 @@ from atoll.protocol.records import (
     Joined,
     Lent,
     Merged,
+    Owned,
     Passed,
     Played,
     Reigned,
@@ -70,6 +71,7 @@ class State(msgspec.Struct, array_like=True):
     finished: bool
     began: list[tuple[int, int, tuple[int, ...]]] = []
     progress: float = 0.0
+    owners: dict[str, str] = {}
 
 
 class History:
@@ -84,6 +86,8 @@ class History:
         self.progress = 0.0
         """How much of its budget was spent with the last round; learners are told this and nothing newer."""
         self.lives: dict[str, Life] = {}
+        self.owners: dict[str, str] = {}
+        """By which token each learner's name came; empty where no tokens are asked for."""
         self.ledger = Ledger(fragments)
         self.leases: Leases | None = None
         self.cuts: list[int] = []
@@ -115,6 +119,8 @@ class History:
                 self.began = [*self.began[1 - TERMS :], (term, self.committed, tuple(self.versions))]
             case Joined():
                 self._joined(record)
+            case Owned(learner, token):
+                self.owners[learner] = token
             case Started():
                 self.started, self.versions = True, [0] * len(self.versions)
             case Merged():
@@ -196,6 +202,7 @@ class History:
             self.finished,
             list(self.began),
             self.progress,
+            dict(self.owners),
         )
 
     @classmethod
@@ -206,7 +213,7 @@ class History:
         history.versions, history.committed = list(state.versions), state.committed
         history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
         history.finished, history.began = state.finished, list(state.began)
-        history.progress = state.progress
+        history.progress, history.owners = state.progress, dict(state.owners)
         history.ledger = Ledger.restore(state.ledger)
         history.leases = Leases.restore(state.leases) if state.leases is not None else None
         return history

@@ -8,6 +8,7 @@ pulls), not stalled (it is there but makes no steps).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,8 +155,10 @@ class Membership:
         self._add(learner)
 
     def _add(self, learner: Learner) -> None:
+        place = bisect_left(self._by_name, learner.name, key=_name)
+        known = learner.name in self.learners
+        self._by_name[place : place + known] = [learner]
         self.learners[learner.name] = learner
-        self._by_name = [self.learners[name] for name in sorted(self.learners)]
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
@@ -237,6 +240,10 @@ class Membership:
         step_s, unknown_s = learner.step_s.value, self.settings.assemble_s if self.settings.synchronous else 0.0
         patience_s = max(self.settings.stalled_after_s, unknown_s if step_s is None else 8 * step_s)
         return max(learner.last_step_at, learner.idle_at) + patience_s
+
+
+def _name(one: Learner) -> str:
+    return one.name
 
 
 def _tokens_before(known: Learner | None, session: str) -> int:

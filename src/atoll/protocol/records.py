@@ -6,6 +6,7 @@ place. Structs are written as arrays without names: a round of four members take
     Begun     the run: its settings, model and data               first of all
     Reigned   a new term, and what it found of the one before      first of every later segment
     Joined    a learner's incarnation has begun
+    Owned     by which token a learner's name came: only in a run that asks for tokens
     Started   version 0 is in cut 0
     Merged    a round: its members, weights and reason, and where its outer gradient lies
     Passed    a round that came to nothing
@@ -62,6 +63,13 @@ class Joined(Record, frozen=True, tag="joined"):
     t: int
     origin: int = 0
     """Tokens of its process that earlier incarnations have accounted for."""
+
+
+class Owned(Record, frozen=True, tag="owned"):
+    """From here on the name belongs to whoever holds the token of that name, which is no secret."""
+
+    learner: str
+    token: str
 
 
 class Started(Record, frozen=True, tag="started"):
@@ -206,6 +214,7 @@ AnyRecord = (
     Begun
     | Reigned
     | Joined
+    | Owned
     | Started
     | Merged
     | Passed

@@ -135,8 +135,8 @@ class Syncer:
 
     def _take(self, now: float, event: fx.SyncerEvent) -> None:
         match event:
-            case fx.Greeted(hello):
-                self.attendance.greet(now, hello)
+            case fx.Greeted(hello, token):
+                self.attendance.greet(now, hello, token)
             case fx.Received(name) | fx.Delivered(name) | fx.Lost(name) | fx.DrainAsked(name):
                 if (learner := self._known(name)) is not None:
                     self._take_of(now, learner, event)

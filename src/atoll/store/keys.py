@@ -1,6 +1,7 @@
 """The folder of a syncer's keys, apart from any run's: nothing secret lies in a run's folder.
 
-    syncer.crt, syncer.key     the syncer's certificate and its key
+    syncer.crt, syncer.key     the syncer's certificate and its key; a syncer that runs takes new ones as they come
+    next.crt, next.key         those that are to follow, where they are made: join links name both
     tokens.json                who may join (fabric/tokens.py), changed while a run goes on
     ca.crt, ca.key             an authority of one's own, where there is one
     NAME.crt, NAME.key         a learner's certificate, for mutual TLS; `operator`: of commands on this machine
@@ -22,6 +23,9 @@ FOLDER = Path("atoll-keys")
 """Where `atoll cert` puts them, below the current folder."""
 OPEN_TO_OTHERS = 0o077
 
+Stamp = tuple[int, int]
+"""When a file was last written, and which it is: another stamp, another file."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyDir:
@@ -34,6 +38,14 @@ class KeyDir:
     @property
     def key(self) -> Path:
         return self.path / "syncer.key"
+
+    @property
+    def next_certificate(self) -> Path:
+        return self.path / "next.crt"
+
+    @property
+    def next_key(self) -> Path:
+        return self.path / "next.key"
 
     @property
     def authority(self) -> Path:
@@ -49,7 +61,7 @@ class KeyDir:
 
     def of_learner(self, name: str) -> tuple[Path, Path]:
         name = checked_name(name)
-        if name in ("syncer", "ca"):
+        if name in ("syncer", "next", "ca"):
             raise ConfigError(f"a learner cannot be called {name!r} here: its files would take the place of others")
         return self.path / f"{name}.crt", self.path / f"{name}.key"
 
@@ -59,9 +71,8 @@ class KeyDir:
         found = cls(path.absolute())
         if not found.certificate.is_file() or not found.tokens.is_file():
             raise ConfigError(f"{path} holds no keys: make them with `atoll cert --out {path}`")
-        for file in (found.key, found.tokens, found.authority_key):
-            if file.is_file() and file.stat().st_mode & OPEN_TO_OTHERS:
-                raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
+        for file in (found.key, found.next_key, found.tokens, found.authority_key):
+            check_private(file)
         return found
 
     @classmethod
@@ -74,6 +85,16 @@ class KeyDir:
             raise ConfigError(f"cannot make {path}: {error.strerror}") from error
         return found
 
+    def renew(self) -> None:
+        """The pair that was to follow takes its place. A syncer that looks in between finds a key that does not fit
+        and waits; whoever was stopped in between does it again."""
+        try:
+            if self.next_key.exists():
+                os.replace(self.next_key, self.key)
+            os.replace(self.next_certificate, self.certificate)
+        except OSError as error:
+            raise ConfigError(f"cannot move {self.next_certificate} into place: {error.strerror}") from error
+
     def write(self, path: Path, data: bytes) -> None:
         """Never readable by others, not for a moment."""
         before = os.umask(0o077)
@@ -84,3 +105,22 @@ class KeyDir:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         finally:
             os.umask(before)
+
+
+def check_private(file: Path) -> None:
+    """ConfigError for one that is there and that others can read."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return
+    if mode & OPEN_TO_OTHERS:
+        raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
+
+
+def stamp(file: Path) -> Stamp:
+    """(0, 0) for one that is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_ino)

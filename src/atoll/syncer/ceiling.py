@@ -8,6 +8,7 @@
 | one learner | for each of its pulls a body and what is decoded of it; the queues of its channel, both ways |
 | states passed on | as many streams, and as much of each, as the relay lets through |
 | connections | as many as there may be, whoever holds them |
+| one name | what is kept of a learner for good, also when it has left; a token brings so many (`Token.names`) |
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from atoll.syncer.parameters import OLD
 PROGRAM = 256 * MIB
 CONNECTION = 320 * KIB
 """An open connection: headers, buffers of the socket, and of TLS, which are most of it."""
+NAME = 4 * KIB
+NAME_FRAGMENT = 512
+"""What is kept of a name: its life, its tokens, its place in the status; and of each fragment what was merged."""
 MISSES = 3
 """Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
 
@@ -33,10 +37,12 @@ class Ceiling(msgspec.Struct, frozen=True):
     fixed: int
     """Whoever is there."""
     each: int
-    """For each learner."""
+    """For each learner that is there."""
+    name: int = 0
+    """For each name that ever was."""
 
-    def bytes(self, learners: int) -> int:
-        return self.fixed + learners * self.each
+    def bytes(self, learners: int, names: int = 0) -> int:
+        return self.fixed + learners * self.each + names * self.name
 
 
 def ceiling(
@@ -50,4 +56,4 @@ def ceiling(
     pulls = schedule.flights(settings) + MISSES
     body = make_codec(settings.codec).nbytes(plan.largest)
     talk = limits.queue_bytes + 2 * limits.control_bytes
-    return Ceiling(fixed, pulls * (body + largest) + talk)
+    return Ceiling(fixed, pulls * (body + largest) + talk, NAME + settings.fragments * NAME_FRAGMENT)

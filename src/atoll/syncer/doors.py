@@ -1,8 +1,7 @@
-"""What a syncer's keys make of its port: TLS, and tokens that may change while it goes on."""
+"""What a syncer's keys make of its port: TLS, and tokens; both may change while it goes on."""
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,34 +10,41 @@ from pathlib import Path
 import msgspec
 
 from atoll.config import Service
+from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import Guard, TokenDoor
-from atoll.fabric.tls import server_context
 from atoll.fabric.tokens import Token, Tokens
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir
+from atoll.store.keys import KeyDir, Stamp, stamp
 
+Say = Callable[[str, str], None]
+"""An event's kind and text."""
 LOOK_S = 0.5
-"""Between two looks at the file of tokens."""
+"""Between two looks at the files of tokens and certificates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doors:
     guard: Guard | None = None
-    tls: ssl.SSLContext | None = None
+    tls: Tls | None = None
+    notice: Callable[[], str] = str
+    """What the operator should see to; empty: nothing."""
 
 
-def doors_of(service: Service, run: Callable[[], str]) -> Doors:
-    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to."""
+def doors_of(service: Service, run: Callable[[], str], say: Say = lambda kind, text: None) -> Doors:
+    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to.
+    `say`: what the operator should know of either."""
     if not service.keys:
         return Doors()
     keys = KeyDir.open(Path(service.keys))
-    guard = TokenDoor(LiveTokens(keys), run)
+    guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
     if service.front:
         return Doors(guard)
-    authority = keys.authority if service.mutual else None
-    if authority is not None and not authority.is_file():
+    if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
-    return Doors(guard, server_context(keys.certificate, keys.key, authority))
+    from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
+
+    tls = LiveTls(keys, say, mutual=service.mutual)
+    return Doors(guard, tls, tls.notice)
 
 
 def read_tokens(keys: KeyDir) -> Tokens:
@@ -57,27 +63,19 @@ class LiveTokens:
 
     def __init__(self, keys: KeyDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys, self._clock = keys, clock
-        self._looked_at, self._stamp = clock(), _stamp(keys.tokens)
+        self._looked_at, self._stamp = clock(), stamp(keys.tokens)
         self._tokens = read_tokens(keys)
 
     def __call__(self) -> Tokens:
         now = self._clock()
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            if (stamp := _stamp(self._keys.tokens)) != self._stamp:
-                self._look(stamp)
+            if (now_there := stamp(self._keys.tokens)) != self._stamp:
+                self._look(now_there)
         return self._tokens
 
-    def _look(self, stamp: tuple[int, int]) -> None:
+    def _look(self, found: Stamp) -> None:
         try:
-            self._tokens, self._stamp = read_tokens(self._keys), stamp
+            self._tokens, self._stamp = read_tokens(self._keys), found
         except ConfigError:
             return  # it is tried again: what was good stays good
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return (found.st_mtime_ns, found.st_ino)

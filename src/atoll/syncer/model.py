@@ -52,7 +52,11 @@ class Model:
             "settings": msgspec.to_builtins(settings),
             "parameters": self.plan.size,
             "data": begun.data,
-            "memory_ceiling": {"fixed_bytes": most.fixed, "bytes_per_learner": most.each},
+            "memory_ceiling": {
+                "fixed_bytes": most.fixed,
+                "bytes_per_learner": most.each,
+                "bytes_per_name": most.name,
+            },
         }
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
 from atoll.fabric.wire import Limits, Score, one_line
@@ -88,9 +89,13 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        doors = doors_of(config.service, lambda: self._run)
+        doors = doors_of(config.service, lambda: self._run, events.say)
+        self.meter.notice = doors.notice
+        known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
-        self.server = Server(self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls)
+        self.server = Server(
+            self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls, owners=known
+        )
         if books.recovered is not None:
             self._come_back(books.recovered)
         else:
@@ -220,7 +225,7 @@ class SyncerService:
             return
         self._channels[channel.learner] = channel
         self._ending.attended(len(self._channels))
-        self._handle(fx.Greeted(hello))
+        self._handle(fx.Greeted(hello, channel.token))
 
     def _check_model(self, hello: Hello) -> None:
         assert self._model is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -34,8 +35,10 @@ class Meter:
         self._shares: deque[float] = deque(maxlen=RECENT)
         self._versions: dict[int, deque[tuple[int, int]]] = {}
         """Per fragment its newest (version, round): enough for whoever is not far behind."""
-        self._busy: dict[tuple[str, int], float] = {}
-        """Seconds spent stepping of every incarnation that was lost or left."""
+        self._busy: dict[str, tuple[int, float]] = {}
+        """By name the last incarnation that was lost or left, and its seconds spent stepping …"""
+        self._busy_before = 0.0
+        """… and those of all incarnations before these: what is kept does not grow with every life of a learner."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._alive: set[str] = set()
         self._alive_s = 0.0
@@ -44,6 +47,8 @@ class Meter:
         self._score: Score | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
+        self.notice: Callable[[], str] = str
+        """What the operator should see to before long; empty: nothing."""
 
     def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
@@ -56,12 +61,18 @@ class Meter:
             known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
             known.append((data["version"], data["round"]))
         elif kind in ("lost", "left"):
-            self._busy[data["learner"], data["incarnation"]] = data["busy_s"]
+            self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
             self._ended = at
 
     def score(self, score: Score) -> None:
         self._score = score
+
+    def _count_busy(self, learner: str, incarnation: int, busy_s: float) -> None:
+        before, spent_s = self._busy.get(learner, (incarnation, 0.0))
+        if before != incarnation:
+            self._busy_before += spent_s
+        self._busy[learner] = (incarnation, busy_s)
 
     def _count_alive(self, at: float, kind: str, learner: str) -> None:
         self._alive_s += self._alive_since(at)
@@ -112,6 +123,7 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm,
+            notice=self.notice(),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
@@ -128,7 +140,9 @@ class Meter:
 
     def _goodput(self, machine: Syncer, elapsed: float) -> float:
         now = {(one.name, one.incarnation): one.busy_s for one in machine.members.learners.values()}
-        return min(1.0, sum({**self._busy, **now}.values()) / (max(self._learners, 1) * elapsed))
+        past = {(name, incarnation): busy_s for name, (incarnation, busy_s) in self._busy.items()}
+        busy_s = self._busy_before + sum({**past, **now}.values())
+        return min(1.0, busy_s / (max(self._learners, 1) * elapsed))
 
     def _learner(self, now: float, one: Learner, machine: Syncer | None) -> LearnerStatus:
         assert machine is not None

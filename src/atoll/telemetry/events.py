@@ -17,6 +17,8 @@ folds over these lines. Several processes append to the same file; a line is wri
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
 | alarm | syncer | over: nothing can be committed, or can again |
+| turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
+| renewed | syncer | the syncer shows a new certificate |
 | unbalanced | syncer | learner: what it reports does not fit the ledger |
 | score | syncer | round, loss, cpu_s, sample |
 | ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), tokens, bytes_in, bytes_out |

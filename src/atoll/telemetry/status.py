@@ -53,6 +53,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest complete cut."""
     alarm: str = ""
     """Why nothing can be committed; empty: it can."""
+    notice: str = ""
+    """What the operator should see to before long; empty: nothing."""
     expected: int = 0
     """M: how many learners the run is meant for."""
     liveness: float | None = None

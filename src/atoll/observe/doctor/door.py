@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.fabric.certificates import days_left
+from atoll.fabric.certificates import FEW_DAYS, days_left
 from atoll.fabric.dial import Dialled, dial
 from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.doctor.check import Check, brief
@@ -15,7 +15,6 @@ from atoll.observe.figures import listing
 from atoll.protocol.errors import Unreachable
 
 DEADLINE_S = 5.0
-FEW_DAYS = 14.0
 RECORD = 16384
 """Bytes that TLS encrypts at a time."""
 CIPHER_S = 0.1
@@ -78,7 +77,7 @@ def judge_certificate(way: Way, found: Sequence[Address]) -> Check:
     value = f"{known}; counts for {left:.0f} more days"
     figures = {"pinned": way.pin != BY_AUTHORITY, "days_left": round(left, 2)}
     if left < FEW_DAYS:
-        advice = "When it has expired nobody gets in: atoll cert --force makes another, and new links."
+        advice = "When it has expired nobody gets in: renew it while the run goes on (atoll cert --next, --renew)."
         return Check("certificate", "warn", value, advice, figures)
     return Check("certificate", "ok", value, figures=figures)
 

@@ -22,6 +22,8 @@ export function head(run) {
   put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} gone${left}`);
   by("alarm").hidden = !now.alarm;
   put(by("alarm"), now.alarm ? `Alarm: ${now.alarm}` : "");
+  by("notice").hidden = !now.notice;
+  put(by("notice"), now.notice || "");
 }
 
 export function tiles(run) {

@@ -1,0 +1,125 @@
+"""A certificate that is renewed while its syncer runs.
+
+Rules:
+- once the files have changed, new handshakes use the new pair; connections that are open stay as they are;
+- a pair is taken when it is whole: the key fits and is nobody else's to read, and the certificate counts today. Until
+  then the pair before it stays. Files are written one after the other, so that is said only when it lasts, and once;
+- that a certificate ends soon is said in time, and once a day.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atoll.fabric.certificates import FEW_DAYS, days_left, short_fingerprint
+from atoll.fabric.tls import first_certificate, server_context
+from atoll.protocol.errors import ConfigError
+from atoll.store.keys import KeyDir, Stamp, check_private, stamp
+from atoll.syncer.doors import LOOK_S, Say
+
+LASTS_S = 2.0
+"""A pair that cannot be used for this long is not being written any more."""
+DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A pair that is whole, as it was read."""
+
+    context: ssl.SSLContext
+    certificate: bytes
+    """In DER."""
+
+
+def ends_soon(days: float) -> str:
+    """What is to be done about a certificate that ends in so many days; empty: nothing yet."""
+    if days >= FEW_DAYS:
+        return ""
+    when = "has expired, and nobody can dial anew" if days <= 0 else f"ends in {_span(days)}"
+    return f"the syncer's certificate {when}: renew it (docs/security.md, atoll cert --renew)"
+
+
+def read_pair(keys: KeyDir, *, mutual: bool) -> Shown:
+    """ConfigError for one that cannot be used."""
+    check_private(keys.key)
+    context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
+    try:
+        return Shown(context, first_certificate(keys.certificate))
+    except (OSError, ValueError) as error:  # it went, or was written anew, since it was read a moment ago
+        raise ConfigError(f"{keys.certificate} cannot be read: {error}") from error
+
+
+class LiveTls:
+    """As the files say now, or said before they could not be used."""
+
+    def __init__(
+        self,
+        keys: KeyDir,
+        say: Say = lambda kind, text: None,
+        *,
+        mutual: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        days: Callable[[bytes], float] = days_left,
+    ) -> None:
+        self._keys, self._say, self._mutual, self._clock, self._days = keys, say, mutual, clock, days
+        self._looked_at, self._stamps = clock(), self._stamps_now()
+        self._shown = read_pair(keys, mutual=mutual)
+        self._unusable_since: float | None = None
+        self._told_unusable = False
+        self._told_end_at: float | None = None
+
+    def __call__(self) -> ssl.SSLContext:
+        """For the next handshake."""
+        now = self._clock()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            if (stamps := self._stamps_now()) != self._stamps:
+                self._take(now, stamps)
+            self._watch(now)
+        return self._shown.context
+
+    def notice(self) -> str:
+        """What whoever looks at the run should see to; empty: nothing."""
+        return ends_soon(self._days(self._shown.certificate))
+
+    def _take(self, now: float, stamps: tuple[Stamp, ...]) -> None:
+        try:
+            found = read_pair(self._keys, mutual=self._mutual)
+        except ConfigError as error:
+            self._pass_over(now, str(error))
+            return
+        if self._stamps_now() != stamps:
+            return  # it was written while it was read: the next look sees all of it
+        renewed = found.certificate != self._shown.certificate
+        self._shown, self._stamps = found, stamps
+        self._unusable_since, self._told_unusable = None, False
+        if renewed:
+            self._told_end_at = None
+            left = _span(self._days(found.certificate))
+            self._say(
+                "renewed",
+                f"the syncer shows a new certificate, {short_fingerprint(found.certificate)}, which counts for {left}",
+            )
+
+    def _pass_over(self, now: float, reason: str) -> None:
+        if self._unusable_since is None:
+            self._unusable_since = now
+        elif now - self._unusable_since >= LASTS_S and not self._told_unusable:
+            self._told_unusable = True
+            self._say("warning", f"the certificate that was put there is not taken, and the one before stays: {reason}")
+
+    def _watch(self, now: float) -> None:
+        if (self._told_end_at is None or now - self._told_end_at >= DAY_S) and (text := self.notice()):
+            self._told_end_at = now
+            self._say("warning", text)
+
+    def _stamps_now(self) -> tuple[Stamp, ...]:
+        files = (self._keys.certificate, self._keys.key, *([self._keys.authority] if self._mutual else []))
+        return tuple(stamp(file) for file in files)
+
+
+def _span(days: float) -> str:
+    return f"{days:.0f} days" if days >= 2 else f"{24 * days:.0f} hours"
