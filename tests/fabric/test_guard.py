@@ -210,6 +210,28 @@ def test_a_name_belongs_to_the_token_that_it_came_by_until_that_counts_no_more()
     assert owners.of("laptop") == "bert" and (owners.names("anna"), owners.names("bert")) == (0, 1)
 
 
+def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
+    most = [
+        named("join"),
+        named("eu", learner="eu-*"),
+        named("anna", learner="eu-anna"),
+        named("old", learner="eu-bert"),
+    ]
+    tokens = Tokens(most).without("old")
+    door, owners = TokenDoor(lambda: tokens, lambda: "r1"), Owners({"eu-anna": "join"})
+    for token in ("join", "eu"):
+        with pytest.raises(
+            PeerError, match="the name eu-anna is kept for the token 'anna': choose another with --name"
+        ):
+            door.may_join(Visitor(token), "eu-anna", set(), Owners())
+    with pytest.raises(PeerError, match="the name eu-1 is kept for the token 'eu'"):
+        joins(door, owners, "join", "eu-1")
+    joins(door, owners, "anna", "eu-anna")  # also from one that had it before there was a token for it
+    joins(door, owners, "eu", "eu-bert")  # one that counts no more keeps nothing
+    joins(door, owners, "join", "us-1")
+    assert [owners.of(name) for name in ("eu-anna", "eu-bert", "us-1")] == ["anna", "eu", "join"]
+
+
 def test_a_token_brings_so_many_names_and_no_more_also_when_they_have_left() -> None:
     door, owners = TokenDoor(lambda: Tokens([ANNA, BERT]), lambda: "r1"), Owners({"old": "anna"})
     joins(door, owners, "anna", "b", "c", "d")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, stamp
+from atoll.store.keys import KeyDir, check_private, stamp
 
 
 def mode(path: Path) -> int:
@@ -84,6 +84,23 @@ def test_a_place_that_cannot_be_made_is_an_error_of_one_line(tmp_path: Path) -> 
     keys = KeyDir(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="cannot write"):
         keys.write(keys.key, b"x")
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_folder_that_others_can_change_is_not_used(keys: KeyDir, mode: int) -> None:
+    keys.path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"can be changed by others on this machine: chmod 700 {keys.path}"):
+        KeyDir.open(keys.path)
+    keys.path.chmod(0o1777)  # a sticky one lets nobody move what is not theirs
+    KeyDir.open(keys.path)
+
+
+def test_what_belongs_to_another_user_is_not_used(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.store.keys.trusted", lambda: (12345,))
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        check_private(keys.tokens)
+    with pytest.raises(ConfigError, match="can be changed by others"):
+        KeyDir.open(keys.path)
 
 
 def test_the_pair_that_was_to_follow_takes_its_place_also_when_that_was_begun_before(keys: KeyDir) -> None:

@@ -93,6 +93,18 @@ def test_a_file_that_is_gone_keeps_the_old_tokens(keys: KeyDir) -> None:
     assert ids(live()) == ["join"]
 
 
+def test_a_file_that_others_can_read_is_not_taken(keys: KeyDir) -> None:
+    clock = Clock()
+    live = LiveTokens(keys, clock)
+    write_tokens(keys, read_tokens(keys).without("join"))
+    keys.tokens.chmod(0o666)
+    clock.now += LOOK_S
+    assert not live().named("join").revoked
+    keys.tokens.chmod(0o600)
+    clock.now += LOOK_S
+    assert live().named("join").revoked, "looked at again until it is private"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) -> None:
     clock = Clock()

@@ -20,7 +20,7 @@ from atoll.observe.story import last_sample, story
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.store.keys import KeyDir
+from atoll.store.keys import KeyDir, check_private
 from atoll.store.rundir import RunDir
 from atoll.syncer.doors import read_tokens
 from atoll.telemetry.events import parse
@@ -89,6 +89,7 @@ def _show_certificate(keys: KeyDir) -> None:
     certificate, key = keys.of_learner(OPERATOR)
     if not certificate.is_file():
         raise ConfigError(f"{certificate} is not there, and this syncer asks for it: atoll cert --learner {OPERATOR}")
+    check_private(key)
     os.environ.update(ATOLL_CERT=str(certificate), ATOLL_KEY=str(key))
 
 

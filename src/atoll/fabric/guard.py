@@ -104,11 +104,20 @@ class TokenDoor:
         if token.most and learner not in there and len(there) >= token.most:
             raise PeerError(f"the token {token.id!r} is for {token.most} learners at once, and they are there already")
         if (owner := owners.of(learner)) != token.id:
-            if owner and not self.gone(owner):
-                raise PeerError(
-                    f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
-                )
+            self._not_anothers(token, learner, owner)
             self._one_name_more(token, owners.names(token.id) + 1)
+
+    def _not_anothers(self, token: Token, learner: str, owner: str) -> None:
+        """A name is kept for the token that is most closely for it, and is otherwise its first holder's."""
+        now = time.time()
+        others = [one for one in self._tokens().all if one.allows(learner) and not one.refuses(now)]
+        closest = max(others, key=lambda one: (one.precision, one.id == owner))
+        if closest.precision > token.precision:
+            raise PeerError(f"the name {learner} is kept for the token {closest.id!r}: choose another with --name")
+        if closest.id == owner:
+            raise PeerError(
+                f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
+            )
 
     def _one_name_more(self, token: Token, names: int) -> None:
         """Names that stay cost nothing; a token that comes with ever new ones is stopped, and its owner told before."""

@@ -74,6 +74,11 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return learner.startswith(self.learner[:-1])
         return self.learner in ("", learner)
 
+    @property
+    def precision(self) -> int:
+        """How closely it says whom it is for: any name, names that begin so, this one."""
+        return len(self.learner.removesuffix("*")) + (bool(self.learner) and not self.learner.endswith("*"))
+
 
 class Tokens:
     """Those of one run, found by what is shown at the door."""

@@ -12,6 +12,7 @@ The folder has mode 700 and every file in it mode 600.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from atoll.store.rundir import checked_name
 
 FOLDER = Path("atoll-keys")
 """Where `atoll cert` puts them, below the current folder."""
-OPEN_TO_OTHERS = 0o077
+OPEN_TO_OTHERS, WRITABLE_BY_OTHERS = 0o077, 0o022
 
 Stamp = tuple[int, int]
 """When a file was last written, and which it is: another stamp, another file."""
@@ -71,6 +72,7 @@ class KeyDir:
         found = cls(path.absolute())
         if not found.certificate.is_file() or not found.tokens.is_file():
             raise ConfigError(f"{path} holds no keys: make them with `atoll cert --out {path}`")
+        check_folder(found.path)
         for file in (found.key, found.next_key, found.tokens, found.authority_key):
             check_private(file)
         return found
@@ -108,13 +110,27 @@ class KeyDir:
 
 
 def check_private(file: Path) -> None:
-    """ConfigError for one that is there and that others can read."""
+    """ConfigError for one that is there and that others can read, or have written."""
     try:
-        mode = file.stat().st_mode
+        found = file.stat()
     except OSError:
         return
-    if mode & OPEN_TO_OTHERS:
+    if found.st_mode & OPEN_TO_OTHERS:
         raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
+    if found.st_uid not in trusted():
+        raise ConfigError(f"{file} belongs to another user of this machine: make keys of your own with `atoll cert`")
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError where others can put files of their own in the place of ours."""
+    found = folder.stat()
+    if found.st_uid not in trusted() or (found.st_mode & WRITABLE_BY_OTHERS and not found.st_mode & stat.S_ISVTX):
+        raise ConfigError(f"{folder} can be changed by others on this machine: chmod 700 {folder}")
+
+
+def trusted() -> tuple[int, int]:
+    """Whose files count: this user's, and those of whoever runs the machine."""
+    return os.geteuid(), 0
 
 
 def stamp(file: Path) -> Stamp:

@@ -14,7 +14,7 @@ from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import Guard, TokenDoor
 from atoll.fabric.tokens import Token, Tokens
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, Stamp, stamp
+from atoll.store.keys import KeyDir, Stamp, check_private, stamp
 
 Say = Callable[[str, str], None]
 """An event's kind and text."""
@@ -76,6 +76,7 @@ class LiveTokens:
 
     def _look(self, found: Stamp) -> None:
         try:
+            check_private(self._keys.tokens)
             self._tokens, self._stamp = read_tokens(self._keys), found
         except ConfigError:
             return  # it is tried again: what was good stays good
