@@ -24,7 +24,7 @@ run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 	$(BIN)/atoll train --out atoll-runs/first --demo
 
 test: check ## check, then every test but the long fault campaigns
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .

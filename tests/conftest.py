@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before any test imports numpy or torch; processes that a test starts inherit it.
@@ -12,3 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes comes first; what takes milliseconds fills the gaps at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("system") is None)

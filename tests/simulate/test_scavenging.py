@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from atoll.protocol.errors import ConfigError
 from atoll.simulate.scavenging import Plan, scavenge, train_time
 
-hours = st.floats(0, 24)
+hours = st.integers(0, 24 * 60).map(lambda minutes: minutes / 60)  # nobody plans by 1e-55 of an hour
 plans = st.tuples(hours, hours).filter(lambda pair: pair[0] % 24 != pair[1] % 24).map(lambda pair: Plan(*pair))
 
 
