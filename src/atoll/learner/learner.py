@@ -263,7 +263,7 @@ class Learner:
         deadline = time.monotonic() + self._join_wait_s
         while self._until is not None and self._until <= self._t and not self._final:
             self._wait(0.5)
-        while self._until is None and not self._final and not self._is_current():
+        while self._until is None and not self._final and not self._is_current() and not self._preemption.asked:
             left = deadline - time.monotonic()
             if left <= 0:
                 syncer = self._url.rpartition("@")[2]  # what stands before it is a secret
@@ -408,6 +408,7 @@ class Learner:
             stopped=self._stopped,
             dropped=dropped,
             position=self._feed.position,
+            leaving=self._preemption.asked,
         )
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
@@ -476,17 +477,18 @@ class Learner:
             self._tape.add(Stopped(self._t))
         self._tape.tell()
         self._report()
-        deadline = time.monotonic() + (self._leave_wait_s() if early else END_WAIT_S)
+        began = time.monotonic()
         saved = False
         while not self._final and self._boundary is not None:
-            if time.monotonic() > deadline and self._until is None:
+            wait_s = self._leave_wait_s() if early else END_WAIT_S
+            if time.monotonic() > began + wait_s and self._until is None:
                 break
             self._partner.wait(0.2)
             self._listen()
             self._boundary.idle(over=True)
             self._tape.tell()
             if early and self._done:
-                early, deadline = False, time.monotonic() + END_WAIT_S
+                early, began = False, time.monotonic()
             if early and not self._box_has_more():
                 break
         if self._final and self._boundary is not None:
@@ -514,7 +516,7 @@ class Learner:
     def _leave_wait_s(self) -> float:
         if self._boundary is None or self._t == 0:
             return LEAVE_WAIT_S
-        if self._preemption.asked:
+        if self._preemption.hurried:
             return DRAIN_S
         return max(LEAVE_WAIT_S, 2 * self._boundary.settings.sync_every * self._busy_s / self._t)
 

@@ -38,6 +38,7 @@ NEW_MESSAGES = frozenset({"Drain"})
 NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Progress": frozenset({"leaving"}),
     "Welcome": frozenset({"protocol"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
@@ -117,6 +118,8 @@ class Progress(Message, frozen=True):
     """The number of the first of `tape`."""
     tape: tuple[AnyEntry, ...] = ()
     """What its training process was told since the last report (tape.py)."""
+    leaving: bool = False
+    """It was asked to leave: that its loop ends says nothing of the run."""
 
 
 class Heartbeat(Message, frozen=True):

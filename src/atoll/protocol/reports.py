@@ -33,6 +33,7 @@ def progress_of(
         seeking=seeking,
         taped=taped,
         tape=entries,
+        leaving=last.leaving,
     )
 
 
