@@ -564,8 +564,9 @@ class Syncer:
         if self.settings.synchronous and not self._opened:
             self._started_at = self._started_at or now
             live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
-            known = sum(not one.closed for one in self.members.learners.values())
-            awaited = self.settings.learners if self.next_round == 0 else known
+            seen = self.members.learners.values()
+            known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
+            awaited = self.settings.learners - drained if self.next_round == 0 else known
             wakes.append(late_at)
             if len(live) < awaited and (now < late_at or not live):
                 return
@@ -599,13 +600,15 @@ class Syncer:
         return not self._assembling
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """All the run was meant for; or those that are there, and nobody else has come for a while."""
+        """All the run was meant for; or those that are there, and nobody else has come for a while. Who was asked to
+        leave has not come to an end: it may be back, or another in its place."""
         there = self.members.connected()
-        if not there or not all(one.stopped for one in there):
+        if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
             return False
         wakes.append(self._idle_since + self.settings.assemble_s)
-        stopped = sum(one.stopped for one in self.members.learners.values())  # also those that have left since
+        ended = [one for one in self.members.learners.values() if one.stopped and not one.leaving]
+        stopped = len(ended)  # also those that have left since
         return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
 
     def _end(self, now: float, reason: str) -> None:
