@@ -48,8 +48,11 @@ class Copies:
             self.do(Drop(fragment, copy.t))
 
     def send(self, pull: Pull) -> bool:
-        """Send the copy at hand as the answer; False when there is nothing in it."""
+        """Send the copy at hand as the answer; False when there is nothing in it. One that is on its way is not sent
+        twice: the second would be turned away, and the first be taken for it."""
         copy = self._at_hand[pull.fragment]
+        if (pull.round, pull.attempt) in self._sent:
+            return True
         if copy.steps == 0 and not pull.probe:
             return False
         self._sent[pull.round, pull.attempt] = (copy, pull)
@@ -75,11 +78,12 @@ class Copies:
             position=copy.position,
         )
 
-    def failed(self, number: int, attempt: int) -> bool:
-        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy."""
+    def failed(self, number: int, attempt: int, *, keep: bool) -> bool:
+        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
+        same: a learner that waits for a round makes no other."""
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return False
-        if self._at_hand.get(sent[0].fragment) is sent[0]:
+        if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
             self.drop(sent[0].fragment)
         return True
 

@@ -76,7 +76,7 @@ class Pulls:
             self._say(now, contribution)
 
     def undelivered(self, now: float, event: UploadFailed) -> None:
-        if self._copies.failed(event.round, event.attempt):
+        if self._copies.failed(event.round, event.attempt, keep=self._synchronous):
             reason = f"its answer did not arrive: {event.reason}"
             self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
 
