@@ -38,6 +38,7 @@ NEW_MESSAGES = frozenset({"Drain"})
 NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving"}),
     "Welcome": frozenset({"protocol"}),
 }
@@ -240,6 +241,8 @@ class Lease(Message, frozen=True):
     over: bool = False
     own: str = ""
     """The reason why this learner's data is not leased; its tokens are counted all the same."""
+    incarnation: int = 0
+    """Whose they are: what waits for the disk is sent by name, and another process may have the name by then."""
 
 
 class Welcome(Message, frozen=True):
