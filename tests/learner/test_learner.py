@@ -18,6 +18,7 @@ from atoll.mailbox.channel import (
     BeginOrder,
     Box,
     Bye,
+    DrainOrder,
     ForgetOrder,
     Frame,
     HoldOrder,
@@ -302,6 +303,41 @@ class TestLeaving:
         with joined.learner as learner:
             learner.step(tokens=1)
         assert joined.courier.of(Bye) == [Bye("it left before the run ended")]
+
+    def test_nobody_hurries_a_drain_but_a_signal_does(
+        self, joined: Joined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Two cycles of its own steps, so that every fragment has had its round; clouds do not give so much."""
+        joined.leaving = []
+        with joined.learner as learner:
+            joined.courier.waiting.append(DrainOrder("the operator asked"))
+            learner.step(tokens=1)
+            assert learner.done and not joined.stay._preemption.hurried
+            joined.stay._tally.busy_s = 30.0
+            assert joined.stay._patience_s() == 2 * joined.rules.sync_every * 30.0
+            waits = 0
+
+            def wait(seconds: float) -> None:
+                nonlocal waits
+                waits += 1
+                if waits == 3:
+                    joined.stay._preemption._terminated(15, None)
+                    monkeypatch.setattr(leaving, "DRAIN_S", -1.0)
+
+            monkeypatch.setattr(joined.courier, "wait", wait)
+        assert waits == 3 and joined.courier.of(Step)[-1].stepped.leaving  # type: ignore[attr-defined]
+        [bye] = joined.courier.of(Bye)
+        assert bye.reason.startswith("it was drained: the operator asked")  # type: ignore[attr-defined]
+
+    def test_one_that_is_drained_before_it_has_joined_leaves_at_once(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        joined = Joined(small(), join_wait_s=600.0)
+        joined.courier.answers = lambda frame: []
+        monkeypatch.setattr(joined.courier, "wait", lambda seconds: joined.stay._preemption._terminated(15, None))
+        with joined.learner as learner:
+            assert learner.done and learner.steps == 0
+        assert len(joined.courier.of(Bye)) == 1
 
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch

@@ -6,39 +6,47 @@ from atoll.learner.leaving import END_WAIT_S, LEAVE_WAIT_S, Leaving, broken_off,
 from atoll.learner.preempt import DRAIN_S
 
 
-def early(patience_s: float = 10.0) -> Leaving:
-    return Leaving(0.0, ending=False, patience_s=patience_s)
+def early() -> Leaving:
+    return Leaving(0.0, ending=False)
 
 
 def test_two_cycles_are_waited_for_where_they_take_longer() -> None:
-    assert patience_s(LEAVE_WAIT_S, asked=False) == 2 * LEAVE_WAIT_S
-    assert patience_s(LEAVE_WAIT_S / 4, asked=False) == LEAVE_WAIT_S
-    assert patience_s(LEAVE_WAIT_S, asked=True) == DRAIN_S
-    assert patience_s(None, asked=True) == LEAVE_WAIT_S
+    assert patience_s(LEAVE_WAIT_S, hurried=False) == 2 * LEAVE_WAIT_S
+    assert patience_s(LEAVE_WAIT_S / 4, hurried=False) == LEAVE_WAIT_S
+    assert patience_s(LEAVE_WAIT_S, hurried=True) == DRAIN_S
+    assert patience_s(None, hurried=True) == LEAVE_WAIT_S
 
 
 def test_one_that_leaves_early_goes_once_its_steps_are_merged_or_its_patience_ends() -> None:
     leaving = early()
     leaving.look(1.0, ending=False, unmerged=True)
-    assert not leaving.may_go(10.0, replay=False) and leaving.may_go(10.1, replay=False)
+    assert not leaving.may_go(10.0, 10.0, replay=False) and leaving.may_go(10.1, 10.0, replay=False)
     leaving.look(2.0, ending=False, unmerged=False)
-    assert leaving.may_go(2.0, replay=False)
+    assert leaving.may_go(2.0, 10.0, replay=False)
     assert leaving.goodbye("", saved=False) == "it left before the run ended"
+
+
+def test_a_signal_shortens_the_wait_that_a_drain_began() -> None:
+    leaving = early()
+    leaving.look(1.0, ending=False, unmerged=True)
+    assert not leaving.may_go(15.0, 60.0, replay=False) and leaving.may_go(15.0, DRAIN_S, replay=False)
 
 
 def test_a_run_that_ends_meanwhile_is_waited_for_even_with_nothing_to_merge() -> None:
     leaving = early()
     leaving.look(9.0, ending=True, unmerged=False)
-    assert not leaving.may_go(9.0 + END_WAIT_S, replay=False) and leaving.may_go(9.1 + END_WAIT_S, replay=False)
+    assert not leaving.may_go(9.0 + END_WAIT_S, 10.0, replay=False) and leaving.may_go(
+        9.1 + END_WAIT_S, 10.0, replay=False
+    )
     assert leaving.goodbye("", saved=False) == "the end of the run did not come"
 
 
 def test_no_clock_ends_a_replay() -> None:
     leaving = early()
     leaving.look(1.0, ending=False, unmerged=True)
-    assert not leaving.may_go(1e9, replay=True)
+    assert not leaving.may_go(1e9, 10.0, replay=True)
     leaving.look(2.0, ending=False, unmerged=False)
-    assert leaving.may_go(2.0, replay=True)
+    assert leaving.may_go(2.0, 10.0, replay=True)
 
 
 def test_whoever_was_asked_to_go_says_why_and_what_became_of_its_state() -> None:

@@ -26,7 +26,8 @@ from atoll.observe.doctor.carry import Link, Load
 from atoll.observe.doctor.check import Check
 from atoll.observe.doctor.door import Address
 from atoll.observe.doctor.speed import Moved, Trip
-from atoll.simulate.bandwidth import Spread, effective_h, load_gbit
+from atoll.simulate.bandwidth import away_steps, effective_h, load_gbit
+from atoll.simulate.bandwidth_profiles import profile
 from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32
@@ -76,13 +77,15 @@ def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
 
 
 def test_needs_are_those_of_the_bandwidth_calculator() -> None:
-    spread = Spread(step_s=0.4, datacenters=2, learners=2, parameters=100e6, codec="bf16", topology="star")
+    atoll = profile("atoll").run
+    spread = msgspec.structs.replace(atoll, step_s=0.4, datacenters=2, learners=2, parameters=100e6)
     (need,) = (one for one in carry.needs(LOAD, FAST) if one.codec == "bf16" and one.sync_every == 24)
-    assert need.up_bits_per_s == pytest.approx(1e9 * load_gbit(spread) / (24 * 0.4)) == pytest.approx(1e8 * 16 / 9.6)
-    assert need.down_bits_per_s == pytest.approx(1e8 * 32 / 9.6), "versions come down in fp32 whatever the codec"
+    assert need.up_bits_per_s == pytest.approx(1e8 * 16 / 9.6)
+    assert need.down_bits_per_s == pytest.approx(1e9 * load_gbit(spread) / (24 * 0.4)) == pytest.approx(1e8 * 32 / 9.6)
     slow = Link(100e6, 100e6, 0.01)
-    fp32 = msgspec.structs.replace(spread, codec="fp32")
-    assert carry.kept_up_with(LOAD, slow) == pytest.approx(effective_h(fp32, 0.08)) == pytest.approx(100)
+    assert carry.kept_up_with(LOAD, slow) == pytest.approx(effective_h(spread, 0.08)) == pytest.approx(100)
+    near = msgspec.structs.replace(spread, latency_s=0.005)
+    assert carry.away_steps(LOAD, slow) == pytest.approx(away_steps(near, 0.1)) == pytest.approx(2.01 / 0.4)
 
 
 def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:

@@ -11,6 +11,7 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol.accounts import AHEAD, LEASE_BATCHES, Accounts
 from atoll.protocol.history import History
+from atoll.protocol.learner import Learner as Machine
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
 from atoll.protocol.outbox import Outbox
@@ -379,3 +380,15 @@ def test_a_range_is_told_as_it_was_granted() -> None:
     granted = desk.records(Granted)
     assert told.ranges == tuple(Range(g.lease, g.dataset, g.epoch, g.start, g.stop) for g in granted)
     assert [one.dataset for one in told.ranges] == [0, 1]
+
+
+def test_a_lease_that_is_meant_for_another_life_is_passed_over() -> None:
+    """While the disk is full two processes take a name by turns: what waited is sent to whoever has it now."""
+    machine = Machine("a", "s", ())
+    settings = Settings(fragments=1, sync_every=4)
+    welcome = Welcome(run="r", incarnation=5, settings=settings, fingerprint="", versions=(0,), gathering=0)
+    machine.handle(0.0, fx.Arrived(welcome))
+    ranges = (Range(7, 0, 0, 0, 64),)
+    for incarnation, taken in ((4, False), (6, False), (5, True), (0, True)):  # 0: a syncer of version 1 does not say
+        effects = machine.handle(0.0, fx.Arrived(Lease(ranges=ranges, incarnation=incarnation)))
+        assert (fx.Supply(ranges) in effects) == taken

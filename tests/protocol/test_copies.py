@@ -46,6 +46,23 @@ def test_a_copy_that_did_not_get_there_is_not_sent_again() -> None:
     copies = Copies(effects.append)
     copies.keep(copy(5))
     copies.send(pull())
-    assert copies.failed(7, 1) and 1 not in copies
+    assert copies.failed(7, 1, keep=False) and 1 not in copies
     assert effects[-1] == Drop(1, 5)
-    assert not copies.failed(7, 1), "nobody waits for it any more"
+    assert not copies.failed(7, 1, keep=False), "nobody waits for it any more"
+
+
+def test_a_learner_that_waits_for_a_round_sends_its_copy_again() -> None:
+    effects: list[LearnerEffect] = []
+    copies = Copies(effects.append)
+    copies.keep(copy(5))
+    copies.send(pull())
+    assert copies.failed(7, 1, keep=True) and 1 in copies and copies.send(pull(attempt=2))
+    assert effects == [Upload(7, 1, 1), Upload(7, 2, 1)]
+
+
+def test_what_is_on_its_way_is_known_until_it_arrives() -> None:
+    effects: list[LearnerEffect] = []
+    copies, probe = Copies(effects.append), pull(0, probe=True)
+    copies.keep(copy(5))
+    assert not copies.is_on_its_way(probe) and copies.send(probe) and copies.is_on_its_way(probe)
+    assert copies.arrived(7, 0, "digest") is not None and not copies.is_on_its_way(probe)

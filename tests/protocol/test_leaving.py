@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
+from atoll.protocol.gathering import Gathering
 from atoll.protocol.learner import Learner
+from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Drain, Welcome
+from atoll.protocol.round import Round
 from atoll.protocol.settings import Settings
 
 
@@ -45,3 +51,86 @@ def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
     other = Learner("learner-0", "another session", ()).hello()
     effects = world.syncer.handle(world.now, fx.Greeted(other))
     assert not any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in effects)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchronous: bool, adopt: str) -> None:
+    """Nobody steps any more, so no step makes a round due; and of the fragment that is next it may have none left."""
+    world = World(1, fragments=3, sync_every=6, overlap=1, synchronous=synchronous, adopt=adopt, latency_s=0.05)
+    world.run_until(round=7)
+    island, before = world.islands["learner-0"], world.now
+    world.inject(fx.DrainAsked("learner-0", "x"))
+    while island.alive:
+        world.run_until(seconds=0.1)
+    assert world.now - before < 4.0, "a step, and a cycle that nothing paces"
+    world.run_until(seconds=2 * world.settings.assemble_s)
+    assert world.syncer.phase == "running" and not world.said("ending")
+    assert not any(world.syncer.history.ledger.totals().lost)
+    if adopt == "carry":
+        assert [world.merged_steps("learner-0", fragment) for fragment in range(3)] == [island.t] * 3
+    world.join("learner-0")
+    rounds = world.syncer.committed
+    world.run_until(seconds=20)
+    assert world.syncer.committed > rounds
+
+
+def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
+    settings = Settings(learners=1, fragments=2, sync_every=4)
+    members = Membership(settings)
+    one, _ = members.greet(0.0, Learner("a", "s", ()).hello(), "run")
+    one.state, one.stopped, one.steps = "training", True, (0, 2)
+    gathering = Gathering(settings, members)
+    assert gathering.is_skipped(Round(4, 0, 0.0, frozenset()))
+    assert not gathering.is_skipped(Round(5, 1, 0.0, frozenset())), "its last steps are collected here"
+    one.steps = (0, 0)
+    assert not gathering.is_skipped(Round(4, 0, 0.0, frozenset())), "nothing is left: the round waits for whoever comes"
+    one.steps, one.stopped = (0, 2), False
+    assert not gathering.is_skipped(Round(4, 0, 0.0, frozenset()))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_whenever_learners_of_a_calm_run_are_drained_nothing_is_lost(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        dice = random.Random(seed)
+        fragments, learners = dice.randint(1, 4), dice.randint(1, 3)
+        world = World(
+            learners,
+            fragments=fragments,
+            sync_every=fragments * dice.choice([1, 2]),
+            overlap=min(fragments - 1, dice.choice([0, 1])),
+            quorum=dice.randint(1, learners),
+            patience_s=2.0,
+            synchronous=dice.random() < 0.3,
+            adopt=dice.choice(["overwrite", "blend", "carry"]),
+            latency_s=dice.choice([0.0, 0.03, 0.2]),
+            step_s=[dice.uniform(0.8, 1.2) for _ in range(learners)],
+            seed=seed,
+        )
+        for number in range(dice.randint(1, learners)):
+            world.at(dice.uniform(5, 30), lambda w=world, n=number: w.inject(fx.DrainAsked(f"learner-{n}", "x")))
+        world.run_until(seconds=70)
+        assert world.syncer.phase == "running", f"seed {seed}"
+        assert not any(world.syncer.history.ledger.totals().lost), f"seed {seed}"
+
+
+def test_a_synchronous_run_does_not_wait_for_one_that_was_drained_before_it_began() -> None:
+    world = World(3, present=2, fragments=2, sync_every=4, synchronous=True).run_until(seconds=1.5)
+    world.inject(fx.DrainAsked("learner-1", "x"))
+    world.run_until(seconds=15)
+    assert world.islands["learner-1"].leaving.left and world.syncer.committed == 0, "the third is still waited for"
+    world.join("learner-2")
+    world.run_until(seconds=10)
+    assert world.now < world.settings.assemble_s and world.syncer.committed > 2
+
+
+def test_a_loop_that_ends_by_itself_ends_the_run_also_when_the_other_was_drained() -> None:
+    world = World(2, fragments=2, sync_every=4).run_until(round=6)
+    world.inject(fx.DrainAsked("learner-1", "x"))
+    world.run_until(seconds=20)
+    assert world.islands["learner-1"].leaving.left
+    world.islands["learner-0"].done = True
+    world.run_until(seconds=5)
+    assert world.syncer.phase == "running" and world.islands["learner-0"].steps == [0, 0]
+    world.run_to_end(seconds=2 * world.settings.assemble_s)
+    assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")

@@ -1,9 +1,10 @@
 """Synchronous runs: every round takes all live learners, and learners wait for it."""
 
 import pytest
+from tests.protocol.test_copies import copy, pull
 from tests.protocol.world import World
 
-from atoll.protocol.effects import LearnerEffect
+from atoll.protocol.effects import LearnerEffect, Upload
 from atoll.protocol.orders import Orders
 from atoll.protocol.settings import Settings
 
@@ -108,6 +109,18 @@ def test_a_mute_learner_that_waits_at_a_hold_can_still_answer_a_probe() -> None:
     before = world.syncer.committed
     world.run_until(round=before + 4)
     assert world.said("probed")
+
+
+@pytest.mark.parametrize(("synchronous", "sent"), [(True, 1), (False, 2)])
+def test_two_probes_in_a_row_are_answered_once(synchronous: bool, sent: int) -> None:
+    """Where a learner waits for a round it has one copy; elsewhere the first body may be stuck, and a newer helps."""
+    pulls = World(1, synchronous=synchronous).run_until(round=1).islands["learner-0"].machine._pulls
+    effects: list[LearnerEffect] = []
+    pulls._copies.do = effects.append
+    pulls._copies.keep(copy(5))
+    for _ in range(2):
+        pulls._answer(0.0, pull(0, probe=True))
+    assert effects == [Upload(7, 0, 1)] * sent
 
 
 def test_a_quarantined_learner_recovers_and_falls_into_step() -> None:

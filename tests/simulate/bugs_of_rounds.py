@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
 from atoll.protocol import claims, gathering, hearing
+from atoll.protocol.attendance import Attendance
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import Merge, Merged, Part
 from atoll.protocol.hearing import Hearing
@@ -247,6 +248,32 @@ def _all_alike(plain: Plain) -> Any:
 
 
 mutant("a moment of silence costs the last steps", (Rounds, "_leave_out_silent", _all_alike))
+
+
+# ---- drains -------------------------------------------------------------------------------------------------------
+
+
+def _as_if_it_had_ended(plain: Plain) -> Any:
+    def broken(self: Membership, now: float, learner: Learner, progress: Progress) -> None:
+        plain(self, now, learner, replace(progress, leaving=False))
+
+    return broken
+
+
+mutant("a run whose learners are drained is at its end", (Membership, "report", _as_if_it_had_ended))
+mutant("last steps wait behind a round that has none", (gathering.Gathering, "is_skipped", always(False)))
+mutant("last steps wait for a pace that nobody sets", (gathering.Gathering, "_is_paced", always(True)))
+
+
+def _told_once(plain: Plain) -> Any:
+    def broken(self: Attendance, learner: Learner) -> None:
+        learner.draining = ""
+        plain(self, learner)
+
+    return broken
+
+
+mutant("one that was cut off is not told again that it is to leave", (Attendance, "_tell_again", _told_once))
 
 
 # ---- what is believed ---------------------------------------------------------------------------------------------

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from atoll.protocol.errors import ConfigError
 from atoll.simulate.bandwidth import (
+    VERSIONS,
     Bound,
     Spread,
     Topology,
+    away_steps,
     bandwidth,
     data_parallel,
     decoupled,
     effective_h,
     late_steps,
+    loads_gbit,
     utilization,
 )
 from atoll.simulate.bandwidth_cases import Case, Method, cases
@@ -75,6 +78,7 @@ spreads = st.builds(
     parameters=st.floats(1e6, 1e13),
     layers=st.integers(1, 200),
     codec=st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+    down=st.sampled_from([None, "fp32", "int8"]),
     topology=st.sampled_from(["ring", "star"]),
     latency_s=st.sampled_from([0.0, 0.001, 0.05, 1.0]),
 )
@@ -121,17 +125,38 @@ def test_an_overlap_longer_than_a_round_hides_no_more_than_everything() -> None:
     )
 
 
+STAR = msgspec.structs.replace(profile("atoll").run, down=None)
+"""Both ways as the codec says."""
+
+
 def test_a_star_carries_a_copy_for_every_learner_of_a_data_center() -> None:
-    star = profile("atoll").run
-    assert bandwidth(decoupled(star), 1.0, 0.5) == pytest.approx(4 * 80 / 24 / 2)
-    alone = msgspec.structs.replace(star, datacenters=8)
+    assert bandwidth(decoupled(STAR), 1.0, 0.5) == pytest.approx(4 * 80 / 24 / 2)
+    alone = msgspec.structs.replace(STAR, datacenters=8)
     assert bandwidth(decoupled(alone), 1.0, 0.5) == pytest.approx(80 / 24 / 2)
-    uneven = msgspec.structs.replace(star, datacenters=3)
+    uneven = msgspec.structs.replace(STAR, datacenters=3)
     assert bandwidth(decoupled(uneven), 1.0, 0.5) == pytest.approx(3 * 80 / 24 / 2), "the fullest holds three"
 
 
-def test_a_star_that_just_keeps_up_is_fresh_and_at_half_of_it_everything_takes_twice_as_long() -> None:
+def test_this_softwares_versions_come_down_in_fp32_whatever_goes_up() -> None:
+    """As `courier/body.py` fetches them: float32 as the syncer holds it. The papers' profiles know one codec."""
     star = profile("atoll").run
+    assert star.down == VERSIONS == "fp32" and {profile(name).run.down for name in ("paper", "paper-table")} == {None}
+    assert loads_gbit(star) == (4 * 80, 4 * 160)
+    assert effective_h(star, 4 * 160 / 24) == 24 and effective_h(star, 4 * 80 / 24) == pytest.approx(48)
+    int8 = msgspec.structs.replace(star, codec="int8")
+    assert bandwidth(decoupled(int8), 1.0, 0.5) == bandwidth(decoupled(star), 1.0, 0.5), "the way down sets the pace"
+    assert late_steps(star, 4 * 80 / 24) == pytest.approx(1), "up 1 s, down 2 s, of which τ = 2 are foreseen"
+    wider = effective_h(star, 4 * 80 / 24, 4 * 160 / 24), away_steps(star, 4 * 80 / 24, 4 * 160 / 24)
+    assert wider == (24, pytest.approx(2)), "a link that is twice as wide down"
+
+
+def test_a_ring_has_no_way_down_of_its_own() -> None:
+    ring = msgspec.structs.replace(TABLE, down="fp32")
+    assert decoupled(ring) == decoupled(TABLE) and late_steps(ring, 0.1) == late_steps(TABLE, 0.1)
+
+
+def test_a_star_that_just_keeps_up_is_fresh_and_at_half_of_it_everything_takes_twice_as_long() -> None:
+    star = STAR
     keeps_up = 4 * 80 / 24
     assert (effective_h(star, keeps_up), late_steps(star, keeps_up)) == (24, 0)
     assert utilization(decoupled(star), 1.0, keeps_up) == 1
@@ -140,7 +165,7 @@ def test_a_star_that_just_keeps_up_is_fresh_and_at_half_of_it_everything_takes_t
 
 
 def test_a_star_without_overlap_is_late_by_its_whole_way() -> None:
-    star = msgspec.structs.replace(profile("atoll").run, overlap=0, latency_s=0.1)
+    star = msgspec.structs.replace(STAR, overlap=0, latency_s=0.1)
     assert late_steps(star, 4 * 80 / 24) == pytest.approx(2.2)
     assert utilization(decoupled(star), 1.0, 4 * 80 / 24) == pytest.approx(1 / 3.2)
 

@@ -70,7 +70,9 @@ def test_the_other_way_round_gives_the_utilization_back(asked: Ask) -> None:
 
 def test_freshness_is_shown_where_bandwidth_is_given(asked: Ask) -> None:
     printed = asked("--profile atoll --gbit-s 1,100")
-    assert "effective H, steps late" in printed and " 320, 25 " in printed
+    assert "effective H, steps late" in printed and " 640, 38 " in printed
+    assert "versions come down in fp32" in " ".join(printed.split())
+    assert json.loads(asked("--profile atoll --gbit-s 1 --methods decoupled --json"))[0]["down"] == "fp32"
 
 
 def test_csv_leaves_out_what_data_parallel_has_not(asked: Ask) -> None:

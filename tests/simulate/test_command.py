@@ -10,7 +10,7 @@ import pytest
 
 from atoll import cli
 from atoll.protocol.rounds import Rounds
-from atoll.simulate.worker import all_of, reports
+from atoll.simulate.worker import all_of, report, reports
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -30,6 +30,8 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--learners 0", "--learners 0 cannot be simulated: take 1 to 64"),
         ("--learners 65", "--learners 65 cannot be simulated: take 1 to 64"),
         ("--seed -3", "--seed -3 is below 0: seeds are 0, 1, 2, …"),
+        ("--first -1", "--first -1 is below 0: seeds are 0, 1, 2, …"),
+        ("--first 5 --seed 3", "--first is for many worlds: with --seed there is one"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -54,8 +56,18 @@ def test_one_seed_prints_its_world(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_many_seeds_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert atoll(monkeypatch, "simulate", "faults", "--seeds", "4", "--learners", "2", "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert document.keys() == {"seeds", "events", "seconds", "violations"}
+    assert document.keys() == {"seeds", "first", "events", "seconds", "violations"}
     assert document["seeds"] == 4 and document["events"] > 4000 and document["violations"] == []
+
+
+def test_many_seeds_begin_where_they_are_told_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("simulate", "faults", "--seeds", "2", "--first", "5", "--learners", "2", "--json")
+    assert atoll(monkeypatch, *words) == 0
+    document = json.loads(capsys.readouterr().out)
+    alone = sum(report(seed, 2, traced=False).outcome.events for seed in (5, 6))
+    assert (document["seeds"], document["first"], document["events"]) == (2, 5, alone)
 
 
 def test_a_broken_promise_ends_in_1_and_says_how_to_repeat_it(

@@ -8,9 +8,12 @@ import sys
 
 import pytest
 
-from atoll.simulate import campaign
-from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, Fault
+from atoll.learner import preempt
+from atoll.simulate import campaign, leaving
+from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
 from atoll.simulate.inject import LEARNERS, REST
+from atoll.simulate.island import Island
+from atoll.simulate.world import World
 
 TRACES = """
 from atoll.simulate import campaign
@@ -57,7 +60,7 @@ def test_the_number_of_learners_that_was_drawn_gives_the_same_world_when_it_is_g
 
 def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
-    assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *OF_THE_REST, "end"}
+    assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "end"}
 
 
 @pytest.mark.parametrize("kind", sorted({*LEARNERS, *REST} - {"end"}))
@@ -77,3 +80,30 @@ def test_settings_of_all_kinds_are_drawn() -> None:
     assert {one.synchronous for one in settings} == {one.every_round for one in drawn} == {True, False}
     assert {bool(one.steps) for one in settings} == {bool(one.tokens) for one in settings} == {True, False}
     assert max(one.quorum for one in settings) > 2 and {len(one.data) for one in drawn} == {0, 1, 2}
+
+
+def test_a_drained_learner_waits_as_the_real_one_does() -> None:
+    assert leaving.DRAIN_S == preempt.DRAIN_S
+
+
+class Watched(World):
+    """Remembers which processes went on with a state that the one before had saved."""
+
+    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
+        island = super().start_process(name, step_s, kept=kept)
+        self.kept = [*getattr(self, "kept", []), (name, kept)]
+        return island
+
+
+@pytest.mark.parametrize("kind", ["drain", "interrupt"])
+@pytest.mark.parametrize(("number", "back"), [(3, [False]), (4, []), (7, [True])])
+def test_drained_learners_come_back_with_what_they_saved_or_without_or_not_at_all(
+    kind: Kind, number: int, back: list[bool]
+) -> None:
+    plan = campaign.Plan(1, campaign.plan(1, 3).options, (Fault(20.0, kind, 1, 5.0, number),))
+    world = campaign.make(plan, Watched)
+    assert isinstance(world, Watched)
+    world.run(60.0)
+    assert world.kept[3:] == [("learner-1", kept) for kept in back]
+    assert world.islands["learner-1"].leaving.left != bool(back)
+    assert not campaign.run(plan).invariant

@@ -42,7 +42,8 @@ def _table(title: str, answers: Sequence[Answer], head: Cell, cell: Cell) -> Tab
 
 
 def _case(one: Answer) -> tuple[str, str, str, str]:
-    return one.method, one.codec, f"{one.step_s:g} s", str(one.datacenters)
+    codec = one.codec if one.down in (None, one.codec) else f"{one.codec} up, {one.down} down"
+    return one.method, codec, f"{one.step_s:g} s", str(one.datacenters)
 
 
 def _percent(one: Answer) -> str:

@@ -74,6 +74,8 @@ def drain(
 ) -> None:
     """Let one learner leave without loss: its last steps are collected, then it goes. Ctrl-C there does the same.
 
+    The run goes on without it; if it was the last, until somebody comes.
+
     Example:
 
       atoll drain learner-2 --run atoll-runs/first

@@ -26,6 +26,7 @@ simulate = typer.Typer(
 app.add_typer(simulate)
 
 Seeds = Annotated[int, typer.Option("--seeds", help="So many worlds: seeds 0, 1, 2, …")]
+First = Annotated[int, typer.Option("--first", help="The seed of the first world, where others look at those before.")]
 Learners = Annotated[int | None, typer.Option("--learners", help="Learners in every world. Drawn if not given.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="This world alone, with its story.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -37,7 +38,9 @@ def _group() -> None:
 
 
 @simulate.command()
-def faults(seeds: Seeds = 200, learners: Learners = None, seed: Seed = None, json_: Json = False) -> None:
+def faults(
+    seeds: Seeds = 200, first: First = 0, learners: Learners = None, seed: Seed = None, json_: Json = False
+) -> None:
     """Let faults happen to the shipped protocol in worlds of virtual time, and check its promises at every event.
 
     Everything in a world is drawn from its seed: settings, speeds, network, disk, and what goes wrong.
@@ -49,11 +52,13 @@ def faults(seeds: Seeds = 200, learners: Learners = None, seed: Seed = None, jso
 
       atoll simulate faults --seeds 2000
 
+      atoll simulate faults --seeds 2000 --first 2000        # on a second machine
+
       atoll simulate faults --seed 17 --learners 4
     """
-    _check(seeds, learners, seed)
+    _check(seeds, first, learners, seed)
     began, console = time.perf_counter(), Console(stderr=True)
-    wanted = [seed] if seed is not None else list(range(seeds))
+    wanted = [seed] if seed is not None else list(range(first, first + seeds))
     events, violations = 0, []
     last: Report | None = None
     for last in _progress(console, _reports(wanted, learners), len(wanted)):
@@ -66,7 +71,7 @@ def faults(seeds: Seeds = 200, learners: Learners = None, seed: Seed = None, jso
     if json_:
         print(
             msgspec.json.encode(
-                _document(len(wanted), events, seconds, violations, last if seed is not None else None)
+                _document(wanted, events, seconds, violations, last if seed is not None else None)
             ).decode()
         )
     else:
@@ -78,9 +83,13 @@ def faults(seeds: Seeds = 200, learners: Learners = None, seed: Seed = None, jso
         raise typer.Exit(1)
 
 
-def _check(seeds: int, learners: int | None, seed: int | None) -> None:
+def _check(seeds: int, first: int, learners: int | None, seed: int | None) -> None:
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds} is too small: the least is 1")
+    if first < 0:
+        raise ConfigError(f"--first {first} is below 0: seeds are 0, 1, 2, …")
+    if first and seed is not None:
+        raise ConfigError("--first is for many worlds: with --seed there is one")
     if learners is not None and not 1 <= learners <= 64:
         raise ConfigError(f"--learners {learners} cannot be simulated: take 1 to 64")
     if seed is not None and seed < 0:
@@ -102,9 +111,12 @@ def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterat
             progress.advance(task)
 
 
-def _document(seeds: int, events: int, seconds: float, violations: list[Told], one: Report | None) -> dict[str, Any]:
+def _document(
+    seeds: list[int], events: int, seconds: float, violations: list[Told], one: Report | None
+) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "seeds": seeds,
+        "seeds": len(seeds),
+        "first": seeds[0],
         "events": events,
         "seconds": round(seconds, 3),
         "violations": violations,

@@ -37,7 +37,9 @@ def bandwidth(
     gbit_s: Annotated[
         Changed, typer.Option(help="Ask for the utilization at these bandwidths.", metavar="LIST")
     ] = None,
-    codec: Annotated[Changed, typer.Option(help=f"Of fragments: {', '.join(BITS)}.", metavar="LIST")] = None,
+    codec: Annotated[
+        Changed, typer.Option(help=f"Of fragments: {', '.join(BITS)}. Atoll: on their way up.", metavar="LIST")
+    ] = None,
     methods: Annotated[str, typer.Option(help="What to compare.", metavar="LIST")] = "data-parallel,decoupled",
     parameters: Annotated[Changed, typer.Option(help="Of the model: 5e9, 7B, 350M.", metavar="N")] = None,
     learners: Annotated[Changed, typer.Option(help="M: how many learners.", metavar="N")] = None,
@@ -55,7 +57,7 @@ def bandwidth(
     Utilization is T / (T + exposed): T the time of a step, exposed what of its communication computing does not hide.
 
     Profiles: paper-table fits the published table (H = 100, P = 18), paper is what the paper's text says (H = P = 24),
-    atoll is what this software does (a star through the syncer).
+    atoll is what this software does (a star through the syncer; up as the codec says, down in fp32).
 
     A step of Atoll never waits for the network: a slow link costs freshness, not time. So decoupled rows also have
     effective_h, the H that the link keeps up with, and late_steps, by how much a fragment returns later than τ.

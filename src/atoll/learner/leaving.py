@@ -3,7 +3,7 @@
 - The end of the run is waited for: it leaves the final parameters in the model. One that leaves before stays until its
   last steps are merged; if the run ends meanwhile, it waits for that.
 - Both waits end. Leaving early takes LEAVE_WAIT_S at most, longer where the others need longer for two cycles; DRAIN_S
-  when somebody asked it to go.
+  when a signal asked it to go, also if that comes while it waits.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ END_WAIT_S = 120.0
 """How long a learner waits for the run to end once it was told that it ends."""
 
 
-def patience_s(cycle_s: float | None, *, asked: bool) -> float:
+def patience_s(cycle_s: float | None, *, hurried: bool) -> float:
     """How long leaving early may take. `cycle_s`: what H steps take here; None: there is nothing to wait for."""
     if cycle_s is None:
         return LEAVE_WAIT_S
-    return DRAIN_S if asked else max(LEAVE_WAIT_S, 2 * cycle_s)
+    return DRAIN_S if hurried else max(LEAVE_WAIT_S, 2 * cycle_s)
 
 
 class Leaving:
-    def __init__(self, now: float, *, ending: bool, patience_s: float) -> None:
+    def __init__(self, now: float, *, ending: bool) -> None:
         """`ending`: the run was told to end."""
-        self._early, self._nothing_left = not ending, False
-        self._deadline = now + (END_WAIT_S if ending else patience_s)
+        self._early, self._nothing_left, self._since = not ending, False, now
 
     def look(self, now: float, *, ending: bool, unmerged: bool) -> None:
         """`unmerged`: steps that no version holds yet."""
         if self._early and ending:
-            self._early, self._deadline = False, now + END_WAIT_S
+            self._early, self._since = False, now
         self._nothing_left = self._early and not unmerged
 
-    def may_go(self, now: float, *, replay: bool) -> bool:
-        """A replay is slow where it wants to be: no clock of ours ends it."""
-        return self._nothing_left or (now > self._deadline and not replay)
+    def may_go(self, now: float, patience_s: float, *, replay: bool) -> bool:
+        """`patience_s`: for leaving early. A replay is slow where it wants to be: no clock of ours ends it."""
+        until = self._since + (patience_s if self._early else END_WAIT_S)
+        return self._nothing_left or (now > until and not replay)
 
     def goodbye(self, asked: str, *, saved: bool) -> str:
         """For the run's events. `asked`: why somebody wanted it to go; empty: nobody did."""

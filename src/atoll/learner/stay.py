@@ -159,7 +159,7 @@ class Stay:
         deadline = time.monotonic() + self._joining.wait_s
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)
-        while self._until is None and not self._final and not self._is_current():
+        while self._until is None and not self._final and not self._is_current() and not self._preemption.asked:
             left = deadline - time.monotonic()
             if left <= 0:
                 self._say_unjoined()
@@ -242,6 +242,7 @@ class Stay:
             stopped=self._stopped,
             dropped=dropped,
             position=self._feed.position,
+            leaving=self._preemption.asked,
         )
 
     # ---- what the courier orders --------------------------------------------------------------------------------
@@ -341,9 +342,9 @@ class Stay:
     def _await_the_end(self) -> Leaving:
         """The run's, or that of what keeps this learner in it."""
         shared = self.shared
-        leaving = Leaving(time.monotonic(), ending=self._done, patience_s=self._patience_s())
+        leaving = Leaving(time.monotonic(), ending=self._done)
         while not self._final and shared.boundary is not None:
-            if leaving.may_go(time.monotonic(), replay=self._until is not None):
+            if leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None):
                 break
             self._partner.wait(0.2)
             self._listen()
@@ -356,7 +357,7 @@ class Stay:
         cycle_s, tally = None, self._tally
         if (boundary := self.shared.boundary) is not None and tally.t > 0:
             cycle_s = boundary.settings.sync_every * tally.busy_s / tally.t
-        return patience_s(cycle_s, asked=self._preemption.asked)
+        return patience_s(cycle_s, hurried=self._preemption.hurried)
 
     def end(self, error: BaseException | None) -> None:
         """Let everything go; the syncer hears why."""

@@ -99,7 +99,7 @@ class Accounts:
             reason = self.history.leases.differs(message.datasets, message.epochs)
         if reason is not None:
             self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
-            self.out.send(learner.name, Lease(ranges=(), own=reason))
+            self.out.send(learner.name, Lease(ranges=(), own=reason, incarnation=learner.incarnation))
             return
         self._batch[learner.name] = message.batch
         self._supply(learner)
@@ -141,7 +141,8 @@ class Accounts:
         for one in learners:
             over = leases.used_up and leases.room(one.name, one.incarnation) == 0
             if granted[one.name] or over:
-                self.out.send(one.name, Lease(ranges=tuple(granted[one.name]), over=leases.used_up))
+                ranges = tuple(granted[one.name])
+                self.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
 
     def _lacks(self, learner: Learner) -> bool:
         assert self.history.leases is not None

@@ -60,7 +60,8 @@ class Assembling:
             return True
         self._started_at = self._started_at or now
         live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
-        known = sum(not one.closed for one in self.members.learners.values())
-        awaited = self.settings.learners if self.rounds.next == 0 else known
+        seen = self.members.learners.values()
+        known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
+        awaited = self.settings.learners - drained if self.rounds.next == 0 else known
         wakes.append(late_at)
         return len(live) >= awaited or (now >= late_at and bool(live))

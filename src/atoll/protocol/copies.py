@@ -47,6 +47,9 @@ class Copies:
             del self._at_hand[fragment]
             self.do(Drop(fragment, copy.t))
 
+    def is_on_its_way(self, pull: Pull) -> bool:
+        return (pull.round, pull.attempt) in self._sent
+
     def send(self, pull: Pull) -> bool:
         """Send the copy at hand as the answer; False when there is nothing in it."""
         copy = self._at_hand[pull.fragment]
@@ -75,11 +78,12 @@ class Copies:
             position=copy.position,
         )
 
-    def failed(self, number: int, attempt: int) -> bool:
-        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy."""
+    def failed(self, number: int, attempt: int, *, keep: bool) -> bool:
+        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
+        same: a learner that waits for a round makes no other."""
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return False
-        if self._at_hand.get(sent[0].fragment) is sent[0]:
+        if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
             self.drop(sent[0].fragment)
         return True
 

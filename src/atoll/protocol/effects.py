@@ -267,7 +267,7 @@ class Cut(Fact, frozen=True):
 
 
 class Stepped(Fact, frozen=True):
-    """Event: the training process finished a step (or, `stopped`, its last one)."""
+    """Event: the training process finished a step (or, `stopped`, its last one; `leaving`: since it was asked to)."""
 
     t: int
     steps: tuple[int, ...]
@@ -278,6 +278,7 @@ class Stepped(Fact, frozen=True):
     stopped: bool = False
     dropped: tuple[int, ...] = ()
     position: int = -1
+    leaving: bool = False
 
 
 class Told(Fact, frozen=True):

@@ -69,13 +69,15 @@ class End:
         self._idle_since = now
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
-        """All the run was meant for; or those that are there, and nobody else has come for a while."""
+        """All the run was meant for; or those that are there, and nobody else has come for a while. Who was asked to
+        leave has not come to an end: it may be back, or another in its place."""
         there = self.members.connected()
-        if not there or not all(one.stopped for one in there):
+        if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
             return False
         wakes.append(self._idle_since + self.settings.assemble_s)
-        stopped = sum(one.stopped for one in self.members.learners.values())  # also those that have left since
+        seen = self.members.learners.values()
+        stopped = sum(one.stopped and not one.leaving for one in seen)  # also those that have left since
         return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
 
     def begin(self, now: float, reason: str) -> None:

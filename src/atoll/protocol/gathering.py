@@ -5,7 +5,8 @@ Asynchronous: at least K learners have made a new step since their last inclusio
 when the round opened, and still is, has copied the fragment. At the end of a run: whoever has steps left.
 
 Nobody is asked for a fragment while the version that holds its last contribution is still on its way to it. A learner
-whose training loop has ended is asked for its last steps but not waited for.
+whose training loop has ended is asked for its last steps but not waited for; where only such are left, nothing paces
+the rounds that collect them, and those that would collect nothing are passed over.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Gathering:
         quorum = self._quorum(now, wakes)
         if len(ready) >= quorum and round_.quorum_at is None:
             round_.quorum_at = now
-        if round_.due_at is None and in_turn and (round_.attempt > 1 or self.pace.is_due()):
+        if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
         live = len(self.members.stepping())
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
@@ -91,6 +92,21 @@ class Gathering:
         stepping = self.members.stepping()
         may_give = any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
         return bool(stepping) and not may_give
+
+    def is_skipped(self, round_: Round) -> bool:
+        """Whether only last steps are left to collect, and none of this fragment."""
+        left = self._only_last_steps()
+        return bool(left) and not any(one.steps[round_.fragment] for one in left)
+
+    def _is_paced(self, round_: Round) -> bool:
+        """Not where no step would ever make it due."""
+        return round_.attempt == 1 and not self._only_last_steps()
+
+    def _only_last_steps(self) -> list[Learner]:
+        """Those that have them; nobody as long as anybody steps."""
+        if self.draining or self.members.stepping():
+            return []
+        return [one for one in self.members.live() if any(one.steps)]
 
     def _awaited(self, round_: Round, ready: list[Learner]) -> int:
         names = round_.roster - {one.name for one in ready}

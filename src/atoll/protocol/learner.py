@@ -191,8 +191,9 @@ class Learner:
                 self._welcome(now, message)
             case msg.Started(uploader=uploader):
                 self._started(now, uploader)
-            case msg.Lease(ranges=ranges, over=over, own=own):
-                self._do(fx.Supply(ranges, over, own))
+            case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):
+                if incarnation in (0, self.incarnation):  # else it was meant for another life under this name
+                    self._do(fx.Supply(ranges, over, own))
             case msg.Pull():
                 self._pulls.pull(now, message)
                 self._pulls.move_on(message.gathering)

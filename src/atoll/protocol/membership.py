@@ -38,6 +38,8 @@ class Learner:
     """It has said that it took the run's parameters."""
     muted: bool = False
     stopped: bool = False
+    leaving: bool = False
+    """It was asked to leave, as it says."""
     stalled: bool = False
     last_heard: float = 0.0
     last_step_at: float = 0.0
@@ -87,6 +89,11 @@ class Learner:
     @property
     def live(self) -> bool:
         return self.state == "training" and not self.muted and not self.stalled
+
+    @property
+    def was_asked(self) -> bool:
+        """To leave: by the operator here, or by whoever has its machine."""
+        return self.leaving or bool(self.draining)
 
     def may_give(self, fragment: int) -> bool:
         """Not while the version that holds its last contribution is still on its way to it."""
@@ -197,7 +204,7 @@ class Membership:
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
         learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
-        learner.loss, learner.stopped = progress.loss, progress.stopped
+        learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
         learner.reset = False
         learner.dropped, learner.position = progress.dropped, progress.position
 

@@ -38,6 +38,8 @@ NEW_MESSAGES = frozenset({"Drain"})
 NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Lease": frozenset({"incarnation"}),
+    "Progress": frozenset({"leaving"}),
     "Welcome": frozenset({"protocol"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
@@ -117,6 +119,8 @@ class Progress(Message, frozen=True):
     """The number of the first of `tape`."""
     tape: tuple[AnyEntry, ...] = ()
     """What its training process was told since the last report (tape.py)."""
+    leaving: bool = False
+    """It was asked to leave: that its loop ends says nothing of the run."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -237,6 +241,8 @@ class Lease(Message, frozen=True):
     over: bool = False
     own: str = ""
     """The reason why this learner's data is not leased; its tokens are counted all the same."""
+    incarnation: int = 0
+    """Whose they are: what waits for the disk is sent by name, and another process may have the name by then."""
 
 
 class Welcome(Message, frozen=True):

@@ -76,7 +76,7 @@ class Pulls:
             self._say(now, contribution)
 
     def undelivered(self, now: float, event: UploadFailed) -> None:
-        if self._copies.failed(event.round, event.attempt):
+        if self._copies.failed(event.round, event.attempt, keep=self._synchronous):
             reason = f"its answer did not arrive: {event.reason}"
             self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
 
@@ -127,6 +127,8 @@ class Pulls:
         return not standing.steps or standing.steps[fragment] == 0
 
     def _answer(self, now: float, pull: Pull) -> None:
+        if self._synchronous and self._copies.is_on_its_way(pull):
+            return  # the same copy twice: the second would be turned away, and the first be taken for it
         if not self._copies.send(pull):
             self._decline(now, pull, "no steps since its last adoption")
 

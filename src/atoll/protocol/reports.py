@@ -31,6 +31,7 @@ def progress_of(
         seeking=seeking,
         taped=taped,
         tape=entries,
+        leaving=last.leaving,
     )
 
 

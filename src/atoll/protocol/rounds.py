@@ -26,6 +26,7 @@ from atoll.protocol.weights import limited, telling, weight
 
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
+NOTHING_LEFT = "nobody has steps left of it"
 RECENT = 512
 """Samples behind the live figure of effective H."""
 
@@ -98,7 +99,7 @@ class Rounds:
     def skip(self) -> None:
         """The next round of the last cycle has nothing to collect."""
         fragment = schedule.fragment_of(self.next, self.settings)
-        passed = records.Passed(self.next, fragment, "nobody has steps left of it", self.out.history.progress)
+        passed = records.Passed(self.next, fragment, NOTHING_LEFT, self.out.history.progress)
         self.out.persist(passed)
         self.next += 1
         self._count()
@@ -117,6 +118,9 @@ class Rounds:
     def _gather(self, now: float, round_: Round, wakes: list[float]) -> bool:
         if self.gathering.is_behind_all(round_):
             self._pass_over(round_, "every learner has gone past it")
+            return True
+        if self.gathering.is_skipped(round_):
+            self._pass_over(round_, NOTHING_LEFT)
             return True
         in_turn = not any(r.t < round_.t and r.stage == "gathering" for r in self.open.values())
         ready = self.gathering.ready(round_)

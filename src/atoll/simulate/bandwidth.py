@@ -22,8 +22,10 @@ min(1, ·) is ours: a link cannot carry more than a second of traffic per second
 hide more than everything. Then Pτ/H fragments are under way at the same time, and one wait serves them all.
 
 In a star, which is what Atoll does, the link of a data center carries one copy for every learner in it, both ways at
-the same time: f = ⌈M/n⌉, and legs = 2 as a fragment comes down after it went up. The syncer's own link carries M
-copies; it is taken to be wide enough.
+the same time: f = ⌈M/n⌉, and a fragment comes down after it went up. It goes up as the codec says, and may come down as
+another does (`down`; this software's versions come down in fp32): S is then the larger of the two where a link has to
+keep up, and w has a leg of each, (f·S_up + f·S_down)/(P·B). The syncer's own link carries M copies; it is taken to be
+wide enough.
 
 A step of Atoll never waits for the network: a link that is too slow costs freshness, not time. `effective_h` and
 `late_steps` say how much. Utilization is as if exposed time were waited for, so that methods compare.
@@ -43,6 +45,8 @@ Codec = Literal["fp32", "bf16", "int8", "int4"]
 Topology = Literal["ring", "star"]
 BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 GRADIENT_BITS = BITS["bf16"]
+VERSIONS: Codec = "fp32"
+"""As which this software's versions come down, whatever its contributions go up as."""
 BACKWARD = 2 / 3
 """The backward pass's share of a step."""
 LEAST, MOST = 1e-9, 1e18
@@ -69,6 +73,8 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """τ: steps a fragment may be under way."""
     codec: Codec = "bf16"
     """How fragments travel; gradients of data-parallel are bf16."""
+    down: Codec | None = None
+    """As which they come back in a star, where that is another."""
     topology: Topology = "ring"
     """How fragments travel; gradients of data-parallel go around a ring."""
     latency_s: float = 0.0
@@ -82,6 +88,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= value <= MOST:
                 raise ConfigError(f"{name} = {value:g} must not be below 0, nor above {MOST:g}")
         _one_of("codec", self.codec, get_args(Codec))
+        _one_of("down", self.down or self.codec, get_args(Codec))
         _one_of("topology", self.topology, get_args(Topology))
         if self.fragments > self.sync_every:
             raise ConfigError(
@@ -141,12 +148,18 @@ def decoupled(run: Spread) -> list[Bound]:
 
 def under_way(run: Spread) -> Bound:
     """The time from the sending of a fragment to its return."""
-    legs, hops = (1, run.hops) if run.topology == "ring" else (2, 2 if run.datacenters > 1 else 0)
-    return Bound(legs * load_gbit(run) / run.fragments, hops * run.latency_s)
+    up, down = loads_gbit(run)
+    gbit, hops = (up, run.hops) if run.topology == "ring" else (up + down, 2 if run.datacenters > 1 else 0)
+    return Bound(gbit / run.fragments, hops * run.latency_s)
 
 
 def load_gbit(run: Spread) -> float:
-    """What the link of a data center carries per direction in H steps: f·S."""
+    """What the link of a data center carries in H steps, in the direction that has more of it: f·S."""
+    return max(loads_gbit(run))
+
+
+def loads_gbit(run: Spread) -> tuple[float, float]:
+    """What the link of a data center carries in H steps: up, and down."""
     if run.datacenters > run.learners:
         raise ConfigError(
             f"{run.learners} learners cannot be in {run.datacenters} data centers: every learner is in one; "
@@ -156,7 +169,8 @@ def load_gbit(run: Spread) -> float:
         copies = run.hops / run.datacenters
     else:
         copies = math.ceil(run.learners / run.datacenters) if run.datacenters > 1 else 0
-    return copies * run.gbit(BITS[run.codec])
+    back = run.down if run.down is not None and run.topology == "star" else run.codec
+    return copies * run.gbit(BITS[run.codec]), copies * run.gbit(BITS[back])
 
 
 def utilization(bounds: Sequence[Bound], step_s: float, gbit_s: float) -> float:
@@ -180,14 +194,25 @@ def bandwidth(bounds: Sequence[Bound], step_s: float, wanted: float) -> float:
     return max(bound.gbit / (exposed_s - bound.fixed_s) for bound in bounds)
 
 
-def effective_h(run: Spread, gbit_s: float) -> float:
-    """H where the link keeps up with it, otherwise the H that it keeps up with."""
-    load = load_gbit(run)
-    return max(float(run.sync_every), load / (gbit_s * run.step_s) if load else 0.0)
+def effective_h(run: Spread, gbit_s: float, down_gbit_s: float | None = None) -> float:
+    """H where the link keeps up with it, otherwise the H that it keeps up with. `down_gbit_s`: of a link that is not as
+    wide down as it is up."""
+    return max([run.sync_every, *(legs_s / run.step_s for legs_s in _legs_s(run, gbit_s, down_gbit_s))])
+
+
+def away_steps(run: Spread, gbit_s: float, down_gbit_s: float | None = None) -> float:
+    """Steps from the sending of a fragment to its return."""
+    legs = 1 if run.topology == "ring" else 2
+    legs_s = sum(_legs_s(run, gbit_s, down_gbit_s)[:legs]) / run.fragments
+    return (legs_s + under_way(run).fixed_s) / run.step_s
 
 
 def late_steps(run: Spread, gbit_s: float) -> float:
     """By how many steps a fragment returns later than τ."""
-    way = under_way(run)
-    way_s = (way.gbit / gbit_s if way.gbit else 0.0) + way.fixed_s
-    return max(0.0, way_s / run.step_s - run.overlap)
+    return max(0.0, away_steps(run, gbit_s) - run.overlap)
+
+
+def _legs_s(run: Spread, gbit_s: float, down_gbit_s: float | None) -> list[float]:
+    """The seconds that all fragments take up, and down."""
+    widths = (gbit_s, gbit_s if down_gbit_s is None else down_gbit_s)
+    return [load / width if load else 0.0 for load, width in zip(loads_gbit(run), widths, strict=True)]

@@ -36,6 +36,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of decoupled only."""
     late_steps: float | None = None
     """Of decoupled only."""
+    down: Codec | None = None
+    """Where versions come back as another codec says."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -67,7 +69,9 @@ class Case(msgspec.Struct, frozen=True):
         answer = Answer(self.method, self.codec, run.step_s, run.datacenters, utilization, gbit_s)
         if self.method == "data-parallel":
             return answer
-        return msgspec.structs.replace(answer, effective_h=effective_h(run, gbit_s), late_steps=late_steps(run, gbit_s))
+        down = run.down if run.topology == "star" else None
+        fresh = {"effective_h": effective_h(run, gbit_s), "late_steps": late_steps(run, gbit_s)}
+        return msgspec.structs.replace(answer, **fresh, down=down)
 
 
 def cases(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.bandwidth import Codec, Spread
+from atoll.simulate.bandwidth import VERSIONS, Codec, Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ PROFILES = {
         "see paper-table. 60 layers are a fit, not the authors' value.",
     ),
     "atoll": Profile(
-        Spread(sync_every=24, fragments=24, overlap=2, topology="star"),
+        Spread(sync_every=24, fragments=24, overlap=2, topology="star", down=VERSIONS),
         ("bf16",),
-        "What this software does by default: a star through the syncer, H = P = 24, τ = 2. 60 layers for data-parallel "
-        "are a fit to the published table, not the authors' value.",
+        "What this software does by default: a star through the syncer, H = P = 24, τ = 2; contributions go up as the "
+        "codec says, versions come down in fp32. 60 layers for data-parallel are a fit to the published table, not the "
+        "authors' value.",
     ),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import traceback
+from math import inf
 from typing import Any
 
 import msgspec
@@ -118,13 +119,20 @@ def _run(world: World, drawn: Options) -> None:
     heal(world)
     if _is_running(world):
         _becomes_current(world)
-    lost = world.syncer.history.ledger.totals().lost if _is_running(world) else None
+    lost = _lost(world) if _is_running(world) else None
     if _is_running(world):
         world.tell(world.reign, fx.EndAsked("the campaign is over"))
     _until(world, world.now + END_S)
     if not world.finished:
         raise Violation("the run can end", f"it is {world.syncer.phase} in round {world.syncer.committed}")
     _has_ended(world, lost)
+
+
+def _lost(world: World) -> tuple[int, ...]:
+    """Per fragment, also what those had that have left for good and could not say so: their accounts are open."""
+    ledger = world.syncer.history.ledger
+    away = [account.fates().in_flight for (name, _), account in ledger.open.items() if not world.islands[name].alive]
+    return tuple(map(sum, zip(ledger.totals().lost, *away, strict=True)))
 
 
 def _is_running(world: World) -> bool:
@@ -147,6 +155,7 @@ def heal(world: World) -> None:
     disk.full = disk.broken = disk.cuts_fail = False
     disk.slow = 1.0
     for island in list(world.processes):
+        island.leaving.returns, island.leaving.until = False, inf
         island.answers, island.saves, island.fits, island.stream_s = True, True, True, 0.0
         if world.islands[island.name] is not island:
             world.kill(island)
@@ -173,6 +182,7 @@ def _becomes_current(world: World) -> None:
         _until(world, world.now + LOOK_S)
     if not _is_running(world):
         return
+    world.invariants.drains.have_left()
     if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):
         said = f"{world.syncer.committed - first} rounds since the faults stopped, not {settings.sync_every}"
         raise Violation("current within H rounds", said)

@@ -78,9 +78,10 @@ class Conduct:
             raise Violation("a state is as new as was asked", said, island.name)
 
     def _is_supplied(self, island: Island, supply: fx.Supply) -> None:
-        life = self._invariants.oracle.samples.lives.get((island.name, island.machine.incarnation))
-        if life is None or island.leased is None:
-            return
+        oracle, disk = self._invariants.oracle, self._invariants.world.disk
+        life = oracle.samples.lives.get((island.name, island.machine.incarnation))
+        if life is None or island.leased is None or (disk.losses and island.term < oracle.term):
+            return  # (the disk may have lost what an earlier term granted: its life is over once it hears so)
         new = [one.lease for one in supply.ranges if one.lease > island.leased.newest]
         due = [one.lease for one in life.granted if one.lease > island.leased.newest]
         if new != due[: len(new)]:

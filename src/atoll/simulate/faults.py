@@ -32,6 +32,9 @@ Kind = Literal[
     "partition-up",
     "partition-down",
     "giver",
+    # learners: they are asked to leave
+    "drain",
+    "interrupt",
     # everybody's links
     "clog",
     "lossy",
@@ -80,6 +83,7 @@ OF_LEARNERS: tuple[Kind, ...] = (
     "partition-up",
     "partition-down",
 )
+TO_LEAVE: tuple[Kind, ...] = ("drain", "drain", "interrupt")
 OF_THE_REST: tuple[Kind, ...] = (
     "clog",
     "lossy",
@@ -115,7 +119,7 @@ class Fault(msgspec.Struct, frozen=True):
     length: float = 0.0
     """Seconds until it is mended."""
     number: int = 0
-    """Which effect after `at` the syncer dies at; what a drawn change changes."""
+    """Which effect after `at` the syncer dies at; what a drawn change changes; whether one that was drained returns."""
 
     def line(self) -> str:
         whom = f" learner-{self.target}" if self.target >= 0 else ""
@@ -133,6 +137,7 @@ def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
         faults.append(_one(dice, learners, until, rest, before))
     if dice.random() < 0.04:
         faults.append(Fault(round(dice.uniform(0.3, 1.0) * until, 3), "end"))
+    faults += _drains(dice, learners, until, faults)
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -143,3 +148,25 @@ def _one(dice: random.Random, learners: int, until: float, rest: float, before: 
     at = dice.uniform(0, 0.8 * until) if before is None else min(before + dice.expovariate(0.5), until)
     length = dice.choice([dice.uniform(0, 1), dice.uniform(0, 5), dice.uniform(5, 25)])
     return Fault(round(at, 3), kind, target, round(min(length, until - at), 3), dice.randint(1, 400))
+
+
+def _drains(dice: random.Random, learners: int, until: float, others: list[Fault]) -> list[Fault]:
+    """Drawn behind all others, which are what they were before there were drains; half of all worlds have none."""
+    drains: list[Fault] = []
+    for _ in range(dice.choice([0, 0, 0, 1, 2, 5])):
+        drains.append(_drain(dice, learners, until, [*others, *drains]))
+    if drains and dice.random() < 0.1:
+        at = drains[-1].at + dice.uniform(-3, 1)
+        drains.append(Fault(round(max(0.0, at), 3), "end"))
+    return drains
+
+
+def _drain(dice: random.Random, learners: int, until: float, others: list[Fault]) -> Fault:
+    """At any moment, or about when something else happens, and then to the same learner: it is cut off, it has just
+    been drained, it is joining."""
+    near = dice.choice(others) if others and dice.random() < 0.6 else None
+    at = dice.uniform(0, until) if near is None else near.at + dice.uniform(-2, 4)
+    at = min(max(at, 0.0), until)
+    target = near.target if near is not None and near.target >= 0 else dice.randrange(learners)
+    length = dice.choice([dice.uniform(0, 1), dice.uniform(0, 25)])
+    return Fault(round(at, 3), dice.choice(TO_LEAVE), target, round(min(length, until - at), 3), dice.randint(1, 400))

@@ -19,6 +19,7 @@ def _begin(world: World, fault: Fault) -> object:
     if world.finished:
         return False
     world.happened(fault)
+    world.invariants.drains.happened(fault)
     if fault.target >= 0:
         island = world.islands.get(f"learner-{fault.target}")
         return LEARNERS[fault.kind](world, island, fault) if island is not None else False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from atoll.protocol import effects as fx
 from atoll.simulate.faults import Fault
 from atoll.simulate.island import Island
 from atoll.simulate.world import World
@@ -26,7 +27,9 @@ def come_back(world: World, island: Island) -> object:
     """Another process takes its place, unless one has, or the run is over for it."""
     if world.islands[island.name] is not island or island.alive or island.over or world.finished:
         return False
-    island = world.start_process(island.name, island.step_s)
+    if island.leaving.left and not island.leaving.returns:
+        return False
+    island = world.start_process(island.name, island.step_s, kept=island.leaving.saved)
     world.network.dial_later(island)
     return None
 
@@ -153,6 +156,28 @@ def _partition(up: bool, down: bool) -> Callable[[World, Island, Fault], object]
     return begin
 
 
+def _drain(world: World, island: Island, fault: Fault) -> object:
+    """`atoll drain`, whatever the learner is at: it joins, it is away, it has been asked before."""
+    _afterwards(world, island, fault)
+    return world.tell(world.reign, fx.DrainAsked(island.name, "the operator asked")) if world.reign.alive else False
+
+
+def _interrupt(world: World, island: Island, fault: Fault) -> object:
+    """SIGTERM or Ctrl-C: a drain that the syncer is not asked for."""
+    if not island.alive:
+        return False
+    _afterwards(world, island, fault)
+    island.leave("its machine is taken away", hurried=True)
+    return None
+
+
+def _afterwards(world: World, island: Island, fault: Fault) -> None:
+    """Most come back under their name, half of those with the state that they saved; the others stay away."""
+    leaving = island.leaving
+    leaving.returns, leaving.saved = fault.number % 4 > 0, fault.number % 8 > 3
+    leaving.then = lambda: later(world, fault, lambda: come_back(world, island))
+
+
 LEARNERS: dict[str, Callable[[World, Island, Fault], object]] = {
     "kill": kill,
     "leave": leave,
@@ -171,4 +196,6 @@ LEARNERS: dict[str, Callable[[World, Island, Fault], object]] = {
     "partition": _partition(True, True),
     "partition-up": _partition(True, False),
     "partition-down": _partition(False, True),
+    "drain": _drain,
+    "interrupt": _interrupt,
 }

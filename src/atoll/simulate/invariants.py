@@ -19,7 +19,7 @@
     clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up
 
 oracle.py and samples.py hold those that follow from the journal alone, timing.py what the syncer must do in time,
-conduct.py what learners do, campaign.py those of the end.
+conduct.py what learners do, drains.py what a drain promises, campaign.py those of the end.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, We
 from atoll.protocol.settings import Settings
 from atoll.simulate.bounds import too_much
 from atoll.simulate.conduct import Conduct
+from atoll.simulate.drains import Drains
 from atoll.simulate.oracle import Oracle
 from atoll.simulate.promises import Violation
 from atoll.simulate.telling import forgotten, unwritten
@@ -57,6 +58,7 @@ class Invariants:
         self.told = [-1] * world.settings.fragments
         """The newest version of every fragment that any learner was told of."""
         self.conduct = Conduct(self)
+        self.drains = Drains(world)
         self._recovered: set[tuple[str, int]] = set()
         self._asked: dict[str, set[str]] = {}
         """Per newcomer, the peers that were asked to help it, in any term: what was on its way may still arrive."""
@@ -88,6 +90,7 @@ class Invariants:
             said = f"{machine.versions} of {reign.theta} come back, {oracle.versions} of {oracle.theta} were committed"
             raise Violation("nothing acknowledged is lost", said)
         self._begin()
+        self.drains.restarted()
 
     # ---- after an event -----------------------------------------------------------------------------------------
 
@@ -178,6 +181,7 @@ class Invariants:
             case Pull():
                 if reign is self.world.reign:
                     self.timing.asked(reign, learner, message)
+                    self.drains.asked(learner)
                 return
             case Help():
                 self.conduct.asked(message, self.oracle.versions)
@@ -220,12 +224,15 @@ class Invariants:
 
     def _note(self, reign: Reign, note: fx.Note) -> None:
         data: Any = note.data
+        self.drains.noted(reign, note)
         match note.kind:
             case "round":
                 for member in data["members"]:
                     self._member(data["fragment"], data["version"], member)
                 self.timing.committed(reign, data)
                 self._enough(reign, len(data["members"]), data)
+            case "ending":
+                self.drains.ended(reign, reign.machine.course.reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")

@@ -194,6 +194,8 @@ class Island(Training):
                 self.world.network.hang_up(self, reason)
             case fx.Stop(final=final, failed=failed):
                 self.world.agenda.later(0.0 if final else self.world.courier_s, self.stop, final, failed)
+            case fx.Drain(reason):
+                self.world.agenda.later(self.world.courier_s, self.leave, reason)
             case fx.Note():
                 self.world.noted(effect)
             case _:
@@ -232,6 +234,19 @@ class Island(Training):
         if self.over:
             self.world.network.goodbye(self)
         return None
+
+    def leave(self, why: str, *, hurried: bool = False) -> object:
+        if super().leave(why, hurried=hurried) is False:
+            return False
+        self.world.invariants.drains.begins(self)
+        return None
+
+    def go(self) -> None:
+        self.leaving.left = True
+        self.world.invariants.drains.leaves(self)
+        self.world.network.leave(self, self.leaving.why)
+        self.world.end_process(self)
+        self.leaving.then()
 
     def _say(self, message: FromLearner) -> None:
         if self.silent:

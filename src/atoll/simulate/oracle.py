@@ -83,6 +83,7 @@ class Oracle:
                 self.samples.granted(record)
             case records.Gone():
                 self.samples.gone(record)
+                self.world.invariants.drains.closed(record)
             case records.Joined(learner, incarnation):
                 if (learner, incarnation) in self.lives:
                     raise Violation("versions +1", f"incarnation {incarnation} of {learner} begins twice", learner)

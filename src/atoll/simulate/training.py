@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
 from atoll.simulate.data import Leased
+from atoll.simulate.leaving import Leaving
 
 if TYPE_CHECKING:
     from atoll.simulate.states import Given
@@ -44,6 +45,7 @@ class Training:
         self.training = self.blocked = False
         self.done = self.stopped = self.over = self.failed = False
         """Told to stop; stopped; told that nothing more will be asked of it; ended by a refusal."""
+        self.leaving = Leaving()
         self.waits = False
         """A peer's state is on its way."""
         self.broken = False
@@ -138,10 +140,12 @@ class Training:
         elif self.blocked:
             self.serve()
             self.adopt_arrived()
-            if not self.holding():
+            if not self.holding() or self.leaving.why:
                 self._go_on()
         else:
             return False
+        if self.stopped and self.leaving.is_due(self.world.now, self):
+            self.go()
         return None
 
     def _begin(self) -> None:
@@ -152,7 +156,7 @@ class Training:
             self.world.stepped(self)
             if not self._stop_if_done():
                 self._set_going()
-        elif self.done and not self.stopped:
+        elif (self.done or self.leaving.why) and not self.stopped:
             self._stop_if_done()
 
     def _has_data(self) -> bool:
@@ -190,7 +194,7 @@ class Training:
         self.make_copies()
         self.hear(self.stepped_event())
         self.adopt_arrived()
-        if self.holding() and not self.done:
+        if self.holding() and not self.done and not self.leaving.why:
             self.blocked = True
             world.blocks(self)
             self.soon()
@@ -210,16 +214,36 @@ class Training:
             self._set_going()
 
     def _stop_if_done(self) -> bool:
-        if self.done and not self.stopped:
+        if (self.done or self.leaving.why) and not self.stopped:
             self.stopped = True
+            self._wait_to_go()
             self.hear(self.stepped_event())
             self.soon()
         return self.stopped
+
+    def leave(self, why: str, *, hurried: bool = False) -> object:
+        """It is asked to leave: at the next boundary its loop ends."""
+        if not self.alive or self.leaving.why:
+            return False
+        self.leaving.ask(why, hurried=hurried)
+        if self.stopped:
+            self._wait_to_go()
+        self.soon()
+        return None
+
+    def _wait_to_go(self) -> None:
+        if self.leaving.why:
+            self.world.agenda.later(self.leaving.begin(self.world.now, self), self.if_idle)
+
+    def go(self) -> None:
+        """It has given what it could, and leaves."""
+        raise NotImplementedError
 
     def stop(self, final: bool, failed: bool) -> object:
         if not self.alive:
             return False
         self.done, self.over, self.failed = True, self.over or final, failed
+        self.leaving.run_ends = True
         self.holds.clear()
         self.soon()
         return None
@@ -233,6 +257,7 @@ class Training:
             stopped=self.stopped,
             dropped=tuple(self.dropped),
             position=self.leased.position if self.leased is not None else -1,
+            leaving=bool(self.leaving.why),
         )
 
     # ---- copies and adoptions -----------------------------------------------------------------------------------

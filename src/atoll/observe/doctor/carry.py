@@ -13,11 +13,11 @@ import msgspec
 
 from atoll.observe.doctor.check import Check
 from atoll.observe.figures import count, span
-from atoll.simulate.bandwidth import Codec, Spread, effective_h, load_gbit, under_way
+from atoll.simulate import bandwidth
+from atoll.simulate.bandwidth import VERSIONS, Codec, Spread, effective_h, loads_gbit
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16")
 """Those that contributions can travel by."""
-DOWN: Codec = "fp32"
 ROOM = 0.8
 """The share of what was measured that is counted on: others use the link too, and it is not always as fast."""
 GIGA = 1e9
@@ -35,7 +35,7 @@ class Load:
     overlap: int = 2
     codec: Codec = "bf16"
 
-    def spread(self, codec: Codec, sync_every: int, latency_s: float = 0.0) -> Spread:
+    def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> Spread:
         """One learner at one end of a link, the syncer at the other."""
         return Spread(
             step_s=self.step_s,
@@ -46,8 +46,9 @@ class Load:
             sync_every=sync_every,
             overlap=self.overlap,
             codec=codec,
+            down=VERSIONS,
             topology="star",
-            latency_s=latency_s,
+            latency_s=trip_s / 2,
         )
 
 
@@ -72,9 +73,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def need(load: Load, link: Link, codec: Codec, sync_every: int) -> Need:
-    seconds = sync_every * load.step_s
-    up = GIGA * load_gbit(load.spread(codec, sync_every)) / seconds
-    down = GIGA * load_gbit(load.spread(DOWN, sync_every)) / seconds
+    up, down = (GIGA * gbit / (sync_every * load.step_s) for gbit in loads_gbit(load.spread(codec, sync_every)))
     return Need(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
 
 
@@ -91,17 +90,14 @@ def needs(load: Load, link: Link) -> list[Need]:
 
 def kept_up_with(load: Load, link: Link) -> float:
     """The H that the link keeps up with when more is asked of it."""
-    up = effective_h(load.spread(load.codec, load.sync_every), ROOM * link.up_bits_per_s / GIGA)
-    return max(up, effective_h(load.spread(DOWN, load.sync_every), ROOM * link.down_bits_per_s / GIGA))
+    spread = load.spread(load.codec, load.sync_every)
+    return effective_h(spread, ROOM * link.up_bits_per_s / GIGA, ROOM * link.down_bits_per_s / GIGA)
 
 
 def away_steps(load: Load, link: Link) -> float:
     """Steps from the sending of a fragment to its return: a leg up, a leg down, and the trip."""
-    ways = [under_way(load.spread(codec, load.sync_every, link.trip_s / 2)) for codec in (load.codec, DOWN)]
-    up_s, down_s = (
-        way.gbit / 2 * GIGA / rate for way, rate in zip(ways, (link.up_bits_per_s, link.down_bits_per_s), strict=True)
-    )
-    return (up_s + down_s + ways[0].fixed_s) / load.step_s
+    spread = load.spread(load.codec, load.sync_every, link.trip_s)
+    return bandwidth.away_steps(spread, link.up_bits_per_s / GIGA, link.down_bits_per_s / GIGA)
 
 
 def judge(load: Load, link: Link) -> Check:

@@ -1,0 +1,101 @@
+"""What a drain promises:
+
+a drain loses nothing             who leaves with all its steps given has none of them in the account of what was lost;
+                                  and nobody leaves with steps left where nothing hindered it
+who has left is gone              it is asked for nothing more, until it joins again
+a drain is of one learner         a run does not end because some were asked to leave
+a drained one leaves              once it can be reached, and has given all its steps (campaign.py looks when the faults
+                                  have stopped); a new term does not know who was asked
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll.protocol import effects as fx
+from atoll.protocol.records import Gone
+from atoll.simulate.faults import TO_LEAVE, Fault
+from atoll.simulate.promises import Violation
+
+if TYPE_CHECKING:
+    from atoll.simulate.island import Island
+    from atoll.simulate.reign import Reign
+    from atoll.simulate.world import World
+
+
+class Drains:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._peace = True
+        """Nothing but drains has happened so far."""
+        self._asked: set[str] = set()
+        """Sessions that know that they are to leave."""
+        self._gave_all: set[tuple[str, int, str]] = set()
+        """Name and incarnation of those that left with nothing left to give, and what they said last."""
+        self._left: set[str] = set()
+        self._to_leave: set[str] = set()
+        """Sessions that this term's syncer was asked to drain."""
+
+    def happened(self, fault: Fault) -> None:
+        self._peace = self._peace and fault.kind in TO_LEAVE
+
+    def begins(self, island: Island) -> None:
+        """A training process was asked to leave."""
+        self._asked.add(island.session)
+
+    def leaves(self, island: Island) -> None:
+        """A training process goes."""
+        if not any(island.steps):
+            self._gave_all.add((island.name, island.machine.incarnation, island.leaving.why))
+        elif self._peace and not island.leaving.hurried and self._fits(island):
+            said = f"{island.name} leaves with {island.steps} steps per fragment that no version contains"
+            raise Violation("a drain loses nothing", said, island.name)
+
+    def _fits(self, island: Island) -> bool:
+        """Whether everybody could have made a cycle while it waited, and a quorum be lowered. Before its first round a
+        synchronous run waits for all its learners."""
+        world, settings = self._world, self._world.settings
+        if settings.synchronous and world.syncer.next_round == 0:
+            return False
+        slowest_s = max(one.step_s for one in world.islands.values())
+        trips_s = 8 * settings.fragments * world.network.latency_s * (1 + world.network.jitter)
+        needs_s = (settings.sync_every + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
+        return island.leaving.waits_s >= needs_s
+
+    def closed(self, gone: Gone) -> None:
+        """Its last word came, and with it all its reports: nothing may be lost by them."""
+        said = (gone.learner, gone.incarnation, gone.reason) in self._gave_all
+        if said and any(gone.lost):
+            text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost by the books"
+            raise Violation("a drain loses nothing", text, gone.learner)
+
+    def noted(self, reign: Reign, note: fx.Note) -> None:
+        name = str(note.data.get("learner", ""))
+        if note.kind == "draining":
+            self._to_leave.add(reign.machine.members.learners[name].session)
+        elif note.kind == "left":
+            self._left.add(name)
+        elif note.kind == "joined":
+            self._left.discard(name)
+
+    def restarted(self) -> None:
+        self._to_leave.clear()
+
+    def have_left(self) -> None:
+        """Nothing hinders anybody any more."""
+        for name, island in self._world.islands.items():
+            asked = island.leaving.why or island.session in self._to_leave
+            if island.alive and asked and not island.leaving.run_ends:
+                said = f"{name} (stopped: {island.stopped}) has {island.steps} steps per fragment left to give"
+                raise Violation("a drained one leaves", said, name)
+
+    def asked(self, learner: str) -> None:
+        if learner in self._left:
+            raise Violation("who has left is gone", f"{learner} is asked for a contribution", learner)
+
+    def ended(self, reign: Reign, reason: str) -> None:
+        learners = reign.machine.members.learners.values()
+        if reason == "every learner has stopped" and not any(
+            one.stopped and one.session not in self._asked for one in learners
+        ):
+            raise Violation("a drain is of one learner", "the run ends since all its learners were drained")
