@@ -7,6 +7,7 @@ joins is written down, so the digest is taken once it is there.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import resource
 import struct
@@ -21,8 +22,24 @@ import msgspec
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner
 
-from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
-from atoll.protocol.messages import PROTOCOL, Contribution, Heartbeat, Hello, Lease, Pull, Refused, Register, Welcome
+from atoll.fabric.wire import KIB, Limits, decode_from_syncer, digest, encode
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Contribution,
+    Heartbeat,
+    Hello,
+    Lease,
+    Progress,
+    Pull,
+    Refused,
+    Register,
+    Seek,
+    Welcome,
+)
+from atoll.protocol.records import Reset
+from atoll.protocol.tape import Began, Informed
+from atoll.protocol.taping import TAPE_BYTES
+from atoll.telemetry.events import LEARNER_BYTES
 
 from .fort import HONEST, SHORT, TOKENS, Fort
 
@@ -352,6 +369,12 @@ async def ping_flood(fort: Fort) -> str:
     return reason
 
 
+def taped(*entries: Began | Informed, incarnation: int = 1, taped: int = 0, seq: int = 6) -> Progress:
+    """A report that says more of a tape than of anything else."""
+    said: dict[str, Any] = {"t": 0, "steps": (), "tokens": (), "versions": (), "incarnation": incarnation}
+    return Progress(**said, taped=taped, tape=entries, seq=seq)
+
+
 given = Contribution(round=0, attempt=0, fragment=0, base=0, t=1, steps=1, tokens=8, digest="0" * 32, seq=7)
 TALK: dict[str, tuple[Case, str]] = {
     "a second hello": (sends(encode(hello(seq=6))), "a second hello on the same channel"),
@@ -363,6 +386,14 @@ TALK: dict[str, tuple[Case, str]] = {
     ),
     "a message without a number": (sends(encode(Heartbeat())), "Heartbeat 0 of eu-1 comes after 5"),
     "an unknown type": (sends(msgspec.msgpack.encode({"type": "Overthrow", "seq": 6})), "could not be read"),
+    "data with an endless name": (
+        sends(encode(Register(datasets=(("\x01" * 900_000, 0, 1.0),), epochs=1, batch=1, seq=6))),
+        "could not be read: Expected `str` of length <= 1000",
+    ),
+    "a tape with endless words": (
+        sends(encode(taped(Began(0, 1, "x" * 900_000, "", "", False)))),
+        "could not be read: Expected `str` of length <= 1000",
+    ),
     "a WebSocket flood": (flood, "more than 50 messages a second: this is a flood"),
     "a flood of pings": (ping_flood, "more than 50 messages a second: this is a flood"),
 }
@@ -440,3 +471,69 @@ async def test_a_flood_of_wrong_tokens_fills_no_disk(fort: Fort) -> None:
         assert (await fort.request("GET", "/v1/status", None, {"Authorization": "Bearer nobody-knows-this"}))[0] == 401
     assert len(fort.stage.events("turned_away")) <= 10, "once a second is enough"
     await fort.unharmed(before)
+
+
+def written(fort: Fort) -> int:
+    """Bytes of events and of the journal."""
+    events = sum(len(json.dumps(line)) for line in fort.stage.lines)
+    return events + sum(path.stat().st_size for path in fort.stage.out.journal.iterdir())
+
+
+async def test_a_flood_of_scores_fills_no_disk(fort: Fort) -> None:
+    await fort.open()
+    before, bytes_before = await fort.digest(), written(fort)
+    score = json.dumps({"round": 1, "loss": 1.0, "cpu_s": 0.0, "sample": "\x01" * 10_000}).encode()
+    answers = [await fort.request("POST", "/v1/scores", "eu", data=score) for _ in range(100)]
+    assert {status for status, _ in answers} == {204, 429}
+    assert "more than 1024 bytes of scores a second" in answers[-1][1]
+    assert written(fort) - bytes_before < 128 * KIB
+    short = json.dumps({"round": 1, "loss": 1.0, "cpu_s": 0.0}).encode()
+    assert (await fort.request("POST", "/v1/scores", "join", data=short))[0] == 204, "whose token is another's"
+    await fort.unharmed(before)
+
+
+async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> None:
+    await fort.open()
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    before = await fort.digest()
+    assert rogue.link.send(taped(Informed(0, 0), incarnation=99, seq=0))
+    lost = await fort.stage.until("lost")
+    assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
+    assert not fort.machine.out.taping.take()
+    await fort.unharmed(before)
+
+
+async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> None:
+    """As long as may be in each report, and a record after each that has all of it written down."""
+    await fort.open(msgspec.structs.replace(SHORT, messages_rate=1000))
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    bytes_before, entry = written(fort), Began(0, 1, "x" * 1000, "x" * 1000, "x" * 1000, False)
+    for number in range(40):
+        rogue.link.send(taped(*[entry] * 100, incarnation=0, taped=100 * number, seq=0))
+        await asyncio.sleep(0.01)
+        fort.machine.out.persist(Reset(0, "a test"))
+    lost = await fort.stage.until("lost")
+    assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
+    assert written(fort) - bytes_before < 2 * TAPE_BYTES
+    await fort.unharmed(await fort.digest())
+
+
+@pytest.mark.parametrize("what", ["data that cannot be leased", "a search without end"])
+async def test_events_that_a_learner_causes_fill_no_disk(fort: Fort, what: str) -> None:
+    await fort.open(msgspec.structs.replace(SHORT, messages_rate=10_000))
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    no_data = Register(datasets=(("\x01" * 900, 0, 1.0),), epochs=1, batch=1)
+    said = {"data that cannot be leased": no_data, "a search without end": Seek(after=0)}[what]
+    bytes_before = written(fort)
+    for _ in range(2000):
+        rogue.link.send(said)
+        await asyncio.sleep(0)
+    await fort.until(lambda: "eu-1 makes more events than are written down" in json.dumps(fort.stage.lines))
+    assert written(fort) - bytes_before < 2 * LEARNER_BYTES
+    await fort.unharmed(await fort.digest())

@@ -46,6 +46,7 @@ from atoll.fabric.wire import (
     decode_score,
     decode_words,
 )
+from atoll.protocol.budget import Budgets
 from atoll.protocol.errors import PeerError
 
 __all__ = ["Channel", "Desk", "Served", "Server"]
@@ -77,6 +78,7 @@ class Server(Port):
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
+        self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -234,6 +236,9 @@ class Server(Port):
         return web.Response(body=self._desk.manifest(), content_type="application/json")
 
     async def _score(self, request: web.Request) -> web.Response:
+        now, size = asyncio.get_running_loop().time(), len(await self._body(request))
+        if not self._scores.take(request[VISITOR].token, now, size):
+            raise Rejected(429, f"more than {self._limits.score_rate} bytes of scores a second: try again later")
         self._desk.score(await self._read(request, decode_score))
         return web.Response(status=204)
 
@@ -247,11 +252,15 @@ class Server(Port):
             raise Rejected(400, "name one learner to drain")
         return web.json_response({"drained": self._desk.drain(names[0])})
 
-    async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._limits.body_grace_s):
-                return decode(await request.read())
+                return await request.read()
         except TimeoutError:
             raise Rejected(408, "it came too slowly") from None
+
+    async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(await self._body(request))
         except PeerError as error:
             raise Rejected(400, str(error)) from None

@@ -8,6 +8,7 @@ does not balance is an alarm, never mended in silence.
 
 from __future__ import annotations
 
+from atoll.protocol.bounds import clipped
 from atoll.protocol.claims import beyond_lease
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
@@ -93,6 +94,7 @@ class Accounts:
             assert self.history.leases is not None
             reason = self.history.leases.differs(message.datasets, message.epochs)
         if reason is not None:
+            reason = clipped(reason)  # names of a peer's data are in it
             self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
             self.out.send(learner.name, Lease(ranges=(), own=reason))
             return

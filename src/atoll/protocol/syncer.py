@@ -414,7 +414,10 @@ class Syncer:
                 self._lose(learner, "left", reason)
 
     def _report(self, now: float, learner: Learner, progress: Progress) -> None:
-        if not self._tape(learner, progress):
+        if progress.incarnation > learner.incarnation:
+            self._expel(learner, f"a report of incarnation {progress.incarnation}, which has not begun")
+            return
+        if not self._tape(learner, progress):  # also of the life before: it is the same process's
             return
         if progress.incarnation != learner.incarnation:
             return
