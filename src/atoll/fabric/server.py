@@ -119,6 +119,8 @@ class Server(Port):
         while True:
             await asyncio.sleep(SWEEP_S)
             self._control.sweep()
+            if self._pages is not None:
+                self._pages.sweep(self._guard.gone)
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""
