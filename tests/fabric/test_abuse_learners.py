@@ -34,6 +34,7 @@ from atoll.protocol.messages import (
     Refused,
     Register,
     Seek,
+    TensorSpec,
     Welcome,
 )
 from atoll.protocol.records import Reset
@@ -357,6 +358,18 @@ async def flood(fort: Fort) -> str:
     return reason
 
 
+async def large_flood(fort: Fort) -> str:
+    socket = await opened(fort)
+    before, clock = await fort.digest(), {f"{number:050}": number for number in range(16_000)}
+    for number in range(50):
+        if socket.closed:
+            break
+        await socket.send_bytes(encode(Heartbeat(seq=6 + number, clock=clock)))
+    reason = await last_words(socket)
+    assert await fort.digest() == before
+    return reason
+
+
 async def ping_flood(fort: Fort) -> str:
     socket = await opened(fort)
     before = await fort.digest()
@@ -395,6 +408,7 @@ TALK: dict[str, tuple[Case, str]] = {
         "could not be read: Expected `str` of length <= 1000",
     ),
     "a WebSocket flood": (flood, "more than 50 messages a second: this is a flood"),
+    "a flood of large messages": (large_flood, "more than 2097152 bytes of messages a second: this is a flood"),
     "a flood of pings": (ping_flood, "more than 50 messages a second: this is a flood"),
 }
 
@@ -462,6 +476,36 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
         await flooding.wait()
     assert took < 5
     assert fort.stage.service.server.turned_away >= most - Limits().strangers
+
+
+async def test_a_flood_of_large_hellos(fort: Fort) -> None:
+    """Each is 0.1 s of work to read. Of one token at one address a dozen are; then it is asked to come again later."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_s=5.0))
+    tensors = tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(40_000))
+    large = encode(hello(tensors=tensors))
+    before, read, status = await fort.digest(), 0, 0
+    while not status:
+        try:
+            socket = await fort.socket()
+        except aiohttp.WSServerHandshakeError as error:
+            status = error.status
+        else:
+            await socket.send_bytes(large)
+            assert "in the run" in await last_words(socket)
+            read += 1
+    assert status == 429 and 8 <= read <= 8 + Limits().hello_bytes // len(large)
+    await fort.unharmed(before)
+    newcomer = fort.join("newcomer")  # by another token
+    await newcomer.until(Welcome)
+
+
+async def test_who_said_too_much_in_hellos_is_let_in_later(fort: Fort) -> None:
+    """Nobody is sent away for good: a site whose learners all come at once waits for its turn."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_bytes=300, hello_rate=300))
+    crowd = [fort.join(f"honest-{number}") for number in range(5)]
+    for one in crowd:
+        await one.until(Welcome)
+    assert not [message for one in crowd for message in one.heard if isinstance(message, Refused) and message.final]
 
 
 async def test_a_flood_of_wrong_tokens_fills_no_disk(fort: Fort) -> None:

@@ -16,6 +16,15 @@ def test_a_clock_that_goes_back_gives_nothing_and_takes_nothing() -> None:
     assert budget.take(41.0, 10)
 
 
+def test_what_is_spent_beyond_it_must_be_earned_first() -> None:
+    budgets = Budgets(10, 1)
+    assert budgets.any_left("a", 0)
+    budgets.spend("a", 0, 5)
+    assert budgets.any_left("a", 0)
+    budgets.spend("a", 0, 25)
+    assert not budgets.any_left("a", 20) and budgets.any_left("a", 20.1) and budgets.any_left("b", 0)
+
+
 def test_each_has_its_own() -> None:
     budgets = Budgets(10, 1)
     assert budgets.take("a", 0, 10) and not budgets.take("a", 0, 1)

@@ -75,6 +75,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Connections that have not said yet who they are."""
     messages_rate: float = 1000.0
     """Control messages a second of one learner, over a few seconds; a flood costs it the channel."""
+    control_rate: int = 2 * MIB
+    """The same in bytes."""
+    hello_bytes: int = 32 * MIB
+    """Hellos that are read at once, of one token at one address: a dozen of the largest, or a thousand others …"""
+    hello_rate: int = 1 * MIB
+    """… and bytes of them a second after that; meanwhile it is told to come again later."""
     run_bytes: int = 65536 * MIB
     """Bodies of all learners being received at once, together."""
     sessions: int = 4096

@@ -28,6 +28,10 @@ class Budget:
         self._left -= amount
         return True
 
+    def spend(self, now: float, amount: float) -> None:
+        """Also more than there is: it must then be earned before anything is left again."""
+        self._left = self.left(now) - amount
+
     def whole(self, now: float) -> bool:
         return self.left(now) >= self._burst
 
@@ -41,10 +45,19 @@ class Budgets:
         self._look_at = FEW
 
     def take(self, whose: Hashable, now: float, amount: float) -> bool:
+        return self._budget(whose, now).take(now, amount)
+
+    def spend(self, whose: Hashable, now: float, amount: float) -> None:
+        self._budget(whose, now).spend(now, amount)
+
+    def any_left(self, whose: Hashable, now: float) -> bool:
+        return whose not in self._of or self._of[whose].left(now) > 0
+
+    def _budget(self, whose: Hashable, now: float) -> Budget:
         if (budget := self._of.get(whose)) is None:
             self._forget(now)
             budget = self._of[whose] = Budget(self._burst, self._rate, now)
-        return budget.take(now, amount)
+        return budget
 
     def _forget(self, now: float) -> None:
         """Who has all of it again is as one that never came."""
