@@ -45,6 +45,24 @@ def test_links_are_moved_to_the_environment(words: str, kept: str, moved: dict[s
     assert (left, secrets) == ([LINK if word == "LINK" else word for word in kept.split()], moved)
 
 
+def test_the_same_link_twice_is_one() -> None:
+    words = ["atoll", "status", LINK, f"--syncer={LINK}"]
+    assert entry.without_links(words) == (["atoll", "status", "atoll://", "--syncer=atoll://"], {"ATOLL_LINK": LINK})
+
+
+@pytest.mark.parametrize("words", [["status", LINK, OTHER], ["status", LINK, f"--syncer={OTHER}"]])
+def test_two_different_links_are_refused_and_neither_is_told(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/atoll", *words])
+    monkeypatch.setattr(os, "execv", lambda path, words: pytest.fail("it went on with one of them"))
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    said = "".join(capsys.readouterr())
+    assert ended.value.code == 2 and "two different join links on one command line" in said
+    assert "f00d" not in said and "beef" not in said
+
+
 def test_what_stands_for_a_link_is_read_as_one() -> None:
     assert way_of("atoll://", {"ATOLL_LINK": LINK}) == way_of(LINK, {})
 

@@ -1,5 +1,6 @@
 """`atoll`, as it is installed. A join link on the command line is a secret, and the list of processes is for everybody:
-before anything else it is moved to the environment, and the process starts anew without it."""
+before anything else it is moved to the environment, and the process starts anew without it. There is one place for it
+there: two different links on one line are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +14,21 @@ SCHEME, LINK = "atoll://", "ATOLL_LINK"
 
 
 def main() -> None:
-    words, secrets = without_links(sys.argv)
+    try:
+        words, secrets = without_links(sys.argv)
+    except TwoLinks as error:
+        print(f"atoll: {error}", file=sys.stderr)
+        sys.exit(2)
     if secrets:
         os.environ.update(secrets)
         os.execv(sys.executable, [sys.executable, *words])
     from atoll.cli import main as run
 
     run()
+
+
+class TwoLinks(Exception):
+    """Neither of them is named: they are secrets."""
 
 
 def without_links(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -44,4 +53,8 @@ def without_links(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _moved(link: str, secrets: dict[str, str]) -> str:
-    return SCHEME if secrets.setdefault(LINK, link) == link else link
+    if secrets.setdefault(LINK, link) != link:
+        raise TwoLinks(
+            "two different join links on one command line: give one of them, and the other to a second command"
+        )
+    return SCHEME

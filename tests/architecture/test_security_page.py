@@ -47,9 +47,11 @@ def test_every_limit_is_there_with_its_number() -> None:
 
 
 def shown(name: str, value: float) -> str:
-    if name == "body_rate" or name.endswith("bytes"):
+    if name == "messages_rate":
+        return f"{value:,.0f}/s"
+    if name.endswith(("_rate", "bytes")):
         size = f"{int(value) // MIB:,} MiB" if value >= MIB else f"{int(value) // KIB:,} KiB"
-        return f"{size}/s" if name == "body_rate" else size
+        return f"{size}/s" if name.endswith("_rate") else size
     if name.endswith("_s"):
         return f"{value:g} s"
-    return f"{value:,.0f}/s" if name == "messages_rate" else f"{value:,}"
+    return f"{value:,}"

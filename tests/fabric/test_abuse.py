@@ -16,11 +16,13 @@ from datetime import UTC, datetime, timedelta
 
 import aiohttp
 import pytest
+from tests.syncer.conftest import WAIT_S
 
 from atoll.fabric import certificates
 from atoll.fabric.certificates import fingerprint, make_authority, make_server
 from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Tokens
+from atoll.observe.dashboard.viewers import MOST
 from atoll.protocol.messages import Refused
 from atoll.syncer.doors import write_tokens
 
@@ -343,6 +345,46 @@ async def test_a_token_that_is_revoked_ends_its_channels(fort: Fort) -> None:
     assert refused.final and "the token 'eu' was revoked" in refused.reason
     status, reason = await fort.request("GET", "/v1/status", "eu")
     assert status == 401 and "was revoked" in reason
+    await fort.unharmed(before)
+
+
+def looks_on(fort: Fort, who: str) -> Awaitable[aiohttp.ClientWebSocketResponse]:
+    return fort.socket(who, "/v1/live", headers={"Origin": f"https://127.0.0.1:{fort.port}"})
+
+
+async def end_of(socket: aiohttp.ClientWebSocketResponse) -> tuple[int | None, str]:
+    """The code and the reason that a viewer is sent away with."""
+    async with asyncio.timeout(WAIT_S):
+        while (frame := await socket.receive()).type is aiohttp.WSMsgType.TEXT:
+            pass
+    return socket.close_code, str(frame.extra)
+
+
+async def test_a_viewers_token_that_is_revoked_ends_what_it_looks_at(fort: Fort) -> None:
+    await fort.open()
+    before, wall, boss = await fort.digest(), await looks_on(fort, "look"), await looks_on(fort, "boss")
+    await wall.receive_str()
+    began = asyncio.get_running_loop().time()
+    write_tokens(fort.keys, Tokens(TOKENS.values()).without("look"))
+    code, why = await end_of(wall)
+    assert code == aiohttp.WSCloseCode.POLICY_VIOLATION and why.startswith("the token 'look' was revoked")
+    assert asyncio.get_running_loop().time() - began < 2 + 1, "two seconds, and a slow machine's one"
+    assert (await boss.receive_str()).startswith("{"), "who else looks on does not notice"
+    await fort.unharmed(before)
+
+
+async def test_one_viewers_token_keeps_nobody_else_from_looking(fort: Fort) -> None:
+    await fort.open()
+    before = await fort.digest()
+    greedy = [await looks_on(fort, "look") for _ in range(MOST)]
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await looks_on(fort, "look")
+    assert refused.value.status == 503
+    newest = asyncio.create_task(end_of(greedy[-1]))
+    boss = await looks_on(fort, "boss")
+    assert (await boss.receive_str()).startswith("{")
+    code, why = await newest
+    assert code == aiohttp.WSCloseCode.TRY_AGAIN_LATER and why.startswith("others look on too")
     await fort.unharmed(before)
 
 

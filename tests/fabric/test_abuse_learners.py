@@ -7,6 +7,7 @@ joins is written down, so the digest is taken once it is there.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import resource
 import struct
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -22,13 +24,29 @@ import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 
 from atoll.fabric.tokens import Tokens
-from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
-from atoll.protocol.messages import PROTOCOL, Contribution, Heartbeat, Hello, Lease, Pull, Refused, Register, Welcome
-from atoll.protocol.records import Begun, Joined, Owned
+from atoll.fabric.wire import KIB, Limits, decode_from_syncer, digest, encode
+from atoll.protocol.messages import (
+    PROTOCOL,
+    Contribution,
+    Heartbeat,
+    Hello,
+    Lease,
+    Progress,
+    Pull,
+    Refused,
+    Register,
+    Seek,
+    TensorSpec,
+    Welcome,
+)
+from atoll.protocol.records import Begun, Joined, Owned, Reset
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import Began, Informed
+from atoll.protocol.taping import TAPE_BYTES
 from atoll.store.terms import acquire
 from atoll.syncer.books import Books
 from atoll.syncer.doors import write_tokens
+from atoll.telemetry.events import LEARNER_BYTES
 
 from .fort import HONEST, SHORT, TOKENS, Fort
 
@@ -287,7 +305,7 @@ async def test_another_tokens_name_after_the_syncer_was_replaced(fort: Fort) -> 
     """Nobody has used it since; its owner is known from the journal."""
     settings = Settings(learners=2, fragments=2, sync_every=4, overlap=1, codec="fp32", quorum=2)
     begun = Begun("r1", settings, {}, TENSORS, plan().fingerprint)
-    names = (("eu-1", "eu"), ("left", "gone"), ("older", ""))
+    names = (("desk", "boss"), ("left", "gone"), ("older", ""))
     records = [Joined(name, 1, f"session-of-{name}", 0) for name, _ in names]
     earlier = Books(fort.stage.out, acquire(fort.stage.out.journal))
     owned = [Owned(name, token) for name, token in names if token]
@@ -295,15 +313,23 @@ async def test_another_tokens_name_after_the_syncer_was_replaced(fort: Fort) -> 
     earlier.close()
     await fort.open()
     before = await fort.digest()
-    for who in ("join", "boss"):
-        reason = await fort.refusal_of(fort.join("eu-1", who))
-        assert "the name eu-1 belongs to whoever holds the token 'eu': choose another" in reason
+    reason = await fort.refusal_of(fort.join("desk", "join"))
+    assert "the name desk belongs to whoever holds the token 'boss': choose another" in reason
     await fort.unharmed(before)
-    await fort.join("eu-1", "eu").until(Welcome)
+    await fort.join("desk", "boss").until(Welcome)
     await fort.join("left", "join").until(Welcome)  # whose token was revoked owns nothing any more
     await fort.join("older", "boss").until(Welcome)  # an earlier version did not write down whose it was
     await fort.until(lambda: {"left", "older"} <= set(fort.machine.history.owners))
-    assert fort.machine.history.owners == {"eu-1": "eu", "left": "join", "older": "boss", HONEST: "join"}
+    assert fort.machine.history.owners == {"desk": "boss", "left": "join", "older": "boss", HONEST: "join"}
+
+
+async def test_a_name_that_is_kept_for_another_token(fort: Fort) -> None:
+    """Nobody has come by it yet."""
+    await fort.open()
+    before = await fort.digest()
+    assert "the name eu-1 is kept for the token 'eu'" in await fort.refusal_of(fort.join("eu-1", "join"))
+    await fort.unharmed(before)
+    await fort.join("eu-1", "eu").until(Welcome)
 
 
 async def anothers_lease(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
@@ -392,6 +418,17 @@ async def flood(fort: Fort) -> str:
     return reason
 
 
+async def large_flood(fort: Fort) -> str:
+    socket = await opened(fort)
+    before, clock = await fort.digest(), {f"{number:050}": number for number in range(16_000)}
+    with suppress(ConnectionError):  # it may be cut off before it has said it all, and hear nothing
+        for number in range(50):
+            await socket.send_bytes(encode(Heartbeat(seq=6 + number, clock=clock)))
+    await fort.until(lambda: bool(fort.stage.events("lost")))
+    assert await fort.digest() == before
+    return str(fort.stage.events("lost")[-1]["text"])
+
+
 async def ping_flood(fort: Fort) -> str:
     socket = await opened(fort)
     before = await fort.digest()
@@ -402,6 +439,12 @@ async def ping_flood(fort: Fort) -> str:
     reason = await last_words(socket)
     assert await fort.digest() == before
     return reason
+
+
+def taped(*entries: Began | Informed, incarnation: int = 1, taped: int = 0, seq: int = 6) -> Progress:
+    """A report that says more of a tape than of anything else."""
+    said: dict[str, Any] = {"t": 0, "steps": (), "tokens": (), "versions": (), "incarnation": incarnation}
+    return Progress(**said, taped=taped, tape=entries, seq=seq)
 
 
 given = Contribution(round=0, attempt=0, fragment=0, base=0, t=1, steps=1, tokens=8, digest="0" * 32, seq=7)
@@ -415,7 +458,16 @@ TALK: dict[str, tuple[Case, str]] = {
     ),
     "a message without a number": (sends(encode(Heartbeat())), "Heartbeat 0 of eu-1 comes after 5"),
     "an unknown type": (sends(msgspec.msgpack.encode({"type": "Overthrow", "seq": 6})), "could not be read"),
+    "data with an endless name": (
+        sends(encode(Register(datasets=(("\x01" * 900_000, 0, 1.0),), epochs=1, batch=1, seq=6))),
+        "could not be read: Expected `str` of length <= 1000",
+    ),
+    "a tape with endless words": (
+        sends(encode(taped(Began(0, 1, "x" * 900_000, "", "", False)))),
+        "could not be read: Expected `str` of length <= 1000",
+    ),
     "a WebSocket flood": (flood, "more than 50 messages a second: this is a flood"),
+    "a flood of large messages": (large_flood, "more than 2097152 bytes of messages a second: this is a flood"),
     "a flood of pings": (ping_flood, "more than 50 messages a second: this is a flood"),
 }
 
@@ -484,6 +536,36 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
     assert fort.stage.service.server.turned_away >= most - Limits().strangers
 
 
+async def test_a_flood_of_large_hellos(fort: Fort) -> None:
+    """Each is 0.1 s of work to read. Of one token at one address a dozen are; then it is asked to come again later."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_s=5.0))
+    tensors = tuple(TensorSpec(f"blocks.{n}.mlp.weight", (1024, 4096), "float32") for n in range(40_000))
+    large = encode(hello(tensors=tensors))
+    before, read, status = await fort.digest(), 0, 0
+    while not status:
+        try:
+            socket = await fort.socket()
+        except aiohttp.WSServerHandshakeError as error:
+            status = error.status
+        else:
+            await socket.send_bytes(large)
+            assert "in the run" in await last_words(socket)
+            read += 1
+    assert status == 429 and 8 <= read <= 8 + Limits().hello_bytes // len(large)
+    await fort.unharmed(before)
+    newcomer = fort.join("newcomer")  # by another token
+    await newcomer.until(Welcome)
+
+
+async def test_who_said_too_much_in_hellos_is_let_in_later(fort: Fort) -> None:
+    """Nobody is sent away for good: a site whose learners all come at once waits for its turn."""
+    await fort.open(msgspec.structs.replace(SHORT, hello_bytes=300, hello_rate=300))
+    crowd = [fort.join(f"honest-{number}") for number in range(5)]
+    for one in crowd:
+        await one.until(Welcome)
+    assert not [message for one in crowd for message in one.heard if isinstance(message, Refused) and message.final]
+
+
 async def test_a_flood_of_wrong_tokens_fills_no_disk(fort: Fort) -> None:
     await fort.open()
     before = await fort.digest()
@@ -491,3 +573,69 @@ async def test_a_flood_of_wrong_tokens_fills_no_disk(fort: Fort) -> None:
         assert (await fort.request("GET", "/v1/status", None, {"Authorization": "Bearer nobody-knows-this"}))[0] == 401
     assert len(fort.stage.events("turned_away")) <= 10, "once a second is enough"
     await fort.unharmed(before)
+
+
+def written(fort: Fort) -> int:
+    """Bytes of events and of the journal."""
+    events = sum(len(json.dumps(line)) for line in fort.stage.lines)
+    return events + sum(path.stat().st_size for path in fort.stage.out.journal.iterdir())
+
+
+async def test_a_flood_of_scores_fills_no_disk(fort: Fort) -> None:
+    await fort.open()
+    before, bytes_before = await fort.digest(), written(fort)
+    score = json.dumps({"round": 1, "loss": 1.0, "cpu_s": 0.0, "sample": "\x01" * 10_000}).encode()
+    answers = [await fort.request("POST", "/v1/scores", "eu", data=score) for _ in range(100)]
+    assert {status for status, _ in answers} == {204, 429}
+    assert "more than 1024 bytes of scores a second" in answers[-1][1]
+    assert written(fort) - bytes_before < 128 * KIB
+    short = json.dumps({"round": 1, "loss": 1.0, "cpu_s": 0.0}).encode()
+    assert (await fort.request("POST", "/v1/scores", "join", data=short))[0] == 204, "whose token is another's"
+    await fort.unharmed(before)
+
+
+async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> None:
+    await fort.open()
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    before = await fort.digest()
+    assert rogue.link.send(taped(Informed(0, 0), incarnation=99, seq=0))
+    lost = await fort.stage.until("lost")
+    assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
+    assert not fort.machine.out.taping.take()
+    await fort.unharmed(before)
+
+
+async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> None:
+    """As long as may be in each report, and a record after each that has all of it written down."""
+    await fort.open(msgspec.structs.replace(SHORT, messages_rate=1000))
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    bytes_before, entry = written(fort), Began(0, 1, "x" * 1000, "x" * 1000, "x" * 1000, False)
+    for number in range(40):
+        rogue.link.send(taped(*[entry] * 100, incarnation=0, taped=100 * number, seq=0))
+        await asyncio.sleep(0.01)
+        fort.machine.out.persist(Reset(0, "a test"))
+    lost = await fort.stage.until("lost")
+    assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
+    assert written(fort) - bytes_before < 2 * TAPE_BYTES
+    await fort.unharmed(await fort.digest())
+
+
+@pytest.mark.parametrize("what", ["data that cannot be leased", "a search without end"])
+async def test_events_that_a_learner_causes_fill_no_disk(fort: Fort, what: str) -> None:
+    await fort.open(msgspec.structs.replace(SHORT, messages_rate=10_000))
+    rogue = fort.join("eu-1", "eu")
+    await rogue.begin()
+    await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
+    no_data = Register(datasets=(("\x01" * 900, 0, 1.0),), epochs=1, batch=1)
+    said = {"data that cannot be leased": no_data, "a search without end": Seek(after=0)}[what]
+    bytes_before = written(fort)
+    for _ in range(2000):
+        rogue.link.send(said)
+        await asyncio.sleep(0)
+    await fort.until(lambda: "eu-1 makes more events than are written down" in json.dumps(fort.stage.lines))
+    assert written(fort) - bytes_before < 2 * LEARNER_BYTES
+    await fort.unharmed(await fort.digest())

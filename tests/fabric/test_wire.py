@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.fabric.wire import (
+    SAMPLE_CHARS,
     Limits,
+    Score,
     check_hello,
     decode_from_learner,
     decode_from_syncer,
@@ -37,11 +39,13 @@ from atoll.protocol.messages import (
     Progress,
     Pull,
     Refused,
+    Register,
     Started,
     TensorSpec,
     Welcome,
 )
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import Began
 
 number = st.integers(0, 2**60)
 numbers = st.lists(number, max_size=4).map(tuple)
@@ -274,11 +278,23 @@ def test_only_a_hello_may_be_large() -> None:
         Hello(protocol=PROTOCOL, learner="a", session="s", versions=(0,) * 70_000),
         Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a" * 2000, (1,), "float32"),)),
         Hello(protocol=PROTOCOL, learner="a", session="s", tensors=(TensorSpec("a", (1,) * 100, "float32"),)),
+        Hello(protocol=PROTOCOL, learner="a", session="s", data="x" * 1001),
+        Heartbeat(clock={"x" * 65: 1}),
+        Register(datasets=(("x" * 1001, 1, 1.0),), epochs=1, batch=1),
+        Progress(t=0, steps=(), tokens=(), versions=(), tape=(Began(0, 1, "x" * 1001, "", "", True),)),
     ],
 )
 def test_what_may_be_long_has_a_bound(message: FromLearner) -> None:
     with pytest.raises(PeerError, match="of length <="):
         decode_from_learner(encode(message))
+
+
+def test_of_what_a_model_wrote_a_screen_is_kept() -> None:
+    said = msgspec.json.encode(Score(round=1, loss=1.0, cpu_s=0.0, sample="ünï" * 5000, final=True))
+    kept = decode_score(said)
+    assert len(kept.sample) == SAMPLE_CHARS and kept.sample.startswith("ünïünï") and kept.final
+    with pytest.raises(PeerError, match="of length <="):
+        decode_score(msgspec.json.encode({"round": 1, "loss": 1.0, "cpu_s": 0.0, "sample": "x" * 70_000}))
 
 
 def test_a_line_steers_no_terminal() -> None:

@@ -79,11 +79,13 @@ def test_a_damaged_cut_is_passed_over_and_that_is_said(tmp_path: Path, name: str
     assert goes_on == f"run small goes on at round 5 with cut 2: {FROM_HEAD}", "Θ is the same whichever cut it is"
 
 
-def test_a_learners_part_that_is_missing_makes_the_whole_cut_unfit(tmp_path: Path) -> None:
+def test_a_learners_part_that_is_missing_costs_that_learner_alone(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     states(run, 4)["learner-1"].unlink()
     found = plan_resume(run.dir)
-    assert found.cut == 2 and "cut-000004.safetensors is missing" in found.remarks[0]
+    assert found.cut == 4 and found.states == {"learner-0": states(run, 4)["learner-0"]}
+    assert "cut 4 is taken without the state of learner-1: " in found.remarks[0]
+    assert "cut-000004.safetensors is missing" in found.remarks[0] and not found.exact
 
 
 def test_a_cut_without_a_manifest_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -299,8 +301,18 @@ def test_the_learners_states_come_along(tmp_path: Path) -> None:
     for name, path in found.states.items():
         assert path.is_relative_to(new.path)
         assert path.read_bytes() == states(old, 2)[name].read_bytes()
-    manifest = check_cut(new.cuts, new.learners, 2)
+    manifest = check_cut(new.cuts, new.learners, 2).manifest
     assert (manifest.run, manifest.cut) == (found.run, 2)
+
+
+def test_a_learner_that_saved_something_else_than_it_said_keeps_nobody_from_a_new_run(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    states(old, 2)["learner-1"].write_bytes(b"something else")
+    new, found = new_run(old, 2, tmp_path / "new")
+    assert found.states.keys() == {"learner-0"}
+    assert "cut 2 is taken without the state of learner-1: " in found.remarks[0] and "is damaged" in found.remarks[0]
+    checked = check_cut(new.cuts, new.learners, 2)
+    assert not checked.spoilt and "is damaged" in checked.manifest.left_out["learner-1"]
 
 
 def test_a_cut_without_learners_makes_a_new_run_too(tmp_path: Path) -> None:
@@ -357,5 +369,6 @@ def test_a_learners_file_that_leads_elsewhere_is_not_copied(tmp_path: Path) -> N
     (old.dir.learners / "secret").write_bytes(b"secret")
     part = LearnerPart(1, 4, "../secret", "digest")
     write_manifest(old.dir.cuts, replace(manifest, learners={"learner-0": part}))
-    with pytest.raises(BadCut, match="is no name of a file"):
-        new_run(old, 2, tmp_path / "new")
+    new, found = new_run(old, 2, tmp_path / "new")
+    assert not found.states and "is no name of a file" in found.remarks[0]
+    assert not [path for path in new.path.rglob("*") if path.name == "secret"]

@@ -198,9 +198,31 @@ async def test_so_many_viewers_and_no_more(place: Place) -> None:
     assert (await heard(await place.look()))["type"] == "snapshot"
 
 
+async def test_where_all_places_are_taken_the_token_with_the_most_gives_one() -> None:
+    crowd = viewers.Viewers()
+    greedy = [viewers.Viewer("greedy") for _ in range(viewers.MOST)]
+    crowd._there |= dict.fromkeys(greedy)
+    assert not crowd._has_room("greedy") and len(crowd) == viewers.MOST
+    for number in range(viewers.MOST // 2):
+        assert crowd._has_room("modest")
+        assert greedy.pop().outbox.closed, "the newest of them goes"
+        crowd._new[viewers.Viewer("modest")] = None
+        assert len(crowd) == viewers.MOST, number
+    assert not crowd._has_room("modest") and not crowd._has_room("greedy"), "both have the same now"
+    assert crowd._has_room("another")
+
+
+async def test_whose_token_counts_no_more_is_sent_away() -> None:
+    crowd, gone, stays = viewers.Viewers(), viewers.Viewer("gone"), viewers.Viewer("stays")
+    crowd._there[gone] = crowd._new[stays] = None
+    crowd.sweep({"gone": "the token 'gone' was revoked", "stays": ""}.__getitem__)
+    assert len(crowd) == 1 and gone.outbox.closed and gone.why == "the token 'gone' was revoked"
+    assert not stays.outbox.closed
+
+
 async def test_a_viewer_that_reads_too_slowly_is_dropped() -> None:
     crowd, slow = viewers.Viewers(), viewers.Viewer()
-    crowd._there.add(slow)
+    crowd._there[slow] = None
     for _ in range(viewers.WAITING):
         crowd.tell(b"news", lambda: b"")
     assert len(crowd) == 1

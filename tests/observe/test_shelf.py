@@ -147,13 +147,15 @@ def test_a_file_of_a_cut_that_is_missing_is_named(tmp_path: Path) -> None:
     assert wrong(run).startswith(f"{path} cannot be read: No such file")
 
 
-def test_a_learners_file_that_is_missing_or_changed_is_named(tmp_path: Path) -> None:
+def test_a_learners_file_that_is_missing_or_changed_is_named_and_the_cut_is_good_without_it(tmp_path: Path) -> None:
+    """What a cut says of a learner's file is that learner's word alone."""
     run = cut_run(tmp_path / "run")
-    path = run.dir.learners / "learner-1" / "cut-000002.safetensors"
+    path, without = run.dir.learners / "learner-1" / "cut-000002.safetensors", "cut 2 is taken without the state of"
     flip(path, 4)
-    assert wrong(run) == f"{path} is damaged: its digest is not the one in the cut's manifest"
+    damaged = f"{without} learner-1: {path} is damaged: its digest is not the one in the cut's manifest"
+    assert well(run).remarks == (damaged,)
     path.unlink()
-    assert wrong(run) == f"{path} is missing: the cut names it as the state of learner-1"
+    assert well(run).remarks == (f"{without} learner-1: {path} is missing: the cut names it as the state of learner-1",)
 
 
 def test_a_cut_of_another_run_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
-from atoll.protocol.tape import Informed
+from atoll.protocol.tape import Began, Informed
 
 
 def pulled(**settings: Any) -> tuple[World, Contribution]:
@@ -220,6 +220,8 @@ def test_a_good_contribution_wipes_out_strikes() -> None:
         ({"taped": -1}, "its tape goes on at entry -1"),
         ({"taped": 2**63, "tape": (Informed(0, 0),)}, f"its tape goes on at entry {2**63}"),
         ({"tape": (Informed(0, 0),) * 20_000}, "it said more of its tape than a learner keeps"),
+        ({"tape": (Began(0, 1, "x" * 900, "", "", True),) * 400}, "it said more of its tape than a learner keeps"),
+        ({"incarnation": 99, "tape": (Informed(0, 0),)}, "a report of incarnation 99, which has not begun"),
     ],
 )
 def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any], reason: str) -> None:

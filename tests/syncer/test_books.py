@@ -221,7 +221,7 @@ def test_a_complete_cut_names_its_learners_and_those_left_out(tmp_path: Path) ->
     cut = reign.cut()
     saved = CutSaved(of=2, incarnation=1, t=4, file=path.name, digest=digest_of(path))
     mark = reign.books.complete("r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),)))
-    manifest = check_cut(reign.out.cuts, reign.out.learners, 2)
+    manifest = check_cut(reign.out.cuts, reign.out.learners, 2).manifest
     assert (manifest.run, manifest.cut, manifest.round) == ("r1", 2, 2)
     assert {name: (part.incarnation, part.t) for name, part in manifest.learners.items()} == {"learner-0": (1, 4)}
     assert manifest.left_out == {"learner-1": "it was gone"}

@@ -110,3 +110,21 @@ def test_who_reads_too_slowly_is_cut_off_before_old_versions_pile_up() -> None:
     before = cut[:]
     commit(parameters, OLD + 3, 0.25)
     assert cut == before, "who has let go is not cut off"
+
+
+def test_who_has_let_go_is_not_cut_off_for_one_that_has_not() -> None:
+    """Its connection may long carry something else: an upload, another's body."""
+    parameters, cut = begun(), []
+    slow = parameters.serve(0)
+    slow.on_cut(lambda: cut.append("slow"))
+    for _ in range(100):
+        honest = parameters.serve(0)
+        honest.on_cut(lambda: cut.append("honest"))
+        honest.release()
+        honest.on_cut(lambda: cut.append("honest"))
+    assert len(parameters.held()[0].cuts) == 1, "nothing of them is kept"
+    later = []
+    for version in range(1, OLD + 2):
+        commit(parameters, version, 0.25)
+        later.append(parameters.serve(0))
+    assert cut == ["slow"]

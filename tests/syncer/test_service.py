@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import aiohttp
 import numpy as np
@@ -21,6 +24,7 @@ from atoll.protocol.messages import (
     TensorSpec,
     Welcome,
 )
+from atoll.syncer.parameters import OLD
 
 
 def url(stage: Stage) -> str:
@@ -289,3 +293,58 @@ async def test_the_welcome_says_what_both_sides_speak(stage: Stage) -> None:
     assert (welcome.protocol, welcome.settings.weight_limit) == (2, 4.0)
     welcome = await stage.join("b", protocol=1).until(Welcome)
     assert (welcome.protocol, welcome.settings.weight_limit) == (1, 8.0), "version 1 knows no such setting"
+
+
+async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> None:
+    """One fetches a fragment whole and then uploads on the same connection, while another never reads what it asked
+    for: versions later that one is cut off, alone."""
+    size = 4 << 20
+    await stage.open()
+    honest = stage.join("honest", (TensorSpec("one", (size,), "float32"), TensorSpec("two", (size,), "float32")))
+    await honest.begin()
+    parameters, port = stage.service._parameters, stage.service.server.port
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(("127.0.0.1", port))
+    slow.sendall(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    await until(lambda: parameters.held()[0].readers == 1)
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield bytes(4096)
+        begun.set()
+        await over.wait()
+        yield bytes(4096)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as http:
+        async with http.get(f"{url(stage)}/v1/fragments/0") as answer:
+            assert len(await answer.read()) == 4 * size
+        headers = {"Content-Length": "8192"}
+        upload = asyncio.ensure_future(http.put(f"{url(stage)}/v1/probe/8192", data=body(), headers=headers))
+        await begun.wait()
+        held = []
+        for version in range(1, OLD + 2):
+            parameters.stage(0, [np.full(size, 1e-3, np.float32)], [1.0])
+            parameters.commit(0, version, version)
+            held.append(parameters.serve(0))
+        over.set()
+        async with asyncio.timeout(WAIT_S):
+            assert (await upload).status == 204
+    assert await asyncio.to_thread(rest_of, slow) < 4 * size
+    for one in held:
+        one.release()
+
+
+def rest_of(sock: socket.socket) -> int:
+    """How many bytes come until its peer hangs up."""
+    found = 0
+    with sock, suppress(ConnectionError):
+        while data := sock.recv(1 << 20):
+            found += len(data)
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - nobody tells when it becomes true
+            await asyncio.sleep(0.005)

@@ -9,7 +9,9 @@ Rules:
 - what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
   hear of it (see `sequence`);
 - the hello must come within 5 s, whatever comes before it; a silent peer is pinged and lost after 9 s; a slow one after
-  1024 waiting messages; one that sends more than 1000 frames a second, pings too, after a few seconds.
+  1024 waiting messages; one that sends more than 1000 frames a second, pings too, or 2 MiB, after a few seconds;
+- to read a hello costs as much as it is long: of one token at one address so many bytes of them are read, and so many a
+  second; then it is asked to come again later, before anything of it is read.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from atoll.fabric.outbox import Outbox
 from atoll.fabric.owners import Owners
 from atoll.fabric.sequence import Sequences, unnumbered
 from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
+from atoll.protocol.budget import Budget, Budgets
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
 
 BURST_S = 5.0
 """Seconds' worth of messages that may come at once: what waited behind a link that was down."""
+LATER = "more was said in hellos than is read at once: come again in a few seconds"
 
 
 class Control:
@@ -46,6 +50,8 @@ class Control:
         self._channels: dict[str, Channel] = {}
         self._owners = owners or Owners()
         self._sequences = Sequences(limits.sessions)
+        self._hellos = Budgets(limits.hello_bytes, limits.hello_rate)
+        """By token and address."""
 
     def channel(self, learner: str) -> Channel | None:
         """The live one."""
@@ -58,6 +64,9 @@ class Control:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         limits = self._limits
+        whose, clock = (request[VISITOR].token, request.remote), asyncio.get_running_loop().time
+        if not self._hellos.any_left(whose, clock()):
+            raise Rejected(429, LATER)
         socket = web.WebSocketResponse(
             compress=False,
             autoping=False,
@@ -70,9 +79,14 @@ class Control:
             await socket.prepare(request)
         except ValueError:  # of a key that is no text
             raise Rejected(400, "this is no handshake of a WebSocket") from None
-        flood = Flood(limits.messages_rate, asyncio.get_running_loop().time)
+        flood = Flood(limits, clock)
         try:
-            hello = check_hello(decode_from_learner(await self._first(socket, flood)))
+            first = await self._first(socket, flood)
+            if not self._hellos.any_left(whose, clock()):  # others of it came meanwhile
+                await self._refuse(socket, PeerError(LATER), final=False)
+                return socket
+            self._hellos.spend(whose, clock(), len(first))
+            hello = check_hello(decode_from_learner(first))
         except _Gone:
             return socket
         except PeerError as error:
@@ -173,11 +187,11 @@ class Control:
         self.bytes_out += len(data)
         await socket.send_bytes(data)
 
-    async def _refuse(self, socket: web.WebSocketResponse, error: PeerError) -> None:
+    async def _refuse(self, socket: web.WebSocketResponse, error: PeerError, *, final: bool = True) -> None:
         self.bad_frames += 1
         try:
             async with asyncio.timeout(self._limits.flush_s):
-                await self._send(socket, encode(Refused(reason=one_line(error), final=True), OLDEST))
+                await self._send(socket, encode(Refused(reason=one_line(error), final=final), OLDEST))
                 await socket.close()
         except (OSError, TimeoutError):
             pass  # it is gone already
@@ -203,7 +217,7 @@ class Control:
             data = cast(bytes, frame.data)
             self.bytes_in += len(data)
             if flood is not None:
-                flood.one_more()
+                flood.one_more(len(data))
             return data
         if frame.type is WSMsgType.TEXT:
             raise PeerError("a text frame: control messages are binary")
@@ -226,18 +240,19 @@ class Control:
 
 
 class Flood:
-    """A learner may send so many messages a second, and has some seconds' worth of them to begin with."""
+    """A learner may send so many messages a second, and bytes, and has some seconds' worth of them to begin with."""
 
-    def __init__(self, rate: float, clock: Callable[[], float]) -> None:
-        self._rate, self._clock = rate, clock
-        self._left, self._at = BURST_S * rate, clock()
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._messages = Budget(BURST_S * limits.messages_rate, limits.messages_rate, clock())
+        self._bytes = Budget(BURST_S * limits.control_rate, limits.control_rate, clock())
 
-    def one_more(self) -> None:
+    def one_more(self, size: int = 0) -> None:
         now = self._clock()
-        self._left = min(BURST_S * self._rate, self._left + (now - self._at) * self._rate) - 1
-        self._at = now
-        if self._left < 0:
-            raise PeerError(f"more than {self._rate:g} messages a second: this is a flood")
+        if not self._messages.take(now, 1):
+            raise PeerError(f"more than {self._limits.messages_rate:g} messages a second: this is a flood")
+        if not self._bytes.take(now, size):
+            raise PeerError(f"more than {self._limits.control_rate} bytes of messages a second: this is a flood")
 
 
 class _Gone(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -17,6 +17,10 @@ class Pages(Protocol):
         ...
 
     def routes(self) -> Sequence[web.RouteDef]: ...
+
+    def sweep(self, gone: Callable[[str], str]) -> None:
+        """Send away whoever is looking by a token that counts no more; `gone` says why, or nothing."""
+        ...
 
     def close(self) -> None:
         """Send everybody away who is looking: the port closes."""

@@ -47,6 +47,7 @@ from atoll.fabric.wire import (
     decode_score,
     decode_words,
 )
+from atoll.protocol.budget import Budgets
 from atoll.protocol.errors import PeerError
 
 __all__ = ["Channel", "Desk", "Served", "Server"]
@@ -79,6 +80,7 @@ class Server(Port):
         self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
+        self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -121,6 +123,8 @@ class Server(Port):
             self._control.sweep()
             if self._tls is not None:
                 self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
+            if self._pages is not None:
+                self._pages.sweep(self._guard.gone)
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""
@@ -238,6 +242,9 @@ class Server(Port):
         return web.Response(body=self._desk.manifest(), content_type="application/json")
 
     async def _score(self, request: web.Request) -> web.Response:
+        now, size = asyncio.get_running_loop().time(), len(await self._body(request))
+        if not self._scores.take(request[VISITOR].token, now, size):
+            raise Rejected(429, f"more than {self._limits.score_rate} bytes of scores a second: try again later")
         self._desk.score(await self._read(request, decode_score))
         return web.Response(status=204)
 
@@ -251,11 +258,15 @@ class Server(Port):
             raise Rejected(400, "name one learner to drain")
         return web.json_response({"drained": self._desk.drain(names[0])})
 
-    async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._limits.body_grace_s):
-                return decode(await request.read())
+                return await request.read()
         except TimeoutError:
             raise Rejected(408, "it came too slowly") from None
+
+    async def _read(self, request: web.Request, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(await self._body(request))
         except PeerError as error:
             raise Rejected(400, str(error)) from None

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from atoll.protocol.bounds import clipped
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
@@ -41,6 +43,9 @@ ROUND_HEADER = "Atoll-Round"
 PROTOCOL_HEADER = "Atoll-Protocol"
 """In the answer that opens a control channel: the syncer's version. Version 1 sends none."""
 
+SAMPLE_CHARS = 4000
+"""Of what a model wrote are kept."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE_CHARS = 300
 _MESSAGE_BYTES = 1 * MIB
@@ -56,8 +61,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     control_bytes: int = 4 * MIB
     """Largest control message; a hello with 40,000 tensors fits."""
-    score_bytes: int = 1 * MIB
-    """Largest score of an evaluator."""
+    score_bytes: int = 64 * KIB
+    """Largest score of an evaluator, or settings of an operator."""
+    score_rate: int = 1 * KIB
+    """Bytes of scores a second of one token, after `score_bytes` at once; more is refused: a score is some 80 bytes."""
     connections: int = 4096
     """Open at once, of all peers together; more are closed unread. A learner may have 17, an idle one costs 10 KiB."""
     address_connections: int = 2048
@@ -68,6 +75,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Connections that have not said yet who they are."""
     messages_rate: float = 1000.0
     """Control messages a second of one learner, over a few seconds; a flood costs it the channel."""
+    control_rate: int = 2 * MIB
+    """The same in bytes."""
+    hello_bytes: int = 32 * MIB
+    """Hellos that are read at once, of one token at one address: a dozen of the largest, or a thousand others …"""
+    hello_rate: int = 1 * MIB
+    """… and bytes of them a second after that; meanwhile it is told to come again later."""
     run_bytes: int = 65536 * MIB
     """Bodies of all learners being received at once, together."""
     sessions: int = 4096
@@ -120,7 +133,8 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     loss: float | None
     """None: what the scorer gave is not a finite number."""
     cpu_s: float
-    sample: str = ""
+    sample: Annotated[str, Meta(max_length=64 * KIB)] = ""
+    """What the model wrote: as much of it is kept as a screen shows."""
     final: bool = False
 
 
@@ -170,7 +184,8 @@ def decode_from_syncer(data: Buffer) -> FromSyncer:
 
 
 def decode_score(data: Buffer) -> Score:
-    return _decoded(_score, data, "a score")
+    score = _decoded(_score, data, "a score")
+    return msgspec.structs.replace(score, sample=clipped(score.sample, SAMPLE_CHARS))
 
 
 def decode_words(data: Buffer) -> list[str]:

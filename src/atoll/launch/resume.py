@@ -1,9 +1,10 @@
 """Going on with a run that was stopped: which cut, whose state, and how exactly.
 
 By default Θ is the journal's head: nothing that was acknowledged is given up. Learners take it and go on with the inner
-optimizer, schedules and random states of the newest good cut; the data goes on where the ledger stands. Where the
-journal ends with that cut, everything is put back exactly as it was. `from_cut` makes a new run out of one cut: there
-everything is exactly as it was then, and what came after it belongs to the old run alone.
+optimizer, schedules and random states of the newest good cut, but for those whose own file is not as it says: they
+begin afresh, and nobody else does. The data goes on where the ledger stands. Where the journal ends with that cut,
+everything is put back exactly as it was. `from_cut` makes a new run out of one cut: there everything is exactly as it
+was then, and what came after it belongs to the old run alone.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
     reopen = _check_budget(out, head, changes)
     for cut in complete_cuts(out.cuts):
         try:
-            manifest = check_cut(out.cuts, out.learners, cut)
+            checked = check_cut(out.cuts, out.learners, cut)
             nothing_behind = _is_head(out, cut)
         except (BadCut, Corrupt) as error:
             remarks.append(f"cut {cut} is passed over: {error}")
             continue
+        manifest = checked.manifest
+        remarks += checked.remarks()
         exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
         how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
         remarks.append(f"run {head.run} goes on at round {head.committed} with cut {cut}: {how}")
@@ -111,7 +114,8 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     if cut not in complete_cuts(old.cuts):
         known = ", ".join(map(str, sorted(complete_cuts(old.cuts)))) or "none"
         raise ConfigError(f"{old.path} has no complete cut {cut}: there are {known}")
-    manifest = check_cut(old.cuts, old.learners, cut)
+    checked = check_cut(old.cuts, old.learners, cut)
+    manifest = checked.manifest
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
     run = secrets.token_hex(4)
@@ -131,7 +135,9 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
-    return Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, (remark,))
+    return Resume(
+        cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, (*checked.remarks(), remark)
+    )
 
 
 def _parts(out: RunDir, manifest: Manifest) -> dict[str, Path]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import SAMPLE_CHARS, Score
 from atoll.learner.model import describe, trained
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.errors import PeerError, PlanError, Unreachable
@@ -65,7 +65,7 @@ class Evaluator:
         await self._fetch(plan)
         value = float(self._score(self._model))
         loss = value if math.isfinite(value) else None
-        text = self._sample(self._model) if final and self._sample is not None else ""
+        text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
         await post_score(

@@ -4,8 +4,10 @@ They are listed before the journal is read: what a cut refers to is durable by t
 journal is read, every cut is met at its place, and what it holds of the history is compared there (audit.py). Then
 
 - a cut is of this run, lies in the folder of its number, and its place is one where a record of the journal ends;
-- every file of a complete one is as its tables say, the learners' files too, and its manifest is the one that the
-  journal names; of cut 0, the syncer's alone, and of the one that a run was begun from no record tells;
+- every file of a complete one is as its tables say, and its manifest is the one that the journal names; of cut 0, the
+  syncer's alone, and of the one that a run was begun from no record tells;
+- a learner's file is as that learner said it would be, or the cut is good without it, which is remarked on: one word of
+  one learner spoils nobody else's state;
 - old cuts are removed from the oldest on: behind one that is there none may be missing, nor may the newest;
 - one that never became complete is only remarked on, also if it is damaged: nobody resumes from it.
 """
@@ -195,7 +197,8 @@ class Shelf:
             raise Wrong(f"{path} names other learners than its record does")
         if (manifest.cut, manifest.round) != (number, self._stored[number].part.round):
             raise Wrong(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
-        check_cut(self._run.cuts, self._run.learners, number)
+        for remark in check_cut(self._run.cuts, self._run.learners, number).remarks():
+            self._findings.remark(remark)
 
     def _check_none_missing(self) -> None:
         for number in sorted(self._done):

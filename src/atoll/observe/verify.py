@@ -4,7 +4,7 @@ The first thing that is wrong is named, with its place; what lies behind it is n
 
     journal      the chain of every segment, seals, terms; a torn end was never acknowledged and is only remarked on
     records      versions, members, ledger, leases (audit.py, tallies.py); at a cut's place what the cut holds of them
-    cuts         every file by its digest, the learners' too (shelf.py)
+    cuts         every file by its digest; a learner's that is not as it said is named in a remark (shelf.py)
     parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
     model        of a finished run: model.safetensors is the last version
 

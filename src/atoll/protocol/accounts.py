@@ -8,6 +8,7 @@ version contains are issued again; a report that does not balance is an alarm, n
 
 from __future__ import annotations
 
+from atoll.protocol.bounds import clipped
 from atoll.protocol.claims import beyond_lease
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
@@ -98,6 +99,7 @@ class Accounts:
             assert self.history.leases is not None
             reason = self.history.leases.differs(message.datasets, message.epochs)
         if reason is not None:
+            reason = clipped(reason)  # names of a peer's data are in it
             self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
             self.out.send(learner.name, Lease(ranges=(), own=reason, incarnation=learner.incarnation))
             return

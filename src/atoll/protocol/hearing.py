@@ -47,7 +47,10 @@ class Hearing:
 
     def report(self, now: float, learner: Learner, said: Progress) -> bool:
         """True: it moved counters and nothing else."""
-        if not self._tape(learner, said) or said.incarnation != learner.incarnation:
+        if said.incarnation > learner.incarnation:
+            self.attendance.expel(learner, f"a report of incarnation {said.incarnation}, which has not begun")
+            return False
+        if not self._tape(learner, said) or said.incarnation != learner.incarnation:  # a tape also of the life before
             return False
         if (wrong := wrong_report(learner, said, self.rounds.versions)) is not None:
             self.attendance.expel(learner, wrong)

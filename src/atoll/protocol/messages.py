@@ -2,8 +2,9 @@
 
 Small, frozen and tagged; unknown fields are forbidden, so a message of another version is refused, never guessed at.
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
-is sent once the body is whole. Every message carries its sender's vector clock. What a hello may be long in has a bound
-in its type, which is checked before the bytes behind it are read; other messages are short as a whole (fabric/wire.py).
+is sent once the body is whole. Every message carries its sender's vector clock. Whatever may be long has a bound in its
+type (bounds.py), which is checked before the bytes behind it are read; all but a hello are short as a whole
+(fabric/wire.py).
 
 Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
 has a default that means what the version before meant; a field at its default need not be sent; a peer of the version
@@ -25,9 +26,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from atoll.protocol.bounds import MANY, Line, Name, Row, Words
 from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import AnyEntry
+from atoll.protocol.tape import KEPT, AnyEntry
 
 PROTOCOL = 2
 """The version of these messages; checked at hello."""
@@ -46,8 +48,7 @@ NEW_FIELDS = {
 NEW_SETTINGS = frozenset({"weight_limit"})
 
 
-Line = Annotated[str, Meta(max_length=1000)]
-"""What a learner says in words: what it says may be kept, and is to stay small."""
+Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
@@ -74,17 +75,17 @@ class Hello(Message, frozen=True):
 
     protocol: int
     learner: Line
-    session: str
+    session: Line
     """Drawn once per training process: the same session is the same incarnation, however often it reconnects."""
     run: Line = ""
     """The run whose versions it holds; empty for a newcomer."""
-    versions: Annotated[tuple[int, ...], Meta(max_length=65536)] = ()
+    versions: Row = ()
     """The committed version it last adopted, per fragment; −1 for none."""
     incarnation: int = 0
     """Which of its lives it knows itself to be in; 0 for a newcomer."""
     t: int = 0
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=65536)] = ()
-    data: str = ""
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MANY)] = ()
+    data: Line = ""
     """A digest of what it trains on, where the script names one."""
 
 
@@ -92,9 +93,9 @@ class Progress(Message, frozen=True):
     """After every step, or whenever what it says has changed."""
 
     t: int
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
-    versions: tuple[int, ...]
+    steps: Row
+    tokens: Row
+    versions: Row
     offer: int = -1
     """The newest round for which a copy of the fragment lies ready."""
     aims: int = -1
@@ -107,9 +108,9 @@ class Progress(Message, frozen=True):
     """The training loop has ended: no more steps will come."""
     incarnation: int = 0
     """Which of its lives this speaks of: a report from before a recovery says nothing about the time after it."""
-    dropped: tuple[int, ...] = ()
+    dropped: Row = ()
     """Per fragment, tokens that were overwritten at adoptions and are in no version."""
-    counted: tuple[int, ...] = ()
+    counted: Row = ()
     """Per fragment, the adopted version that `tokens` and `dropped` know of; a new courier may hold less than that."""
     position: int = -1
     """Leased samples it has taken; −1: it brings its own data."""
@@ -117,7 +118,7 @@ class Progress(Message, frozen=True):
     """It waits for a peer's state, and gives nothing before that is settled."""
     taped: int = 0
     """The number of the first of `tape`."""
-    tape: tuple[AnyEntry, ...] = ()
+    tape: Tape = ()
     """What its training process was told since the last report (tape.py)."""
     leaving: bool = False
     """It was asked to leave: that its loop ends says nothing of the run."""
@@ -130,7 +131,7 @@ class Heartbeat(Message, frozen=True):
 class Register(Message, frozen=True):
     """The data this learner takes its batches from: please lease it parts of it."""
 
-    datasets: Annotated[tuple[tuple[str, int, float], ...], Meta(max_length=1024)]
+    datasets: Annotated[tuple[tuple[Line, int, float], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
     epochs: int
     """Passes over the data; 0: no end."""
@@ -155,7 +156,7 @@ class Contribution(Message, frozen=True):
     position: int = -1
     """Leased samples it had taken then."""
     taped: int = 0
-    tape: tuple[AnyEntry, ...] = ()
+    tape: Tape = ()
     """What no report has said yet of its tape."""
     run: Line = ""
     """Whose it is, as its sender sees it: what was meant for another run, learner or life is merged into nothing."""
@@ -237,21 +238,21 @@ class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Lease(Message, frozen=True):
     """These samples are yours. An empty one: there are no more, the data is used up."""
 
-    ranges: tuple[Range, ...]
+    ranges: Annotated[tuple[Range, ...], Meta(max_length=MANY)]
     over: bool = False
-    own: str = ""
+    own: Words = ""
     """The reason why this learner's data is not leased; its tokens are counted all the same."""
     incarnation: int = 0
     """Whose they are: what waits for the disk is sent by name, and another process may have the name by then."""
 
 
 class Welcome(Message, frozen=True):
-    run: str
+    run: Line
     incarnation: int
     settings: Settings
-    fingerprint: str
+    fingerprint: Line
     """Of the run's fragment plan."""
-    versions: tuple[int, ...]
+    versions: Row
     """Newest committed version per fragment; −1 while the run has no parameters."""
     gathering: int
     reset: bool = False
@@ -262,22 +263,22 @@ class Welcome(Message, frozen=True):
     global_step: int = 0
     committed: int = 0
     """Rounds behind the run."""
-    merged: tuple[tuple[int, int, int], ...] = ()
+    merged: Annotated[tuple[tuple[int, int, int], ...], Meta(max_length=MANY)] = ()
     """Per fragment, the version that holds this incarnation's last contribution, its step and its tokens."""
-    leases: tuple[Range, ...] = ()
+    leases: Annotated[tuple[Range, ...], Meta(max_length=MANY)] = ()
     """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
     taped: int = 0
     """Entries of its tape that are written down."""
-    cuts: tuple[int, ...] = ()
+    cuts: Row = ()
     """The complete cuts that the run keeps."""
-    session: str = ""
+    session: Line = ""
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
     protocol: int = 1
     """The version that both sides speak on this channel."""
 
 
 class Refused(Message, frozen=True):
-    reason: str
+    reason: Words
     final: bool = True
     """Trying again with the same model and settings cannot help."""
     over: bool = False
@@ -287,7 +288,7 @@ class Refused(Message, frozen=True):
 class Started(Message, frozen=True):
     """The run has its first parameters."""
 
-    uploader: str
+    uploader: Name
     gathering: int = 0
 
 
@@ -304,7 +305,7 @@ class Pull(Message, frozen=True):
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A member of a committed round, with the step its contribution was read at and the tokens in it."""
 
-    learner: str
+    learner: Name
     incarnation: int
     t: int
     tokens: int = 0
@@ -314,14 +315,14 @@ class Recover(Message, frozen=True):
     """Your numbers are broken: take every fragment anew from the run, and a peer's inner optimizer instead of yours."""
 
     incarnation: int
-    reason: str
+    reason: Words
 
 
 class Help(Message, frozen=True):
     """Have a copy of your state ready once you have adopted all that is committed: a newcomer asks for it."""
 
-    ticket: str
-    newcomer: str
+    ticket: Line
+    newcomer: Name
     after: int
     """It must be from a time when this many rounds were behind you."""
 
@@ -329,31 +330,31 @@ class Help(Message, frozen=True):
 class Stream(Message, frozen=True):
     """Send that copy through the syncer, from this byte on."""
 
-    ticket: str
+    ticket: Line
     offset: int
 
 
 class Release(Message, frozen=True):
     """Nobody wants that copy any more."""
 
-    ticket: str
-    reason: str
+    ticket: Line
+    reason: Words
 
 
 class Helped(Message, frozen=True):
     """A peer's state lies ready for you. It takes the place of what was named before."""
 
-    ticket: str
-    peer: str
+    ticket: Line
+    peer: Name
     size: int
-    digest: str
-    direct: str = ""
+    digest: Line
+    direct: Line = ""
 
 
 class Fresh(Message, frozen=True):
     """No peer helps: go on with the inner optimizer you have, which warms up."""
 
-    reason: str
+    reason: Words
 
 
 class Announce(Message, frozen=True):
@@ -362,32 +363,32 @@ class Announce(Message, frozen=True):
     round: int
     fragment: int
     version: int
-    members: tuple[Member, ...]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MANY)]
     gathering: int
-    digest: str = ""
+    digest: Line = ""
     progress: float = 0.0
     global_step: int = 0
-    cuts: tuple[int, ...] = ()
+    cuts: Row = ()
     """The complete cuts that the run keeps."""
 
 
 class Drain(Message, frozen=True):
     """Leave the run in good order: give your last steps, save your state, go. The run goes on without you."""
 
-    reason: str
+    reason: Words
 
 
 class Ending(Message, frozen=True):
     """The budget is spent (or the operator asked): take no more steps; the last ones are collected now."""
 
-    reason: str
+    reason: Words
 
 
 class Finish(Message, frozen=True):
     """The last round is committed. `versions` is the finished model."""
 
-    reason: str
-    versions: tuple[int, ...]
+    reason: Words
+    versions: Row
 
 
 FromLearner = (

@@ -28,6 +28,8 @@ from typing import Literal
 
 import msgspec
 
+from atoll.protocol.bounds import Line, Row
+
 AdoptRule = Literal["overwrite", "blend", "carry"]
 
 KEPT = 8192
@@ -44,13 +46,13 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 class Began(Entry, frozen=True, tag="b"):
     threads: int
-    torch: str
-    cpu: str
+    torch: Line
+    cpu: Line
     """The instruction set that torch takes."""
-    device: str
+    device: Line
     deterministic: bool
     """Whether torch was told to use deterministic kernels only; on the CPU they are."""
-    state: str = ""
+    state: Line = ""
     """The file it went on from, in the learner's folder."""
     exact: bool = False
     """All of that state was put back, and not the inner optimizer alone."""
@@ -74,7 +76,7 @@ class Informed(Entry, frozen=True, tag="i"):
 
 
 class Supplied(Entry, frozen=True, tag="s"):
-    leases: tuple[int, ...]
+    leases: Row
     over: bool = False
     own: bool = False
     """Nothing is leased to it: it trains on its data in an order of its own."""
@@ -85,7 +87,7 @@ class Gave(Entry, frozen=True, tag="g"):
 
 
 class Took(Entry, frozen=True, tag="k"):
-    ticket: str
+    ticket: Line
 
 
 class Forgot(Entry, frozen=True, tag="f"):

@@ -8,7 +8,8 @@
     learners/<id>/cut-000120.safetensors
 
 A file is written beside its name and renamed, so a part is whole or not there. A cut without a manifest is never
-resumed from; its syncer's part alone is enough for a syncer to come back.
+resumed from; its syncer's part alone is enough for a syncer to come back. What the manifest says of a learner's file is
+that learner's word: where it is not so, that learner is left out of the cut, and nobody else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,16 +132,36 @@ def read_manifest(root: Path, cut: int) -> Manifest:
     return _table(folder_of(root, cut) / "manifest.json", Manifest)
 
 
-def check_cut(root: Path, learners: Path, cut: int) -> Manifest:
-    """Every file of a complete cut, the learners' included, is as the manifest says."""
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A complete cut, as far as it is good."""
+
+    manifest: Manifest
+    """With those learners alone whose file is as it says; the others are left out in it."""
+    spoilt: dict[str, str]
+    """Learners whose file is not there, or another; and what is wrong with it."""
+
+    def remarks(self) -> list[str]:
+        cut = self.manifest.cut
+        return [f"cut {cut} is taken without the state of {name}: {wrong}" for name, wrong in self.spoilt.items()]
+
+
+def check_cut(root: Path, learners: Path, cut: int) -> Checked:
+    """The syncer's files are as the manifest says, or BadCut; the learners' are looked at one by one."""
     manifest = read_manifest(root, cut)
     table = folder_of(root, cut) / "syncer.json"
     if digest(_bytes(table)) != manifest.syncer:
         raise BadCut(f"{table} is not the one that the manifest of cut {cut} names")
     read_syncer_part(root, cut)
+    spoilt: dict[str, str] = {}
     for name, part in manifest.learners.items():
-        check_learner_part(learners, name, part)
-    return manifest
+        try:
+            check_learner_part(learners, name, part)
+        except BadCut as error:
+            spoilt[name] = str(error)
+    good = {name: part for name, part in manifest.learners.items() if name not in spoilt}
+    left_out = {**manifest.left_out, **spoilt}
+    return Checked(msgspec.structs.replace(manifest, learners=good, left_out=left_out), spoilt)
 
 
 def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
@@ -147,9 +169,13 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
         if not _PLAIN.fullmatch(word):
             raise BadCut(f"{word[:80]!r} is no name of a file: the cut names it in the state of {name[:80]!r}")
     path = learners / name / part.file
-    if not path.exists():
-        raise BadCut(f"{path} is missing: the cut names it as the state of {name}")
-    if digest_of(path) != part.digest:
+    try:
+        found = digest_of(path)
+    except FileNotFoundError:
+        raise BadCut(f"{path} is missing: the cut names it as the state of {name}") from None
+    except OSError as error:
+        raise BadCut(f"{path} cannot be read: {error.strerror}") from error
+    if found != part.digest:
         raise BadCut(f"{path} is damaged: its digest is not the one in the cut's manifest")
     return path
 

@@ -5,7 +5,7 @@
 | the program | 256 MiB: Python, NumPy, compiled kernels, what talk leaves behind |
 | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
 | a cut | the outer state once more, while it is written |
-| one learner | for each of its pulls a body and what is decoded of it; the queues of its channel, both ways |
+| one learner | for each of its pulls a body and what is decoded of it; its queues, both ways; what waits of its tape |
 | states passed on | as many streams, and as much of each, as the relay lets through |
 | connections | as many as there may be, whoever holds them |
 | one name | what is kept of a learner for good, also when it has left; a token brings so many (`Token.names`) |
@@ -21,6 +21,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan
 from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
+from atoll.protocol.taping import TAPE_BYTES
 from atoll.syncer.parameters import OLD
 
 PROGRAM = 256 * MIB
@@ -29,6 +30,8 @@ CONNECTION = 320 * KIB
 NAME = 4 * KIB
 NAME_FRAGMENT = 512
 """What is kept of a name: its life, its tokens, its place in the status; and of each fragment what was merged."""
+TAPE = 16
+"""Times the bytes of a tape in the journal, as objects of Python."""
 MISSES = 3
 """Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
 
@@ -55,5 +58,5 @@ def ceiling(
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
     pulls = schedule.flights(settings) + MISSES
     body = make_codec(settings.codec).nbytes(plan.largest)
-    talk = limits.queue_bytes + 2 * limits.control_bytes
+    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES
     return Ceiling(fixed, pulls * (body + largest) + talk, NAME + settings.fragments * NAME_FRAGMENT)

@@ -36,11 +36,32 @@ class Buffer:
     def __init__(self, size: int) -> None:
         self.values: FloatArray = np.zeros(size, dtype=np.float32)
         self.readers = 0
-        self.cuts: list[Callable[[], None]] = []
-        """How to cut off those readers that can be."""
+        self.cuts: dict[Reader, Callable[[], None]] = {}
+        """How to cut off those readers that can be, while they read."""
         self.version = -1
         self.round = -1
         self.digest = ""
+
+
+class Reader:
+    """One that holds a buffer's values until it lets go."""
+
+    __slots__ = ("_buffer", "_holds")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer, self._holds = buffer, True
+        buffer.readers += 1
+
+    def on_cut(self, cut: Callable[[], None]) -> None:
+        if self._holds:
+            self._buffer.cuts[self] = cut
+
+    def release(self) -> None:
+        """Its connection is another's business from now on: nothing of it stays here."""
+        if self._holds:
+            self._holds = False
+            self._buffer.readers -= 1
+            self._buffer.cuts.pop(self, None)
 
 
 class Parameters:
@@ -124,8 +145,8 @@ class Parameters:
         """So many old versions may still be read; of older ones the readers are cut off, and fetch a newer one."""
         still_read = sorted((one for one in self._spare[fragment] if one.readers), key=lambda one: one.version)
         for buffer in still_read[:-OLD]:
-            cuts, buffer.cuts = buffer.cuts, []
-            for cut in cuts:
+            cuts, buffer.cuts = buffer.cuts, {}
+            for cut in cuts.values():
                 cut()
 
     def _take(self, fragment: int) -> Buffer:
@@ -181,9 +202,8 @@ class Parameters:
         buffer = self._committed[fragment]
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
-        buffer.readers += 1
-        data = buffer.values.view(np.uint8).data
-        return Served(buffer.version, buffer.round, buffer.digest, data, _once(buffer), buffer.cuts.append)
+        reader, data = Reader(buffer), buffer.values.view(np.uint8).data
+        return Served(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
 
     def tensors(self) -> dict[str, FloatArray]:
         """The whole committed model by name."""
@@ -198,20 +218,6 @@ def _fill(values: FloatArray, arrays: Mapping[str, ByteArray], name: str) -> Non
     if name not in arrays or arrays[name].nbytes != values.nbytes:
         raise ValueError(f"{name} is not in it, or of another size than this model's")
     np.copyto(values, arrays[name].view(np.float32))
-
-
-def _once(buffer: Buffer) -> Callable[[], None]:
-    let_go = False
-
-    def release() -> None:
-        nonlocal let_go
-        if not let_go:
-            let_go = True
-            buffer.readers -= 1
-            if not buffer.readers:
-                buffer.cuts.clear()
-
-    return release
 
 
 def _finite(values: FloatArray) -> bool:

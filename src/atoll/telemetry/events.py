@@ -1,7 +1,8 @@
 """The run's events: one JSON object a line, `{"at": seconds, "kind": …, "text": …, …}`.
 
 `text` is a sentence for people, the other fields are for programs; the summary, the screen and later the report are
-folds over these lines. Several processes append to the same file; a line is written with one call.
+folds over these lines. Several processes append to the same file; a line is written with one call. What a learner
+causes fills no disk: texts are clipped, and of each learner so many bytes are written at once, and so many a second.
 
 | kind | said by | fields beside `text` |
 | --- | --- | --- |
@@ -37,6 +38,16 @@ from typing import Any
 
 import msgspec
 
+from atoll.protocol.bounds import clipped
+from atoll.protocol.budget import Budgets
+
+TEXT_CHARS = 4000
+"""Of a text in an event."""
+LEARNER_BYTES = 256 * 1024
+"""Events about one learner at once: a thousand or so …"""
+LEARNER_RATE = 4096
+"""… and bytes a second after that. Whoever makes more of them is not written about any more."""
+
 Sink = Callable[[bytes], None]
 Event = dict[str, Any]
 
@@ -47,10 +58,19 @@ class EventLog:
     def __init__(self, sink: Sink, clock: Callable[[], float] = time.time) -> None:
         self._sink = sink
         self._clock = clock
+        self._room = Budgets(LEARNER_BYTES, LEARNER_RATE)
+        self._too_many: set[str] = set()
 
     def say(self, kind: str, text: str, data: dict[str, object] | None = None) -> None:
         event: Event = {"at": round(self._clock(), 6), "kind": kind, "text": text, **(data or {})}
-        self._sink(msgspec.json.encode(event) + b"\n")
+        event = {name: clipped(value, TEXT_CHARS) if isinstance(value, str) else value for name, value in event.items()}
+        line = msgspec.json.encode(event) + b"\n"
+        who = str(event.get("learner", ""))
+        if not who or self._room.take(who, event["at"], len(line)):
+            self._sink(line)
+        elif who not in self._too_many:
+            self._too_many.add(who)
+            self.say("warning", f"{who} makes more events than are written down: some of them are left out")
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Event]:

@@ -109,7 +109,7 @@ class Replay:
         if self.cut not in complete_cuts(self.out.cuts):
             known = ", ".join(map(str, sorted(complete_cuts(self.out.cuts)))) or "none"
             raise ConfigError(f"{self.out.path} has no complete cut {self.cut}: there are {known}")
-        manifest = check_cut(self.out.cuts, self.out.learners, self.cut)
+        checked = check_cut(self.out.cuts, self.out.learners, self.cut)
         _, data, arrays = read_syncer_part(self.out.cuts, self.cut)
         then = msgspec.msgpack.decode(data, type=CutState)
         history = History.restore(then.history)
@@ -123,12 +123,14 @@ class Replay:
         parts: list[tuple[Part, list[Act]]] = []
         states: dict[str, Path] = {}
         for part in score.parts:
-            saved = manifest.learners.get(part.learner)
+            saved = checked.manifest.learners.get(part.learner)
             if saved is not None and score.of.get((part.learner, saved.incarnation)) is part:
                 states[part.session] = self.out.learners / part.learner / saved.file
                 parts.append((part, part.acts(after=self.cut)))
             elif part.began_after(history.committed):
                 parts.append((part, self._acts(part)))
+            elif part.learner in checked.spoilt:
+                part.missing = part.missing or checked.spoilt[part.learner]
         return score.decisions[first:], parts, states
 
     def _acts(self, part: Part) -> list[Act]:

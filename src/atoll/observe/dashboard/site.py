@@ -99,6 +99,9 @@ class Dashboard:
         delta = self.history.delta(at, status)
         self.viewers.tell(delta, lambda: self.history.snapshot(at, status))
 
+    def sweep(self, gone: Callable[[str], str]) -> None:
+        self.viewers.sweep(gone)
+
     def close(self) -> None:
         if self._figures is not None and not self._reading:
             self.tick(time.time(), self._figures())

@@ -1,0 +1,27 @@
+"""How long what a peer says may be, by its type: checked before the bytes behind it are read.
+
+Every text and every row of a message or a tape has one of these; a test walks the types and finds none without.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+LINE = 1000
+MANY = 65536
+"""Fragments, tensors, leases or members in one message."""
+
+Name = Annotated[str, Meta(max_length=64)]
+Line = Annotated[str, Meta(max_length=LINE)]
+"""What a learner says in words: what it says may be kept, and is to stay small."""
+Words = Annotated[str, Meta(max_length=8 * LINE)]
+"""What the syncer says: a few lines of learners may be in it."""
+Row = Annotated[tuple[int, ...], Meta(max_length=MANY)]
+"""A number for each fragment, or for each of something else."""
+
+
+def clipped(text: str, most: int = LINE) -> str:
+    """The text, or its beginning where there is more of it than may be kept."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
