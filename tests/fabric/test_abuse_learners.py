@@ -111,6 +111,10 @@ OUTSIDE: dict[str, tuple[Case, str]] = {
     "a name that is a header": (opens_with(encode(hello("eu-1\r\nSet-Cookie: a=b"))), "is no name"),
     "a path for a session": (opens_with(encode(hello(session="../s"))), "is no name"),
     "a version of tomorrow": (opens_with(encode(hello(protocol=PROTOCOL + 1))), "install the same version of atoll"),
+    "versions of a part of the model": (
+        opens_with(encode(hello(run="r1", versions=(0,) * 9))),
+        "a hello with versions of 9 fragments in a run of",
+    ),
     "another model": (opens_with(encode(hello(tensors=TENSORS[:1]))), "'two'"),
     "a message over 4 MiB": (opens_with(bytes(5 << 20)), r"^ \(1009\)|^ \(1006\)"),
     "a frame without end": (frame_without_end, r"\(1009\)|\(1006\)|\(1002\)"),
@@ -273,6 +277,8 @@ GIVEN: dict[str, tuple[Given, str]] = {
     "a base that never was": (gives(base=10**6), "which this run never committed"),
     "a base below zero": (gives(base=-1), "which this run never committed"),
     "counters below zero": (gives(steps=-5), "its counters are below zero"),
+    "a total below zero": (gives(total=-5), "its counters are below zero"),
+    "more tokens than its process had": (gives(total=0), "its process has had 0 in all"),
     "token overclaim": (gives(tokens=10**9), "1000000000 tokens"),
     "someone else's lease": (anothers_lease, "it says it took [0-9]+ samples, [0-9]+ were leased to it"),
     "the wrong term": (gives(term=77), "it is of term 77, the run is in term 1"),
@@ -363,6 +369,10 @@ TALK: dict[str, tuple[Case, str]] = {
     ),
     "a message without a number": (sends(encode(Heartbeat())), "Heartbeat 0 of eu-1 comes after 5"),
     "an unknown type": (sends(msgspec.msgpack.encode({"type": "Overthrow", "seq": 6})), "could not be read"),
+    "a counter that nothing holds": (
+        sends(encode(msgspec.structs.replace(given, total=-(2**63)))),
+        "could not be read: Expected `int`",
+    ),
     "a WebSocket flood": (flood, "more than 50 messages a second: this is a flood"),
     "a flood of pings": (ping_flood, "more than 50 messages a second: this is a flood"),
 }

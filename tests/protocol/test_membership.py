@@ -1,5 +1,6 @@
 """Joining, leaving, coming back; the first parameters; silence."""
 
+import pytest
 from msgspec.structs import replace
 from tests.protocol.world import World
 
@@ -7,6 +8,7 @@ from atoll.protocol.effects import (
     Adopted,
     Arrived,
     Cut,
+    Expel,
     Fetched,
     Greeted,
     Initialised,
@@ -45,6 +47,29 @@ def test_when_the_only_joiner_dies_the_next_to_come_is_asked() -> None:
     world.join("learner-1")
     world.run_until(round=2)
     assert world.said("initial")[0].text == "learner-1 gave the first parameters"
+
+
+@pytest.mark.parametrize("versions", [(0,), (0, 0, 0), (0,) * 1000])
+def test_a_hello_with_a_row_of_another_length_is_refused_and_costs_only_its_sender(versions: tuple[int, ...]) -> None:
+    """Who comes back is asked by what it says it holds: a row that is too short would end the syncer."""
+    world = World(2, fragments=2, sync_every=4).run_until(round=6)
+    session = world.islands["learner-1"].session
+    hello = Hello(protocol=2, learner="learner-1", session=session, run="run", versions=versions, incarnation=1)
+    assert hello.run == world.syncer.run
+    effects = world.inject(Greeted(hello))
+    [expel] = [effect for effect in effects if isinstance(effect, Expel)]
+    assert expel.reason == f"a hello with versions of {len(versions)} fragments in a run of 2"
+    [refused] = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert isinstance(refused, Refused) and refused.final
+    assert not world.syncer.members.learners["learner-1"].connected
+    world.run_until(round=12)
+    assert world.members(11) == {"learner-0"}
+
+
+def test_what_a_learner_holds_of_another_run_may_have_any_length() -> None:
+    syncer = Syncer.fresh(Settings(fragments=2, sync_every=4).resolved(4), run="r", fingerprint="")
+    effects = syncer.handle(0.0, Greeted(Hello(protocol=2, learner="a", session="s", run="before", versions=(3,) * 7)))
+    assert [type(effect.message) for effect in effects if isinstance(effect, Send)] == [Welcome]
 
 
 def test_a_late_joiner_takes_the_runs_parameters_before_it_contributes() -> None:

@@ -20,6 +20,7 @@ import msgspec
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
+    MOST,
     NEW_FIELDS,
     NEW_MESSAGES,
     NEW_SETTINGS,
@@ -29,7 +30,6 @@ from atoll.protocol.messages import (
     FromSyncer,
     Hello,
 )
-from atoll.protocol.rules import MOST
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -11,10 +11,9 @@ from __future__ import annotations
 from atoll.protocol.claims import beyond_lease
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
-from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
+from atoll.protocol.messages import MOST, Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Gone, Granted, Joined, Sources
-from atoll.protocol.rules import MOST
 from atoll.protocol.settings import Settings
 
 AHEAD = 3

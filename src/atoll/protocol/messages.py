@@ -44,6 +44,11 @@ NEW_FIELDS = {
 NEW_SETTINGS = frozenset({"weight_limit"})
 
 
+MOST = 2**48
+"""Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
+Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
+"""What a learner counts; what may be below zero, and what it means, the rules say (rules.py)."""
+
 Line = Annotated[str, Meta(max_length=1000)]
 """What a learner says in words: what it says may be kept, and is to stay small."""
 
@@ -89,31 +94,31 @@ class Hello(Message, frozen=True):
 class Progress(Message, frozen=True):
     """After every step, or whenever what it says has changed."""
 
-    t: int
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
-    versions: tuple[int, ...]
-    offer: int = -1
+    t: Number
+    steps: tuple[Number, ...]
+    tokens: tuple[Number, ...]
+    versions: tuple[Number, ...]
+    offer: Number = -1
     """The newest round for which a copy of the fragment lies ready."""
-    aims: int = -1
+    aims: Number = -1
     """The round it will make its next copy for."""
-    tokens_total: int = 0
+    tokens_total: Number = 0
     busy_s: float = 0.0
     """Seconds spent stepping so far, as the training process counts them."""
     loss: float | None = None
     stopped: bool = False
     """The training loop has ended: no more steps will come."""
-    incarnation: int = 0
+    incarnation: Number = 0
     """Which of its lives this speaks of: a report from before a recovery says nothing about the time after it."""
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[Number, ...] = ()
     """Per fragment, tokens that were overwritten at adoptions and are in no version."""
-    counted: tuple[int, ...] = ()
+    counted: tuple[Number, ...] = ()
     """Per fragment, the adopted version that `tokens` and `dropped` know of; a new courier may hold less than that."""
-    position: int = -1
+    position: Number = -1
     """Leased samples it has taken; −1: it brings its own data."""
     seeking: bool = False
     """It waits for a peer's state, and gives nothing before that is settled."""
-    taped: int = 0
+    taped: Number = 0
     """The number of the first of `tape`."""
     tape: tuple[AnyEntry, ...] = ()
     """What its training process was told since the last report (tape.py)."""
@@ -128,51 +133,51 @@ class Register(Message, frozen=True):
 
     datasets: Annotated[tuple[tuple[str, int, float], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
-    epochs: int
+    epochs: Number
     """Passes over the data; 0: no end."""
-    batch: int
+    batch: Number
     """Samples it takes at a time."""
 
 
 class Contribution(Message, frozen=True):
     """A body has arrived whole under (round, attempt): this is what it is."""
 
-    round: int
-    attempt: int
-    fragment: int
-    base: int
-    t: int
-    steps: int
-    tokens: int
+    round: Number
+    attempt: Number
+    fragment: Number
+    base: Number
+    t: Number
+    steps: Number
+    tokens: Number
     digest: Line
     probe: bool = False
-    total: int = 0
+    total: Number = 0
     """Its tokens of all time when the copy was made."""
-    position: int = -1
+    position: Number = -1
     """Leased samples it had taken then."""
-    taped: int = 0
+    taped: Number = 0
     tape: tuple[AnyEntry, ...] = ()
     """What no report has said yet of its tape."""
     run: Line = ""
     """Whose it is, as its sender sees it: what was meant for another run, learner or life is merged into nothing."""
     learner: Line = ""
-    incarnation: int = 0
+    incarnation: Number = 0
 
 
 class Decline(Message, frozen=True):
     """Nothing to give to this round; no strike."""
 
-    round: int
-    attempt: int
+    round: Number
+    attempt: Number
     reason: Line
 
 
 class CutSaved(Message, frozen=True):
     """Its part of a cut is durable, or (with a reason) will not be."""
 
-    of: int
-    incarnation: int
-    t: int
+    of: Number
+    incarnation: Number
+    t: Number
     file: Line = ""
     """In the learner's own folder."""
     digest: Line = ""
@@ -186,7 +191,7 @@ class Leave(Message, frozen=True):
 class Seek(Message, frozen=True):
     """A newcomer asks for a peer whose inner optimizer it may take, as of a time when `after` rounds were behind."""
 
-    after: int
+    after: Number
 
 
 class Settled(Message, frozen=True):
@@ -194,8 +199,8 @@ class Settled(Message, frozen=True):
 
     ticket: Line
     peer: Line
-    size: int = 0
-    t: int = 0
+    size: Number = 0
+    t: Number = 0
     """The newcomer's step when it was put in."""
     reason: Line = ""
     again: bool = False
@@ -206,9 +211,9 @@ class Ready(Message, frozen=True):
     """A copy of the peer's state, made after its step `t`, lies ready for whoever brings the ticket."""
 
     ticket: Line
-    size: int
+    size: Number
     digest: Line
-    t: int
+    t: Number
     direct: Line = ""
     """Where it can be had without the syncer; empty: nowhere."""
 

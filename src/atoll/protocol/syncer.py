@@ -49,6 +49,7 @@ from atoll.protocol.grace import Estimates
 from atoll.protocol.history import History
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import (
+    MOST,
     Contribution,
     CutSaved,
     Decline,
@@ -75,7 +76,7 @@ from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Ended, Reset
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
-from atoll.protocol.rules import MOST, against_the_rules, not_its_own, wrong_report
+from atoll.protocol.rules import against_the_rules, not_its_own, wrong_hello, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.settings import Settings
 from atoll.protocol.watch import Watch
@@ -280,6 +281,9 @@ class Syncer:
             return
         if before is not None and before.connected:
             self._lose(before, "lost", "it dialled again" if same else "another process took its name")
+        if (wrong := wrong_hello(hello, self.run, self.settings.fragments)) is not None:
+            self._turn_off(hello, wrong)
+            return
         if before is not None and not same:
             self._close(before, "another process took its name")
         elif before is not None and (self._is_ahead(hello) or hello.incarnation > before.incarnation):
@@ -302,6 +306,13 @@ class Syncer:
             self.out.send(learner.name, Finish(reason=self._end_reason, versions=tuple(self.versions)))
         elif learner.draining:
             self.out.send(learner.name, DrainMessage(reason=learner.draining))  # for all we know it did not hear it
+
+    def _turn_off(self, hello: Hello, wrong: str) -> None:
+        """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
+        known = self.members.learners.get(hello.learner)
+        self.out.note("refused", f"{hello.learner} was refused: {wrong}", known, reason=wrong)
+        self.out.send(hello.learner, Refused(reason=wrong))
+        self.out.add(Expel(hello.learner, wrong))
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
