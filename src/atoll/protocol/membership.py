@@ -9,8 +9,10 @@ pulls), not stalled (it is there but makes no steps).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil, inf
 from typing import Literal
 
+from atoll.protocol.budget import Counted, rate_of
 from atoll.protocol.claims import Usual
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
@@ -53,7 +55,9 @@ class Learner:
     versions: tuple[int, ...] = ()
     tokens_total: int = 0
     tokens_before: int = 0
-    """Tokens of its earlier incarnations."""
+    """Tokens of its earlier incarnations, as they counted."""
+    counted: Counted = field(default_factory=Counted)
+    """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
     loss: float | None = None
     misses: int = 0
@@ -115,6 +119,8 @@ class Membership:
         self.learners: dict[str, Learner] = {}
         self._by_name: list[Learner] = []
         """In the order of their names."""
+        self._uncounted = 0
+        """Tokens that an earlier term was told of and did not count."""
 
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
@@ -136,6 +142,7 @@ class Membership:
             included_t=hello.t,
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
+            counted=known.counted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
             draining=known.draining if known is not None and known.session == hello.session else "",
         )
@@ -146,12 +153,17 @@ class Membership:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t = learner.included_t = life.t
-        learner.tokens_total, learner.tokens_before = life.total, life.before
+        learner.tokens_total, learner.tokens_before, learner.counted = life.total, life.before, Counted(life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
         learner.closed = not life.open
         self._add(learner)
+
+    def recall(self, progress: float) -> None:
+        """An earlier term came this far: the rest of what it was told by then it had not counted."""
+        if self.settings.tokens:
+            self._uncounted = max(0, self.tokens() - ceil(progress * self.settings.tokens))
 
     def _add(self, learner: Learner) -> None:
         self.learners[learner.name] = learner
@@ -166,6 +178,7 @@ class Membership:
         learner.versions = hello.versions if recovered else ()
         learner.last_heard = learner.last_step_at = now
         learner.joined_at = learner.joined_at or now
+        learner.counted.at = learner.counted.at or now
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False
@@ -187,6 +200,7 @@ class Membership:
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         learner.usual.add(now, progress.t, progress.tokens_total)
+        learner.counted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if progress.offer > learner.offer + 1 or learner.offer < 0:
@@ -226,7 +240,18 @@ class Membership:
         return [one.usual.per_step for one in self.reachable() if one is not but and one.usual.known]
 
     def tokens(self) -> int:
-        return sum([one.tokens_before + one.tokens_total for one in self._by_name])
+        """Trained on by all together, as far as that is believed."""
+        return sum([one.tokens_before + one.counted.tokens for one in self._by_name]) - self._uncounted
+
+    def _rate(self, now: float, but: Learner) -> float | None:
+        """Tokens a second of the median of the others (the lower one of two); 0 while they may yet show what they make;
+        None: there is nobody else."""
+        others = [one for one in self._by_name if one is not but and not one.closed]
+        rates = sorted(rate for one in others if (rate := rate_of(one.counted, one.usual)) is not None)
+        if rates:
+            return rates[(len(rates) - 1) // 2]
+        since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
+        return 0.0 if now < since + self.settings.assemble_s else None
 
     def silence_limit(self, learner: Learner) -> float:
         return learner.last_heard + self.settings.lost_after_s
@@ -243,4 +268,4 @@ def _tokens_before(known: Learner | None, session: str) -> int:
     """Of its earlier processes; one that comes back after its account was closed goes on counting."""
     if known is None:
         return 0
-    return known.tokens_before + (known.tokens_total if known.session != session else 0)
+    return known.tokens_before + (known.counted.tokens if known.session != session else 0)

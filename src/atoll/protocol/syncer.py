@@ -133,6 +133,7 @@ class Syncer:
         self.rounds.committed = self.rounds.next = self.history.committed
         for name, life in self.history.lives.items():
             self.members.remember(name, life)
+        self.members.recall(self.history.progress)
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
