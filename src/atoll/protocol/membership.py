@@ -65,6 +65,8 @@ class Learner:
     usual: Usual = field(default_factory=Usual)
     """What this life has claimed so far."""
     step_s: Average = field(default_factory=Average)
+    answer_s: Average = field(default_factory=Average)
+    """From being asked to its whole answer."""
     merged: list[int] = field(default_factory=list)
     """Per fragment, the version its last contribution went into; −1 for none."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
@@ -195,18 +197,19 @@ class Membership:
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
 
-    def report(self, now: float, learner: Learner, progress: Progress) -> None:
-        """Take in a progress message."""
+    def report(self, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+        """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
+        offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         learner.usual.add(now, progress.t, progress.tokens_total)
         learner.counted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
-        if progress.offer > learner.offer + 1 or learner.offer < 0:
-            learner.offers_from = progress.offer
+        if offer > learner.offer + 1 or learner.offer < 0:
+            learner.offers_from = offer
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
-        learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
+        learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
         learner.loss, learner.stopped = progress.loss, progress.stopped
         learner.reset = False
@@ -234,6 +237,11 @@ class Membership:
         """ξ_step: the median of the live learners' averages."""
         known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
         return middle(known) if known else None
+
+    def answer_s(self) -> float | None:
+        """ξ_answer: the median of the learners' averages, of two the quicker."""
+        known = sorted(one.answer_s.value for one in self.reachable() if one.answer_s.value is not None)
+        return known[(len(known) - 1) // 2] if known else None
 
     def per_step(self, but: Learner) -> list[float]:
         """The usual tokens per step of the others, where they are known."""

@@ -436,7 +436,7 @@ class Syncer:
         if (beyond := self.scrutiny.report(now, learner, progress)) is not None:
             self._strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return
-        self.members.report(now, learner, progress)
+        self.members.report(now, learner, progress, self.rounds.furthest)
         self.accounts.reported(learner, progress)
         if not progress.seeking:
             self.peers.gave_up(learner)
@@ -493,6 +493,7 @@ class Syncer:
         else:
             seat.give(given)
             round_.answered_at = now
+            learner.answer_s.add(now - round_.frozen_at)
             learner.misses = learner.strikes = 0
 
     def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:
