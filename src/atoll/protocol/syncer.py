@@ -44,6 +44,7 @@ from atoll.protocol.effects import (
     SyncerEvent,
     Tick,
     Unmergeable,
+    Uploading,
 )
 from atoll.protocol.grace import Estimates
 from atoll.protocol.history import History
@@ -79,6 +80,7 @@ from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, not_its_own, wrong_hello, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.settings import Settings
+from atoll.protocol.upload import Upload
 from atoll.protocol.watch import Watch
 
 Phase = Literal["empty", "running", "ending", "finished"]
@@ -108,6 +110,7 @@ class Syncer:
         self.wake_at: float | None = None
         self._uploader: str | None = None
         self._uploader_holds = False
+        self._upload = Upload()
         self._started_at = self._idle_since = 0.0
         self._end_reason = history.ended
         self._opened = False
@@ -156,6 +159,9 @@ class Syncer:
                     self._lose(learner, "lost", reason)
             case Initialised(name):
                 self._start(now, name)
+            case Uploading(name, size):
+                if name == self._uploader:
+                    self._upload.moved(now, size)
             case Merged():
                 self.rounds.commit(now, event)
             case Unmergeable(number, reason, reset):
@@ -298,6 +304,7 @@ class Syncer:
             self.out.hear(hello.clock)
         if self.phase == "empty" and self._is_better_uploader(hello):
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
+            self._upload.asked()
         self._welcome(learner)
         word = "joined" if new else "came back"
         self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
@@ -327,8 +334,10 @@ class Syncer:
         )
 
     def _is_better_uploader(self, hello: Hello) -> bool:
-        """The first that comes; but one that has adopted a global model goes before one with weights of its own."""
-        return self._uploader is None or (_holds_a_model(hello) and not self._uploader_holds)
+        """The first that comes; but one that has adopted a global model goes before one with weights of its own, while
+        nothing of these has come."""
+        goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun
+        return self._uploader is None or (goes_before and hello.learner not in self._upload.failed)
 
     def _welcome(self, learner: Learner) -> None:
         welcome = Welcome(
@@ -367,11 +376,25 @@ class Syncer:
 
     def _ask_next_uploader(self) -> None:
         """What the last one sent is discarded; the next joiner is asked."""
-        heirs = sorted(self.members.connected(), key=lambda one: one.joined_at)
+        heirs = sorted(self.members.connected(), key=lambda one: (one.name in self._upload.failed, one.joined_at))
         self._uploader = heirs[0].name if heirs else None
+        self._upload.asked()
         if heirs:
             self.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
             self._welcome(heirs[0])
+
+    def _hurry(self, now: float, wakes: list[float]) -> None:
+        """Whoever is asked for the first parameters and sends nothing more has had its chance, if another is there."""
+        if self._uploader is None or len(self.members.connected()) < 2:
+            return
+        until = self._upload.until(now)
+        wakes.append(until)
+        if now >= until:
+            text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
+            self.out.note("warning", text, self.members.learners[self._uploader])
+            self._upload.gave_up(self._uploader, {one.name for one in self.members.connected()})
+            self._ask_next_uploader()
+            wakes.append(self._upload.until(now))
 
     def _start(self, now: float, uploader: str) -> None:
         if self.phase != "empty" or uploader != self._uploader:
@@ -543,6 +566,8 @@ class Syncer:
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
             self._end_if_spent(now, wakes)
+            if self.phase == "empty":
+                self._hurry(now, wakes)
             if self.phase == "running":
                 self._open_next(now, wakes)
             elif self.phase == "ending" and self.drain.step(now, wakes):

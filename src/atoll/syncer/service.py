@@ -83,6 +83,8 @@ class SyncerService:
         """The digest of the data that the first joiner trains on."""
         self._wake: asyncio.TimerHandle | None = None
         self._initial: set[int] = set()
+        self._arriving: dict[tuple[str, int], bytearray] = {}
+        """Fragments of the first parameters on their way: one that is asked no more writes into nothing that counts."""
         self._uploader = ("", "")
         """The learner and session that is asked for the first parameters."""
         self._probes: dict[str, Key] = {}
@@ -361,21 +363,28 @@ class SyncerService:
             raise PeerError(f"{learner} was not asked for the first parameters")
         if self._plan is None or fragment >= len(self._plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        return self._parameters.initial(fragment)
+        key, size = (learner, fragment), self._parameters.initial(fragment).nbytes
+        body = self._arriving[key] if key in self._arriving else self._arriving.setdefault(key, bytearray(size))
+        self._handle(fx.Uploading(learner, size))
+        return memoryview(body)
 
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
         assert self._plan is not None
         channel = self._channels.get(learner)
         if channel is None or not self._waits_for_initial(learner, channel.session):
             raise PeerError(f"{learner} is not asked for the first parameters any more")
+        self._parameters.initial(fragment)[:] = self._arriving.pop((learner, fragment))
         if (reason := self._parameters.check_initial(fragment, digest)) is not None:
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
             channel.send(Refused(reason=reason, final=True))
             channel.close(reason)
             return
-        self._initial.add(fragment)
+        if fragment not in self._initial:
+            self._initial.add(fragment)
+            self._handle(fx.Uploading(learner, 0))
         if len(self._initial) == len(self._plan.fragments):
             self._parameters.begin()
+            self._arriving.clear()
             self._handle(fx.Initialised(learner))
 
     def _waits_for_initial(self, learner: str, session: str) -> bool:
