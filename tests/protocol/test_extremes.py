@@ -28,7 +28,24 @@ from atoll.protocol.syncer import Syncer
 P = 4
 MOST_EFFECTS = 50_000
 """Of one event; rounds that are passed over in a loop would make more."""
-ENDS = (-(2**63), -(2**62), -(2**48), -1, 0, 1, 2, 100, 2**31, 2**47, 2**48 - 1, 2**48, 2**62, 2**63, 2**64 - 1)
+ENDS = (
+    -(2**63),
+    -(2**63),
+    -(2**62),
+    -(2**48),
+    -1,
+    0,
+    1,
+    2,
+    100,
+    2**31,
+    2**47,
+    2**48 - 1,
+    2**48,
+    2**62,
+    2**63,
+    2**64 - 1,
+)
 FLOATS = (0.0, 1.0, -1.0, 1e308, -1e308, float("nan"), float("inf"), float("-inf"))
 WORDS = ("", "x", "honest-0", "rogue", "r", "y" * 1000)
 HONEST, ROGUE = ("honest-0", "honest-1"), "rogue"
@@ -53,6 +70,10 @@ class Siege:
         self.held = {name: [0] * P for name in (*HONEST, ROGUE)}
         self.t = dict.fromkeys((*HONEST, ROGUE), 0)
         self.session = "s-0"
+        self.tokens = (0,) * P
+        """What the rogue says in its honest reports: it may never balance."""
+        self.away: dict[str, int] = {}
+        """Moments until an honest learner's line is back."""
         self.members: list[tuple[str, ...]] = []
         """Of the rounds so far."""
         for name in (*HONEST, ROGUE):
@@ -110,9 +131,10 @@ class Siege:
     def report(self, name: str) -> msg.Progress:
         t, held = self.t[name], tuple(self.held[name])
         ones, none = (1,) * P, (0,) * P
+        tokens = (0, *self.tokens[1:]) if name == ROGUE else none
         more: dict[str, Any] = {"incarnation": self.life(name), "offer": self.syncer.next_round, "aims": -1}
         return msg.Progress(
-            t=t, steps=ones, tokens=none, versions=held, tokens_total=10 * t, dropped=none, counted=held, **more
+            t=t, steps=ones, tokens=tokens, versions=held, tokens_total=10 * t, dropped=none, counted=held, **more
         )
 
     def answer(self, name: str, pull: msg.Pull) -> msg.Contribution:
@@ -123,10 +145,26 @@ class Siege:
             **asked, **known, base=base, t=t, steps=1, tokens=1, digest="d", total=10 * t, probe=pull.probe
         )
 
-    def work(self) -> None:
+    def is_away(self, name: str) -> bool:
+        if name in self.away:
+            self.away[name] -= 1
+            if not self.away[name]:
+                del self.away[name]
+                held = {"run": "r", "versions": tuple(self.held[name]), "incarnation": 1, "t": self.t[name], "term": 1}
+                self.held[name] = list(self.syncer.versions)  # it fetches what it lacks
+                self.tell(fx.Greeted(msg.Hello(protocol=2, learner=name, session="s-0", **held)))
+        return name in self.away
+
+    def work(self, *, breaks: bool = True) -> None:
         """A moment of the honest learners."""
         self.now += self.dice.choice((0.001, 0.01, 0.1, 0.5, 1.0))
+        if not self.away and breaks and self.dice.random() < 0.02:
+            self.away = {name: self.dice.randint(1, 9) for name in self.dice.choice((HONEST, HONEST[:1]))}
+            for name in self.away:
+                self.tell(fx.Lost(name, "its line broke"))
         for name in HONEST:
+            if self.is_away(name):
+                continue
             if self.dice.random() < 0.6:
                 self.t[name] += 1
                 self.tell(fx.Received(name, self.report(name)))
@@ -134,7 +172,8 @@ class Siege:
                 self.tell(fx.Received(name, msg.Heartbeat()))
         for name, pull in [asked for asked in self.pulls if asked[0] in HONEST]:
             self.pulls.remove((name, pull))
-            self.tell(fx.Delivered(name, self.answer(name, pull), None))
+            if name not in self.away:
+                self.tell(fx.Delivered(name, self.answer(name, pull), None))
         del self.pulls[:-20]
         if self.syncer.wake_at is not None and self.syncer.wake_at <= self.now:
             self.tell(fx.Tick())
@@ -168,29 +207,35 @@ class Siege:
         clock = {self.dice.choice((*HONEST, "syncer", "nobody")): self.number(1)} if self.dice.random() < 0.3 else {}
         return {"clock": clock, "term": self.number(1, 1, 1), "cut": self.number(0)}
 
+    def lies(self, honest: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """Another number in place of some of these."""
+        lies: dict[str, Any] = {}
+        for name in self.dice.sample(names, min(self.extremes, len(names))):
+            told = honest[name]
+            lies[name] = self.spoiled(told) if isinstance(told, tuple) else self.dice.choice(ENDS)
+        return lies
+
+    def spoiled(self, row: tuple[int, ...]) -> tuple[int, ...]:
+        if self.dice.random() < 0.3:
+            return (row * 20)[: self.dice.choice((0, 1, P - 1, P + 1, 50))]
+        place = self.dice.randrange(P)
+        return (*row[:place], self.dice.choice(ENDS), *row[place + 1 :])
+
     def progress(self) -> msg.Progress:
         self.t[ROGUE] += self.dice.choice((0, 1))
-        t, held, dice = self.t[ROGUE], self.held[ROGUE], self.dice
-        rows = {"steps": [1] * P, "tokens": [0] * P, "versions": held, "dropped": [0] * P, "counted": held}
-        numbers = {
-            "t": t,
-            "offer": self.syncer.next_round,
-            "aims": -1,
-            "tokens_total": 10 * t,
-            "incarnation": self.life(ROGUE),
-        }
-        said: dict[str, Any] = {name: self.row(likely) for name, likely in rows.items()}
-        said |= {name: self.number(likely) for name, likely in numbers.items()}
-        said |= {"position": self.number(-1), "busy_s": dice.choice(FLOATS), "loss": dice.choice((*FLOATS, None))}
-        said |= {"stopped": dice.random() < 0.05, "seeking": dice.random() < 0.05}
-        return msg.Progress(**said, **self.taped(), **self.common())
+        honest, dice = msgspec.structs.asdict(self.report(ROGUE)), self.dice
+        rows = ("steps", "tokens", "versions", "dropped", "counted")
+        names = ("t", "offer", "aims", "tokens_total", "incarnation", "position")
+        said = {**honest, **self.lies(honest, (*rows, *names, "offer", "aims")), **self.common(), **self.taped()}
+        said |= {"busy_s": dice.choice(FLOATS), "loss": dice.choice((*FLOATS, None))}
+        return msg.Progress(**{**said, "stopped": dice.random() < 0.05, "seeking": dice.random() < 0.05})
 
     def contribution(self) -> msg.Contribution:
         pulls = [pull for name, pull in self.pulls if name == ROGUE]
         pull = pulls[-1] if pulls else msg.Pull(round=0, attempt=1, fragment=0, gathering=0, deadline_s=1.0)
         honest = msgspec.structs.asdict(self.answer(ROGUE, pull))
         names = ("round", "attempt", "fragment", "base", "t", "steps", "tokens", "total", "position", "incarnation")
-        return msg.Contribution(**{**honest, **{name: self.number(honest[name]) for name in names}, **self.taped()})
+        return msg.Contribution(**{**honest, **self.lies(honest, (*names, "tokens", "total")), **self.taped()})
 
     def talk(self) -> msg.FromLearner:
         self.extremes = self.dice.choice((0, 1, 1, 1, 2, 100))
@@ -225,6 +270,7 @@ class Siege:
 
     def hello(self) -> msg.Hello:
         self.extremes = self.dice.choice((0, 0, 1, 2))
+        self.tokens = (self.dice.choice((0, 1)),) * P
         self.session = self.dice.choice((self.session, self.session, f"s-{self.dice.randrange(9)}"))
         more = {"incarnation": self.number(self.life(ROGUE)), "t": self.number(self.t[ROGUE]), "term": self.number(1)}
         run, versions = self.dice.choice(("r", "r", "r", "x")), self.row(self.held[ROGUE])
@@ -277,7 +323,7 @@ class Siege:
         if self.syncer.phase == "running":
             before = len(self.members)
             for _ in range(100):
-                self.work()
+                self.work(breaks=False)
             assert len(self.members) > before + 10
             assert {name for members in self.members[-10:] for name in members} == set(HONEST)
         for name in HONEST:

@@ -128,6 +128,18 @@ def test_a_newcomer_is_judged_by_what_the_others_are_like() -> None:
     assert all("learner-3" not in world.members(number) for number in range(world.syncer.committed))
 
 
+def test_one_learner_alone_sets_nobodys_measure() -> None:
+    """It made thousands of steps of next to no tokens, and is known; the others are not judged by that."""
+    world = Trusting(3, present=1, fragments=2, sync_every=4)
+    world.islands["learner-0"].tokens_per_step = 1
+    world.run_until(seconds=60)
+    for name in ("learner-1", "learner-2"):
+        world.join(name).tokens_per_step = 10_000
+    world.run_until(seconds=30)
+    assert not world.said("refused")
+    assert world.members(world.syncer.committed - 1) == {"learner-0", "learner-1", "learner-2"}
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 40, 640])
 def test_a_newcomer_on_other_hardware_is_believed(tokens_per_step: int) -> None:
     world = joined_late(tokens_per_step)
@@ -174,9 +186,9 @@ def test_the_simulator_does_not_let_an_honest_claim_be_refused() -> None:
 
 
 def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
-    """One of four has steps of a hundred times the tokens, honestly: it counts for two fifths, also in the journal."""
+    """One of four has steps of forty times the tokens, honestly: it counts for two fifths, also in the journal."""
     world = World(4, fragments=1, sync_every=4, weight_limit=2.0)
-    world.islands["learner-3"].tokens_per_step = 1000
+    world.islands["learner-3"].tokens_per_step = 400
     world.run_until(round=6)
     note = world.round_note(5)
     assert "weight limited to 2 times the median of the others: learner-3 from" in note["reason"]

@@ -1,9 +1,10 @@
 """What of a learner's tokens counts towards the run's budget: what it says, as far as that can be.
 
 A report could end a run by one number. So tokens are counted at a rate that is believed: `TIMES_NEW` times that of the
-median of the others, or twice what was believed of its own so far, whichever is more. What it says beyond that counts
-later, as time passes, and is never taken back: an honest learner that is much faster than all others is behind in the
-budget for a while, and then is not.
+median of the others, or the whole budget in `LEAST_S`, whichever is more. What it says beyond that counts later, as
+time passes, and is never taken back. So a run is counted to the token, however unlike its learners are, unless one that is
+far faster than all others would end it in less than that time; then it may last so long. Nobody ends it sooner by
+numbers, nor keeps it from ending by being slow.
 
 Rules kept here, each with its test: whoever is alone is believed; while the others have shown nothing yet, nothing
 counts, for a patience; a learner that reports in bursts, or after a time without a line, is believed; no number of
@@ -19,8 +20,8 @@ from atoll.protocol.claims import TIMES_NEW, Usual
 
 BUCKET_S = 60.0
 """So much of the time behind it a learner may make use of at once; of a longer silence all of it."""
-OWN = 2.0
-"""Times its own rate, as it was believed so far, over a bucket at least: it grows with the time, not at once."""
+LEAST_S = 3600.0
+"""The word of one learner alone spends a budget in no less than this."""
 
 
 @dataclass(slots=True)
@@ -35,15 +36,13 @@ class Counted:
     credit: float = 0.0
     """Tokens that it would be believed besides."""
 
-    def add(self, now: float, total: int, others: Callable[[], float | None]) -> None:
-        """A report names `total`. `others`: the rate that is usual (None: it is alone), asked for only where needed."""
+    def add(self, now: float, total: int, believed: Callable[[], float | None]) -> None:
+        """A report names `total`. `believed`: tokens a second (None: all of them), asked for only where needed."""
         if total - self.tokens > self.credit:
-            usual = others()
-            if usual is None:
+            rate, elapsed_s = believed(), now - self.at
+            if rate is None:
                 self.tokens, self.at = total, now
                 return
-            own, elapsed_s = self.tokens / max(BUCKET_S, self.at - self.began_at), now - self.at
-            rate = max(TIMES_NEW * usual, OWN * own)
             self.credit = min(self.credit + rate * elapsed_s, rate * max(BUCKET_S, elapsed_s))
             self.at = now
         more = min(total - self.tokens, int(self.credit))
@@ -53,6 +52,11 @@ class Counted:
     def rate(self) -> float:
         """Tokens a second that were believed; 0 before there are any."""
         return self.tokens / (self.at - self.began_at) if self.at > self.began_at else 0.0
+
+
+def believed_rate(others: list[float], budget: int) -> float:
+    """`others`: their rates, as far as they have shown any; of two the lower one counts."""
+    return max(TIMES_NEW * sorted(others)[(len(others) - 1) // 2], budget / LEAST_S)
 
 
 def rate_of(counted: Counted, usual: Usual) -> float | None:

@@ -8,8 +8,9 @@ Rules kept here, each with its test:
   per step stay what they are; and larger batches are none where they take their time, or everybody has them;
 - a contribution's tokens per step keep to the same measure, and its tokens are no more than the ledger says it had;
 - a life of fewer than `STEPS` steps has no usual of its own: its tokens per step are held to `TIMES_NEW` times those of
-  the median of the others. That leaves room for other hardware; what is within it, the weight limit holds (weights.py);
-- nobody is judged by a usual of nothing: where the others have none either, all is believed.
+  the median of the others, where there are several. That leaves room for other hardware; what is within it, the weight
+  limit holds (weights.py);
+- nobody is judged by a usual of nothing, nor a newcomer by one learner alone, who may be the liar: all is believed.
 
 A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
 it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.

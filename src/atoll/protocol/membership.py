@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
 
-from atoll.protocol.budget import Counted, rate_of
+from atoll.protocol.budget import Counted, believed_rate, rate_of
 from atoll.protocol.claims import Usual
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life
@@ -244,20 +244,24 @@ class Membership:
         return known[(len(known) - 1) // 2] if known else None
 
     def per_step(self, but: Learner) -> list[float]:
-        """The usual tokens per step of the others, where they are known."""
-        return [one.usual.per_step for one in self.reachable() if one is not but and one.usual.known]
+        """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
+        that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
+        others = [one.usual for one in self.reachable() if one is not but and one.usual.tokens > 0]
+        if but.usual.known:
+            return [usual.per_step for usual in others if usual.known]
+        return [usual.per_step for usual in others] if len(others) > 1 else []
 
     def tokens(self) -> int:
         """Trained on by all together, as far as that is believed."""
         return sum([one.tokens_before + one.counted.tokens for one in self._by_name]) - self._uncounted
 
     def _rate(self, now: float, but: Learner) -> float | None:
-        """Tokens a second of the median of the others (the lower one of two); 0 while they may yet show what they make;
-        None: there is nobody else."""
-        others = [one for one in self._by_name if one is not but and not one.closed]
-        rates = sorted(rate for one in others if (rate := rate_of(one.counted, one.usual)) is not None)
+        """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
+        says, for there is nobody else, or no budget."""
+        others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
+        rates = [rate for one in others if (rate := rate_of(one.counted, one.usual)) is not None]
         if rates:
-            return rates[(len(rates) - 1) // 2]
+            return believed_rate(rates, self.settings.tokens)
         since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
         return 0.0 if now < since + self.settings.assemble_s else None
 
