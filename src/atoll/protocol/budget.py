@@ -2,8 +2,8 @@
 
 A report could end a run by one number. So tokens are counted at a rate that is believed: `TIMES_NEW` times that of the
 median of the others, or the whole budget in `LEAST_S`, whichever is more. What it says beyond that counts later, as
-time passes, and is never taken back. So a run is counted to the token, however unlike its learners are, unless one that is
-far faster than all others would end it in less than that time; then it may last so long. Nobody ends it sooner by
+time passes, and is never taken back. So a run is counted to the token, however unlike its learners are, unless one that
+is far faster than all others would end it in less than that time; then it may last so long. Nobody ends it sooner by
 numbers, nor keeps it from ending by being slow.
 
 Rules kept here, each with its test: whoever is alone is believed; while the others have shown nothing yet, nothing

@@ -56,7 +56,7 @@ class Learner:
     tokens_total: int = 0
     tokens_before: int = 0
     """Tokens of its earlier incarnations, as they counted."""
-    counted: Counted = field(default_factory=Counted)
+    budgeted: Counted = field(default_factory=Counted)
     """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
     loss: float | None = None
@@ -144,7 +144,7 @@ class Membership:
             included_t=hello.t,
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
-            counted=known.counted if known is not None and known.session == hello.session else Counted(0, now, now),
+            budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
             draining=known.draining if known is not None and known.session == hello.session else "",
         )
@@ -155,7 +155,7 @@ class Membership:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t = learner.included_t = life.t
-        learner.tokens_total, learner.tokens_before, learner.counted = life.total, life.before, Counted(life.total)
+        learner.tokens_total, learner.tokens_before, learner.budgeted = life.total, life.before, Counted(life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
@@ -180,7 +180,7 @@ class Membership:
         learner.versions = hello.versions if recovered else ()
         learner.last_heard = learner.last_step_at = now
         learner.joined_at = learner.joined_at or now
-        learner.counted.at = learner.counted.at or now
+        learner.budgeted.at = learner.budgeted.at or now
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False
@@ -203,7 +203,7 @@ class Membership:
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         learner.usual.add(now, progress.t, progress.tokens_total)
-        learner.counted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
+        learner.budgeted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if offer > learner.offer + 1 or learner.offer < 0:
@@ -253,13 +253,13 @@ class Membership:
 
     def tokens(self) -> int:
         """Trained on by all together, as far as that is believed."""
-        return sum([one.tokens_before + one.counted.tokens for one in self._by_name]) - self._uncounted
+        return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
 
     def _rate(self, now: float, but: Learner) -> float | None:
         """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
         says, for there is nobody else, or no budget."""
         others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
-        rates = [rate for one in others if (rate := rate_of(one.counted, one.usual)) is not None]
+        rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
         if rates:
             return believed_rate(rates, self.settings.tokens)
         since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
@@ -280,4 +280,4 @@ def _tokens_before(known: Learner | None, session: str) -> int:
     """Of its earlier processes; one that comes back after its account was closed goes on counting."""
     if known is None:
         return 0
-    return known.tokens_before + (known.counted.tokens if known.session != session else 0)
+    return known.tokens_before + (known.budgeted.tokens if known.session != session else 0)

@@ -337,7 +337,7 @@ class Syncer:
         """The first that comes; but one that has adopted a global model goes before one with weights of its own, while
         nothing of these has come."""
         goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun
-        return self._uploader is None or (goes_before and hello.learner not in self._upload.failed)
+        return self._uploader is None or (goes_before and hello.learner not in self._upload.tried)
 
     def _welcome(self, learner: Learner) -> None:
         welcome = Welcome(
@@ -376,7 +376,7 @@ class Syncer:
 
     def _ask_next_uploader(self) -> None:
         """What the last one sent is discarded; the next joiner is asked."""
-        heirs = sorted(self.members.connected(), key=lambda one: (one.name in self._upload.failed, one.joined_at))
+        heirs = sorted(self.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
         self._uploader = heirs[0].name if heirs else None
         self._upload.asked()
         if heirs:

@@ -17,7 +17,7 @@ class Upload:
     def __init__(self) -> None:
         self.begun = False
         """Something of it has come, or is coming."""
-        self.failed: set[str] = set()
+        self.tried: set[str] = set()
         """Those that had their chance: they are asked again only when there is nobody else."""
         self._since: float | None = None
         self._size = 0
@@ -28,7 +28,7 @@ class Upload:
 
     def gave_up(self, uploader: str, there: set[str]) -> None:
         """Once all have had their chance, it begins anew, with the others first."""
-        self.failed = self.failed | {uploader} if there - self.failed - {uploader} else {uploader}
+        self.tried = self.tried | {uploader} if there - self.tried - {uploader} else {uploader}
 
     def moved(self, now: float, size: int) -> None:
         """A fragment of so many bytes begins to come; 0: one that was not there before is whole."""
