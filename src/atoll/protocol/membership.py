@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
 
-from atoll.protocol.budget import Counted, believed_rate, rate_of
+from atoll.protocol.spending import Counted, believed_rate, rate_of
 from atoll.protocol.claims import Usual
 from atoll.protocol.grace import Average
 from atoll.protocol.history import Life

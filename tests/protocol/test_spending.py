@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.budget import LEAST_S, Counted, believed_rate, rate_of
+from atoll.protocol.spending import LEAST_S, Counted, believed_rate, rate_of
 from atoll.protocol.claims import TIMES_NEW, Usual
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Progress
