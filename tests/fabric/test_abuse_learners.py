@@ -135,6 +135,10 @@ OUTSIDE: dict[str, tuple[Case, str]] = {
     "a name that is a header": (opens_with(encode(hello("eu-1\r\nSet-Cookie: a=b"))), "is no name"),
     "a path for a session": (opens_with(encode(hello(session="../s"))), "is no name"),
     "a version of tomorrow": (opens_with(encode(hello(protocol=PROTOCOL + 1))), "install the same version of atoll"),
+    "versions of a part of the model": (
+        opens_with(encode(hello(run="r1", versions=(0,) * 9))),
+        "a hello with versions of 9 fragments in a run of",
+    ),
     "another model": (opens_with(encode(hello(tensors=TENSORS[:1]))), "'two'"),
     "a message over 4 MiB": (opens_with(bytes(5 << 20)), r"^ \(1009\)|^ \(1006\)"),
     "a frame without end": (frame_without_end, r"\(1009\)|\(1006\)|\(1002\)"),
@@ -351,6 +355,8 @@ GIVEN: dict[str, tuple[Given, str]] = {
     "a base that never was": (gives(base=10**6), "which this run never committed"),
     "a base below zero": (gives(base=-1), "which this run never committed"),
     "counters below zero": (gives(steps=-5), "its counters are below zero"),
+    "a total below zero": (gives(total=-5), "its counters are below zero"),
+    "more tokens than its process had": (gives(total=0), "its process has had 0 in all"),
     "token overclaim": (gives(tokens=10**9), "1000000000 tokens"),
     "someone else's lease": (anothers_lease, "it says it took [0-9]+ samples, [0-9]+ were leased to it"),
     "the wrong term": (gives(term=77), "it is of term 77, the run is in term 1"),
@@ -465,6 +471,10 @@ TALK: dict[str, tuple[Case, str]] = {
     "a tape with endless words": (
         sends(encode(taped(Began(0, 1, "x" * 900_000, "", "", False)))),
         "could not be read: Expected `str` of length <= 1000",
+    ),
+    "a counter that nothing holds": (
+        sends(encode(msgspec.structs.replace(given, total=-(2**63)))),
+        "could not be read: Expected `int`",
     ),
     "a WebSocket flood": (flood, "more than 50 messages a second: this is a flood"),
     "a flood of large messages": (large_flood, "more than 2097152 bytes of messages a second: this is a flood"),

@@ -47,7 +47,7 @@ from atoll.protocol.messages import (
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Began
 
-number = st.integers(0, 2**60)
+number = st.integers(0, 2**48 - 1)
 numbers = st.lists(number, max_size=4).map(tuple)
 text = st.text(max_size=20)
 clock = st.dictionaries(text, number, max_size=3)
@@ -194,6 +194,14 @@ def test_another_protocol_is_refused_with_the_fix() -> None:
         "this syncer speaks protocol 2 and understands 1, the learner speaks 3: "
         "install the same version of atoll on both"
     )
+
+
+@pytest.mark.parametrize("name", ["t", "steps", "tokens", "total", "position", "base", "round", "incarnation"])
+@pytest.mark.parametrize("value", [2**48, -(2**48), 2**63 - 1, -(2**63)])
+def test_no_integer_of_a_learner_passes_what_a_sum_can_hold(name: str, value: int) -> None:
+    given = {"round": 1, "attempt": 1, "fragment": 0, "base": 0, "t": 1, "steps": 1, "tokens": 1, "digest": ""}
+    with pytest.raises(PeerError, match=rf"could not be read: Expected `int` [<>]= .*{name}"):
+        decode_from_learner(encode(Contribution(**{**given, name: value})))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "x" * 65, "é", "a\n"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.protocol.claims import STEPS, TIMES, Usual, beyond_lease, beyond_rate, beyond_steps
+from atoll.protocol.claims import STEPS, TIMES, TIMES_NEW, Usual, beyond_lease, beyond_rate, beyond_steps
 
 step_s = st.floats(0.01, 10.0)
 per_step = st.integers(1, 100_000)
@@ -94,9 +94,20 @@ def test_nobody_is_judged_by_a_short_life_or_by_nothing() -> None:
     few = usual(STEPS - 1, 10 * (STEPS - 1))
     assert more(100.0, 1, 10**9, few, []) is None
     assert more(100.0, 1, 10**9, usual(tokens=0), []) is None
-    assert more(100.0, 1, 10**9, Usual(), [1.0]) is None
+    assert more(100.0, 1, 10**9, Usual(), []) is None
     at_once = usual(seconds=0.0)
     assert not at_once.known, "a burst alone gives no rate"
+
+
+@given(st.integers(0, STEPS - 1), st.floats(1.0, 1e6), st.integers(1, 50), st.floats(0.01, 1.0))
+def test_a_short_life_has_the_others_for_a_measure(made: int, usual_of: float, steps: int, share: float) -> None:
+    own = usual(made, 10 * made) if made else Usual()
+    others = [usual_of, usual_of, 1e9]
+    within = int(TIMES_NEW * usual_of * steps * share)
+    assert more(own.at, steps, within, own, others) is None and beyond_steps(steps, within, own, others) is None
+    beyond = int(TIMES_NEW * usual_of * steps) + steps
+    assert more(own.at, steps, beyond, own, others) is not None
+    assert beyond_steps(steps, beyond, own, others) is not None
 
 
 def test_what_it_had_before_its_first_report_is_no_measure() -> None:

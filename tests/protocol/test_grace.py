@@ -3,7 +3,9 @@
 import pytest
 from tests.protocol.world import World
 
+from atoll.protocol import effects as fx
 from atoll.protocol.grace import Average, Estimates, grace_s
+from atoll.protocol.messages import Pull
 from atoll.protocol.settings import Settings
 
 
@@ -44,6 +46,38 @@ def test_an_average_moves_a_tenth_of_the_way() -> None:
 def test_the_pull_deadline_is_four_times_the_usual_but_not_under_the_floor() -> None:
     assert Estimates().pull_deadline_s(Settings(pull_floor_s=1.0)) == 1.0
     assert estimates(0.0, 0.5).pull_deadline_s(Settings(pull_floor_s=1.0)) == 2.0
+
+
+def test_what_the_slowest_sets_ends_at_four_times_what_the_median_would() -> None:
+    settings = Settings(pull_floor_s=1.0)
+    assert estimates(0.0, 0.5).pull_deadline_s(settings, 0.01) == 2.0, "a slow link has its time"
+    assert estimates(0.0, 100.0).pull_deadline_s(settings, 0.01) == 4.0
+    assert estimates(0.0, 100.0).pull_deadline_s(settings, 1.0) == 16.0
+    assert estimates(0.0, 100.0).pull_deadline_s(settings, 100.0) == 400.0, "all are slow"
+
+
+@pytest.mark.parametrize("learners", [2, 3, 5])
+def test_one_that_answers_as_late_as_it_may_does_not_make_deadlines_longer_without_end(learners: int) -> None:
+    world = World(learners, fragments=4, sync_every=4, step_s=2.0, quorum=1).run_until(round=8)
+    tell, late = world._tell, "learner-1"
+
+    def at_the_last_moment(event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        if not isinstance(event, fx.Delivered) or event.learner != late or event.contribution.probe:
+            return tell(event)
+        wait_s = 0.9 * [pull for _, pull in world.sent(Pull, late)][-1].deadline_s
+        world.at(world.now + wait_s, lambda: tell(event))
+        return []
+
+    world._tell = at_the_last_moment  # type: ignore[method-assign]
+    world.run_until(round=120)
+    asked = [pull.deadline_s for _, pull in world.sent(Pull, late)]
+    assert max(asked) <= 4.0, "four times the floor: the others answer at once"
+    assert late in world.members(100), "it is only slow"
+
+
+def test_where_all_links_are_slow_the_deadline_is_as_long_as_they_need() -> None:
+    world = World(3, fragments=2, sync_every=8, latency_s=2.0, step_s=2.0, lost_after_s=30.0).run_until(round=30)
+    assert len(world.members(29)) == 3 and world.syncer.rounds.gathering.deadline_s > 12.0
 
 
 def test_the_first_round_waits_for_all_live_learners_at_most_the_start_up_time() -> None:

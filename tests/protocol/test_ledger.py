@@ -159,6 +159,17 @@ def test_a_contribution_with_more_tokens_than_it_can_hold_is_told_at_its_adoptio
 # ---- the end of an incarnation --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("origin", [0, 100])
+def test_what_a_contribution_can_hold_is_known_also_where_no_report_ever_balanced(origin: int) -> None:
+    ledger = Ledger(2)
+    ledger.joined("a", 1, origin)
+    assert ledger.reported("a", 1, origin + 50, (0, 7), (0, 0), (0, 0)) is not None
+    assert ledger.beyond("a", 1, 0, 50, origin + 50) is None
+    assert ledger.beyond("a", 1, 0, 51, origin + 50) == "it names 51 tokens, 50 were left to give"
+    ledger.merged(round_of(0, 1, share(50, origin + 50)))
+    assert ledger.beyond("a", 1, 0, 1, origin + 50) == "it names 1 tokens, 0 were left to give"
+
+
 def test_what_was_in_flight_is_lost_with_its_learner() -> None:
     ledger = a_ledger()
     ledger.merged(round_of(0, 1, share(80, total=80)))

@@ -1,5 +1,9 @@
 """Joining, leaving, coming back; the first parameters; silence."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 from tests.protocol.world import World
 
@@ -7,6 +11,7 @@ from atoll.protocol.effects import (
     Adopted,
     Arrived,
     Cut,
+    Expel,
     Fetched,
     Greeted,
     Initialised,
@@ -16,10 +21,22 @@ from atoll.protocol.effects import (
     Say,
     Send,
     Stepped,
+    Uploading,
 )
 from atoll.protocol.learner import Learner
 from atoll.protocol.membership import Membership
-from atoll.protocol.messages import Announce, Ending, Fresh, Hello, Leave, Progress, Recover, Refused, Welcome
+from atoll.protocol.messages import (
+    Announce,
+    Ending,
+    Fresh,
+    Heartbeat,
+    Hello,
+    Leave,
+    Progress,
+    Recover,
+    Refused,
+    Welcome,
+)
 from atoll.protocol.records import Owned
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
@@ -42,12 +59,92 @@ def test_when_the_uploader_dies_the_next_is_asked() -> None:
     assert asked == [False, True]
 
 
+def empty(*names: str, **hello: Any) -> Syncer:
+    """A run without parameters; those that joined it dial every moment and send nothing."""
+    syncer = Syncer.fresh(Settings(learners=2, fragments=2, sync_every=4).resolved(4), run="r", fingerprint="")
+    for number, name in enumerate(names):
+        syncer.handle(number / 10, Greeted(Hello(protocol=2, learner=name, session=f"s-{name}", **hello)))
+    return syncer
+
+
+def asked(syncer: Syncer, names: Iterable[str], start: int, stop: int, sends: int = 0) -> dict[float, str]:
+    """Who is asked for the first parameters at which second, while everybody shows signs of life; with `sends`, whoever
+    is asked comes to the end of a fragment so often."""
+    found = {}
+    for second in range(start, stop):
+        for name in names:
+            for effect in syncer.handle(float(second), Received(name, Heartbeat())):
+                if isinstance(effect, Send) and isinstance(effect.message, Welcome) and effect.message.upload:
+                    found[float(second)] = effect.learner
+        if sends and second % sends == 0 and syncer.beginning._uploader is not None:
+            syncer.handle(float(second), Uploading(syncer.beginning._uploader, 0))
+    return found
+
+
+def test_an_uploader_that_sends_nothing_is_followed_by_the_next() -> None:
+    syncer = empty("evil", "honest")
+    assert asked(syncer, ("evil", "honest"), 1, 300) == {61.0: "honest", 121.0: "evil", 181.0: "honest", 241.0: "evil"}
+    syncer.handle(300.0, Initialised("honest"))
+    assert syncer.phase == "empty", "it is not its turn"
+    syncer.handle(302.0, Received("evil", Heartbeat()))
+    syncer.handle(302.0, Initialised("honest"))
+    assert syncer.phase == "running"
+
+
+def test_an_uploader_has_its_time_while_fragments_come() -> None:
+    syncer = empty("slow", "other")
+    assert asked(syncer, ("slow", "other"), 1, 7200, sends=50) == {}
+    syncer.handle(7200.0, Uploading("slow", 100 * 32 * 1024))
+    assert asked(syncer, ("slow", "other"), 7200, 7350) == {7310.0: "other"}, "a large fragment takes its time"
+
+
+def test_an_uploader_that_is_alone_keeps_its_turn_until_another_comes() -> None:
+    syncer = empty("slow")
+    assert asked(syncer, ("slow",), 1, 1000) == {}
+    syncer.handle(1000.0, Greeted(Hello(protocol=2, learner="other", session="s")))
+    assert asked(syncer, ("slow", "other"), 1001, 1100) == {1060.0: "other"}
+
+
+def test_a_model_that_is_said_to_be_held_does_not_stop_an_upload_that_has_begun() -> None:
+    syncer = empty("first")
+    holder = Hello(protocol=2, learner="holder", session="s", run="before", versions=(3, 3))
+    syncer.handle(1.0, Uploading("first", 1000))
+    effects = syncer.handle(2.0, Greeted(holder))
+    assert [e.message.upload for e in effects if isinstance(e, Send) and isinstance(e.message, Welcome)] == [False]
+    again = empty("first")
+    effects = again.handle(2.0, Greeted(holder))
+    assert [e.message.upload for e in effects if isinstance(e, Send) and isinstance(e.message, Welcome)] == [True]
+
+
 def test_when_the_only_joiner_dies_the_next_to_come_is_asked() -> None:
     world = World(2, present=1, latency_s=0.5)
     world.kill("learner-0")
     world.join("learner-1")
     world.run_until(round=2)
     assert world.said("initial")[0].text == "learner-1 gave the first parameters"
+
+
+@pytest.mark.parametrize("versions", [(0,), (0, 0, 0), (0,) * 1000])
+def test_a_hello_with_a_row_of_another_length_is_refused_and_costs_only_its_sender(versions: tuple[int, ...]) -> None:
+    """Who comes back is asked by what it says it holds: a row that is too short would end the syncer."""
+    world = World(2, fragments=2, sync_every=4).run_until(round=6)
+    session = world.islands["learner-1"].session
+    hello = Hello(protocol=2, learner="learner-1", session=session, run="run", versions=versions, incarnation=1)
+    assert hello.run == world.syncer.run
+    effects = world.inject(Greeted(hello))
+    [expel] = [effect for effect in effects if isinstance(effect, Expel)]
+    assert expel.reason == f"a hello with versions of {len(versions)} fragments in a run of 2"
+    [refused] = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert isinstance(refused, Refused) and refused.final
+    assert not world.syncer.members.learners["learner-1"].connected
+    world.run_until(round=12)
+    assert world.members(11) == {"learner-0"}
+
+
+def test_what_a_learner_holds_of_another_run_may_have_any_length() -> None:
+    syncer = Syncer.fresh(Settings(fragments=2, sync_every=4).resolved(4), run="r", fingerprint="")
+    effects = syncer.handle(0.0, Greeted(Hello(protocol=2, learner="a", session="s", run="before", versions=(3,) * 7)))
+    assert [type(effect.message) for effect in effects if isinstance(effect, Send)] == [Welcome]
 
 
 def test_a_late_joiner_takes_the_runs_parameters_before_it_contributes() -> None:

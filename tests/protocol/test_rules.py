@@ -8,6 +8,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
+from atoll.protocol.records import Gone
 from atoll.protocol.tape import Began, Informed
 
 
@@ -50,8 +51,12 @@ def refusals(effects: list[fx.SyncerEffect]) -> list[str]:
         ({"base": 99}, "its base is version 99, which this run never committed"),
         ({"base": -1}, "its base is version -1, which this run never committed"),
         ({"base": 0}, "its base is version 0, but version 3 already contains its steps"),
-        ({"steps": -1}, "its counters are below zero: -1 steps, 40 tokens"),
-        ({"tokens": -5}, "its counters are below zero: 4 steps, -5 tokens"),
+        ({"steps": -1, "total": 99}, "its counters are below zero: -1 steps, 40 tokens of 99, step 24, position -1"),
+        ({"tokens": -5, "total": 99}, "its counters are below zero: 4 steps, -5 tokens of 99, step 24, position -1"),
+        ({"total": -(2**63)}, f"its counters are below zero: 4 steps, 40 tokens of {-(2**63)}, step 24, position -1"),
+        ({"t": -1, "total": 99}, "its counters are below zero: 4 steps, 40 tokens of 99, step -1, position -1"),
+        ({"position": -2, "total": 99}, "its counters are below zero: 4 steps, 40 tokens of 99, step 24, position -2"),
+        ({"total": 39}, "it names 40 tokens, its process has had 39 in all"),
         ({"total": 2**48}, "its counters are such as no run reaches"),
         ({"position": 2**63 - 1}, "its counters are such as no run reaches"),
     ],
@@ -213,6 +218,13 @@ def test_a_good_contribution_wipes_out_strikes() -> None:
         ({"steps": (1,)}, "a report of 1 fragments in a run of 2"),
         ({"tokens": (1, 2, 3)}, "a report of 2 fragments in a run of 2"),
         ({"steps": (-1, 0)}, "a report with counters below zero"),
+        ({"offer": -2}, "a report with counters below zero"),
+        ({"aims": -(2**63)}, "a report with counters below zero"),
+        ({"position": -2}, "a report with counters below zero"),
+        ({"versions": (-2, 0)}, "a report with counters below zero"),
+        ({"counted": (0, -(2**63))}, "a report with counters below zero"),
+        ({"counted": (0, 2**48)}, "a report with counters that no run reaches"),
+        ({"offer": 2**62}, "a report with counters that no run reaches"),
         ({"tokens_total": 2**48}, "a report with counters that no run reaches"),
         ({"tokens": (2**63 - 1, 0)}, "a report with counters that no run reaches"),
         ({"t": 1}, "its counters went back: step 1 after step 6"),
@@ -244,10 +256,19 @@ def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any], rea
     assert world.members(9) == {"learner-1"}
 
 
+def test_what_cannot_be_written_down_is_no_part_of_the_history() -> None:
+    world = World(2).run_until(round=2)
+    before = msgspec.msgpack.encode(world.syncer.history.state())
+    with pytest.raises(OverflowError):
+        world.syncer.out.persist(Gone("learner-0", 1, 0, 2**64, (0, 0), (0, 0)))
+    assert msgspec.msgpack.encode(world.syncer.history.state()) == before
+
+
 def test_a_clock_tells_of_those_that_joined_and_of_nobody_else() -> None:
     world = World(2).run_until(round=2)
     known = set(world.syncer.out.clock)
     clock = {"learner-1": 999, "nobody": 5, "syncer": 999, **{str(number): 1 for number in range(100)}}
     world.inject(fx.Received("learner-0", Heartbeat(clock=clock)))
+    world.inject(fx.Received("learner-0", Heartbeat(clock={"learner-1": 2**64 - 1})))
     assert set(world.syncer.out.clock) == known
     assert world.syncer.out.clock["learner-1"] == 999 and world.syncer.out.clock["syncer"] == world.syncer.committed

@@ -100,7 +100,7 @@ def answer(world: World, **changes: Any) -> tuple[Contribution, list[fx.SyncerEf
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tokens": lambda given: 1000 * given.tokens}, "were left to give"),
+        ({"tokens": lambda given: given.total}, "were left to give"),
         ({"tokens": lambda given: 10**6, "total": lambda given: 10**7}, "tokens per step, where 10 are usual"),
     ],
 )
@@ -111,6 +111,50 @@ def test_a_contribution_that_claims_too_much_is_refused(changes: dict[str, Any],
     assert world.syncer.members.learners["learner-0"].strikes == 1
     world.run_until(round=given.round + 1)
     assert "learner-0" not in world.members(given.round)
+
+
+def joined_late(tokens_per_step: int) -> Trusting:
+    """One that joins a run of three that are known, and says that its steps have so many tokens."""
+    world = at_work(4, present=3)
+    world.join("learner-3").tokens_per_step = tokens_per_step
+    world.run_until(seconds=20)
+    return world
+
+
+def test_a_newcomer_is_judged_by_what_the_others_are_like() -> None:
+    world = joined_late(100_000)
+    [first, *_] = [note.data["reason"] for note in world.said("refused")]
+    assert first == "1e+05 tokens per step, where 10 are usual"
+    assert all("learner-3" not in world.members(number) for number in range(world.syncer.committed))
+
+
+def test_one_learner_alone_sets_nobodys_measure() -> None:
+    """It made thousands of steps of next to no tokens, and is known; the others are not judged by that."""
+    world = Trusting(3, present=1, fragments=2, sync_every=4)
+    world.islands["learner-0"].tokens_per_step = 1
+    world.run_until(seconds=60)
+    for name in ("learner-1", "learner-2"):
+        world.join(name).tokens_per_step = 10_000
+    world.run_until(seconds=30)
+    assert not world.said("refused")
+    assert world.members(world.syncer.committed - 1) == {"learner-0", "learner-1", "learner-2"}
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 40, 640])
+def test_a_newcomer_on_other_hardware_is_believed(tokens_per_step: int) -> None:
+    world = joined_late(tokens_per_step)
+    assert not world.said("refused") and "learner-3" in world.members(world.syncer.committed - 1)
+
+
+@pytest.mark.parametrize("learners", [3, 4, 8])
+def test_no_newcomer_takes_a_merge(learners: int) -> None:
+    world = at_work(learners, present=learners - 1)
+    world.join(f"learner-{learners - 1}").tokens_per_step = 640
+    world.run_until(seconds=20)
+    members = world.round_note(world.syncer.committed - 1)["members"]
+    weights = {member["learner"]: member["weight"] for member in members}
+    share = weights.pop(f"learner-{learners - 1}") / (sum(weights.values()) or 1.0)
+    assert len(weights) < 2 or share <= 8.0 / (len(weights) * 0.5)
 
 
 def test_an_honest_contribution_is_believed() -> None:
@@ -142,14 +186,14 @@ def test_the_simulator_does_not_let_an_honest_claim_be_refused() -> None:
 
 
 def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
-    """One of four has steps of a hundred times the tokens, honestly: it counts for half, also in the journal."""
+    """One of four has steps of forty times the tokens, honestly: it counts for two fifths, also in the journal."""
     world = World(4, fragments=1, sync_every=4, weight_limit=2.0)
-    world.islands["learner-3"].tokens_per_step = 1000
+    world.islands["learner-3"].tokens_per_step = 400
     world.run_until(round=6)
     note = world.round_note(5)
-    assert "weight limited to 2 times the mean: learner-3 from" in note["reason"]
+    assert "weight limited to 2 times the median of the others: learner-3 from" in note["reason"]
     weights = {member["learner"]: member["weight"] for member in note["members"]}
-    assert weights["learner-3"] == pytest.approx(2.0 * sum(weights.values()) / len(weights))
+    assert weights["learner-3"] == pytest.approx(2 / 5 * sum(weights.values()))
     persisted = [record for _, effect in world.log if isinstance(effect, fx.Persist) for record in effect.records]
     merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 5)
     assert {share.learner: share.weight for share in merged.members} == weights and merged.reason == note["reason"]

@@ -1,10 +1,12 @@
 """Synchronous runs: every round takes all live learners, and learners wait for it."""
 
 import pytest
+from msgspec.structs import replace
 from tests.protocol.test_copies import copy, pull
 from tests.protocol.world import World
 
-from atoll.protocol.effects import LearnerEffect, Upload
+from atoll.protocol.effects import LearnerEffect, Received, Upload
+from atoll.protocol.messages import Progress
 from atoll.protocol.orders import Orders
 from atoll.protocol.settings import Settings
 
@@ -166,3 +168,30 @@ def test_a_first_step_that_never_ends_is_not_waited_for_for_ever() -> None:
     world.run_until(round=3)
     assert world.said("stalled") and 30.0 <= world.now < 60.0
     assert world.members(2) == {"learner-0"}
+
+
+@pytest.mark.parametrize("far", [90, 2**40, 2**48 - 1])
+@pytest.mark.parametrize("name", ["offer", "aims"])
+def test_one_that_says_it_is_far_ahead_passes_over_what_can_be_and_no_more(name: str, far: int) -> None:
+    """Alone for a moment, it has "gone past" every round up to the one it names: all of them would be passed over."""
+    world = World(2, fragments=2, sync_every=4, synchronous=True).run_until(round=4)
+    world.unlink("learner-0")
+    known, before = world.syncer.members.learners["learner-1"], world.syncer.committed
+    report = Progress(
+        t=known.t,
+        steps=known.steps,
+        tokens=known.tokens,
+        versions=known.versions,
+        offer=known.offer,
+        aims=known.aims,
+        tokens_total=known.tokens_total,
+        incarnation=1,
+        dropped=known.dropped,
+        counted=known.versions,
+    )
+    effects = world.inject(Received("learner-1", replace(report, **{name: far})))
+    assert len(effects) < 200 and world.syncer.committed - before <= 3 * world.settings.fragments
+    world.link("learner-0")
+    world.run_until(seconds=60)
+    members = world.said("round")[-1].data["members"]
+    assert {member["learner"] for member in members} >= {"learner-0"}  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import Score, digest
+from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import (
     Announce,
@@ -110,6 +111,28 @@ async def test_what_a_dead_uploader_sent_is_worth_nothing(stage: Stage) -> None:
     await first.link.close()
     await second.upload(2.0)
     await second.until(Started)
+    for part in second.plan.fragments:
+        values = np.empty(part.size, dtype=np.float32)
+        await get_fragment_once(url(stage), part.index, values.view(np.uint8).data, WAIT_S)
+        assert (values == 2.0).all()
+
+
+async def test_what_one_that_is_asked_no_more_still_sends_is_written_nowhere(stage: Stage) -> None:
+    """Its body is under way when the next is asked; it ends, and changes nothing of what the next has sent."""
+    service = await stage.open()
+    first, second = stage.join("a"), None
+    await first.until(Welcome)
+    body = service.expect_initial("a", first.session, 0)
+    second = stage.join("b")
+    await second.until(Welcome)
+    assert service._machine is not None
+    service._machine.beginning._upload._since = -1e9
+    service._handle(Tick())
+    await second.upload(2.0)
+    await second.until(Started)
+    body[:] = bytes(len(body))
+    with pytest.raises(PeerError, match="a is not asked for the first parameters any more"):
+        service.initial_arrived("a", 0, "")
     for part in second.plan.fragments:
         values = np.empty(part.size, dtype=np.float32)
         await get_fragment_once(url(stage), part.index, values.view(np.uint8).data, WAIT_S)

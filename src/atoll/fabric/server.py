@@ -185,7 +185,7 @@ class Server(Port):
         channel = self._member(request)
         fragment = int(request.match_info["fragment"])
         into = self._desk.expect_initial(channel.learner, channel.session, fragment)
-        digest = await self._intake.receive(request, channel.learner, ("initial", fragment), into)
+        digest = await self._intake.receive(request, channel.learner, ("initial", channel.learner, fragment), into)
         self._desk.initial_arrived(channel.learner, fragment, digest)
         return web.Response(status=204)
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import clipped
+from atoll.protocol.bounds import MOST, clipped
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
@@ -31,7 +31,6 @@ from atoll.protocol.messages import (
     FromSyncer,
     Hello,
 )
-from atoll.protocol.rules import MOST
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -8,14 +8,13 @@ version contains are issued again; a report that does not balance is an alarm, n
 
 from __future__ import annotations
 
-from atoll.protocol.bounds import clipped
+from atoll.protocol.bounds import MOST, clipped
 from atoll.protocol.claims import beyond_lease
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Gone, Granted, Joined, Owned, Sources
-from atoll.protocol.rules import MOST
 from atoll.protocol.settings import Settings
 
 AHEAD = 3

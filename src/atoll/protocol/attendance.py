@@ -20,6 +20,7 @@ from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Welco
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.rounds import Rounds
+from atoll.protocol.rules import wrong_hello
 from atoll.protocol.settings import Settings
 
 
@@ -46,6 +47,9 @@ class Attendance:
         if self.course.phase == "finished" and (before is None or before.session != hello.session):
             self.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
+        if (wrong := wrong_hello(hello, self.history.run, self.settings.fragments)) is not None:
+            self._turn_off(before, hello, wrong)
+            return
         if before is not None:
             self._take_the_place_of(before, hello)
         learner, new = self.members.greet(now, hello, self.history.run)
@@ -60,12 +64,23 @@ class Attendance:
         self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
         self._tell_again(learner)
 
+    def _turn_off(self, before: Learner | None, hello: Hello, wrong: str) -> None:
+        """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
+        if before is not None:
+            self._disconnect(before, hello)
+        self.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
+        self.out.send(hello.learner, Refused(reason=wrong))
+        self.out.add(Expel(hello.learner, wrong))
+
+    def _disconnect(self, before: Learner, hello: Hello) -> None:
+        if before.connected:
+            same = before.session == hello.session
+            self.lose(before, "lost", "it dialled again" if same else "another process took its name")
+
     def _take_the_place_of(self, before: Learner, hello: Hello) -> None:
         """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
-        same = before.session == hello.session
-        if before.connected:
-            self.lose(before, "lost", "it dialled again" if same else "another process took its name")
-        if not same:
+        self._disconnect(before, hello)
+        if before.session != hello.session:
             self.close(before, "another process took its name")
         elif self._is_ahead(hello) or hello.incarnation > before.incarnation:
             text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
@@ -132,6 +147,11 @@ class Attendance:
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
         self.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
         if (heir := self.beginning.lost(learner)) is not None:
+            self._welcome(heir)
+
+    def hurry(self, now: float, wakes: list[float]) -> None:
+        """A run without parameters waits for nobody who sends none."""
+        if (heir := self.beginning.overdue(now, wakes)) is not None:
             self._welcome(heir)
 
     def expel(self, learner: Learner, reason: str) -> None:

@@ -1,8 +1,8 @@
 """How a run comes by its first parameters: one learner is asked for version 0.
 
 Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes before
-one with weights of its own; version 0 is durable before anyone adopts it; when the one that was asked is gone, whatever
-it sent is discarded and the next is asked.
+one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it; when the one
+that was asked is gone, or sends nothing more (upload.py), whatever it sent is discarded and the next is asked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from atoll.protocol.messages import Hello, Started
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
+from atoll.protocol.upload import Upload
 
 
 class Beginning:
@@ -32,11 +33,13 @@ class Beginning:
         self._uploader: str | None = None
         self._uploader_holds = False
         """It has adopted a global model."""
+        self._upload = Upload()
 
     def greeted(self, hello: Hello) -> None:
         """One more that could be asked."""
         if self.course.phase == "empty" and self._is_better(hello):
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
+            self._upload.asked()
 
     def asks(self, learner: Learner) -> bool:
         """Whether this one is to give the first parameters."""
@@ -44,13 +47,36 @@ class Beginning:
 
     def lost(self, learner: Learner) -> Learner | None:
         """This one is gone; who is asked in its place, and has to be told."""
-        if not self.asks(learner):
+        return self._next() if self.asks(learner) else None
+
+    def uploading(self, now: float, uploader: str, size: int) -> None:
+        """A fragment of so many bytes begins to come; 0: one that was not there before is whole."""
+        if uploader == self._uploader:
+            self._upload.moved(now, size)
+
+    def overdue(self, now: float, wakes: list[float]) -> Learner | None:
+        """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
+        there = {one.name for one in self.members.connected()}
+        if self.course.phase != "empty" or self._uploader is None or len(there) < 2:
             return None
-        heir = min(self.members.connected(), key=lambda one: one.joined_at, default=None)
-        self._uploader = heir.name if heir is not None else None
-        if heir is not None:
-            self.out.note("warning", f"{heir.name} is asked for the first parameters instead", heir)
+        heir, until = None, self._upload.until(now)
+        if now >= until:
+            text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
+            self.out.note("warning", text, self.members.learners[self._uploader])
+            self._upload.gave_up(self._uploader, there)
+            heir, until = self._next(), self._upload.until(now)
+        wakes.append(until)
         return heir
+
+    def _next(self) -> Learner | None:
+        """What the last one sent is discarded. Those that had their chance come last."""
+        heirs = sorted(self.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
+        self._uploader = heirs[0].name if heirs else None
+        self._upload.asked()
+        if not heirs:
+            return None
+        self.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
+        return heirs[0]
 
     def initialised(self, now: float, uploader: str) -> None:
         """They came whole."""
@@ -66,7 +92,8 @@ class Beginning:
             self.out.send(learner.name, Started(uploader=uploader, gathering=self.rounds.aim))
 
     def _is_better(self, hello: Hello) -> bool:
-        return self._uploader is None or (_holds_a_model(hello) and not self._uploader_holds)
+        goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun
+        return self._uploader is None or (goes_before and hello.learner not in self._upload.tried)
 
 
 def _holds_a_model(hello: Hello) -> bool:

@@ -9,16 +9,20 @@ from typing import Annotated
 
 from msgspec import Meta
 
+MOST = 2**48
+"""Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
 LINE = 1000
 MANY = 65536
 """Fragments, tensors, leases or members in one message."""
 
+Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
+"""What a peer counts; what may be below zero, and what it means, the rules say (rules.py)."""
 Name = Annotated[str, Meta(max_length=64)]
 Line = Annotated[str, Meta(max_length=LINE)]
 """What a learner says in words: what it says may be kept, and is to stay small."""
 Words = Annotated[str, Meta(max_length=8 * LINE)]
 """What the syncer says: a few lines of learners may be in it."""
-Row = Annotated[tuple[int, ...], Meta(max_length=MANY)]
+Row = Annotated[tuple[Number, ...], Meta(max_length=MANY)]
 """A number for each fragment, or for each of something else."""
 
 

@@ -7,7 +7,10 @@ Rules kept here, each with its test:
   those of the median of the others. So a pause, a burst after it, a reconnect or a slow link is no claim: the tokens
   per step stay what they are; and larger batches are none where they take their time, or everybody has them;
 - a contribution's tokens per step keep to the same measure, and its tokens are no more than the ledger says it had;
-- nobody is judged before `STEPS` steps of the same life, nor by a usual of nothing.
+- a life of fewer than `STEPS` steps has no usual of its own: its tokens per step are held to `TIMES_NEW` times those of
+  the median of the others, where there are several. That leaves room for other hardware; what is within it, the weight
+  limit holds (weights.py);
+- nobody is judged by a usual of nothing, nor a newcomer by one learner alone, who may be the liar: all is believed.
 
 A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
 it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.
@@ -22,6 +25,8 @@ from atoll.protocol.pace import middle
 
 TIMES = 8.0
 """So many times the usual is beyond what chance brings."""
+TIMES_NEW = TIMES * TIMES
+"""The same, of one of whom nothing is known yet but what the others are like."""
 STEPS = 32
 """Of one life, before it is judged by them."""
 
@@ -76,7 +81,9 @@ def beyond_lease(position: int, before: int, leased: int) -> str | None:
 def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[float]) -> str | None:
     """What it adds to its last report. `others`: the usual tokens per step of the other learners."""
     steps, tokens = t - own.t, total - own.total
-    if not own.known or tokens <= own.per_step + TIMES * own.per_second * (now - own.at):
+    if not own.known:
+        return beyond_steps(steps, tokens, own, others)
+    if tokens <= own.per_step + TIMES * own.per_second * (now - own.at):
         return None
     if (wrong := beyond_steps(steps, tokens, own, others)) is None:
         return None
@@ -86,11 +93,11 @@ def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[flo
 
 def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -> str | None:
     """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's."""
-    if not own.known:
+    if not own.known and not others:
         return None
-    per_step, measure = tokens / max(1, steps), own.per_step
+    per_step, measure = tokens / max(1, steps), own.per_step if own.known else 0.0
     if others:
         measure = max(measure, middle(list(others)))
-    if per_step <= TIMES * measure:
+    if per_step <= (TIMES if own.known else TIMES_NEW) * measure:
         return None
     return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"

@@ -81,6 +81,13 @@ class Initialised(Fact, frozen=True):
     learner: str
 
 
+class Uploading(Fact, frozen=True):
+    """Event: a fragment of the first parameters, of so many bytes, begins to come; 0: one more is whole."""
+
+    learner: str
+    size: int
+
+
 class Merged(Fact, frozen=True):
     """Event: the new version of a round's fragment lies ready to be committed."""
 
@@ -237,6 +244,7 @@ SyncerEvent = (
     | Delivered
     | Lost
     | Initialised
+    | Uploading
     | Merged
     | Unmergeable
     | CutKept

@@ -36,6 +36,11 @@ class Gathering:
     def grace_s(self) -> float:
         return grace_s(self.members.step_s(), self.estimates, self.settings)
 
+    @property
+    def deadline_s(self) -> float:
+        """What a pull may take."""
+        return self.estimates.pull_deadline_s(self.settings, self.members.answer_s())
+
     def watch(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""
         stepping = self.members.stepping()

@@ -4,6 +4,10 @@
 
 ξ_step, ξ_quorum, ξ_sync are exponential moving averages. Until they exist a round waits for all live learners, at most
 a start-up time.
+
+A pull has four times ξ_sync, which the slowest member sets: a slow link has its time. But whoever answers as late as it
+may makes the next deadline longer, so there is an end to it: four times the deadline that the median learner's answers
+would set. If all are slow, that is no bound; one alone cannot go past it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import dataclass, field
 
 from atoll.protocol.settings import Settings
 
+DEADLINE = 4
+"""Times the usual that a pull may take."""
 SMOOTHING = 0.1
 """The weight of the newest sample."""
 
@@ -35,9 +41,12 @@ class Estimates:
     sync_s: Average = field(default_factory=Average)
     """From freezing the members to the commit."""
 
-    def pull_deadline_s(self, settings: Settings) -> float:
-        """max(floor, 4 ξ_sync)."""
-        return max(settings.pull_floor_s, 4 * (self.sync_s.value or 0.0))
+    def pull_deadline_s(self, settings: Settings, answer_s: float | None = None) -> float:
+        """max(floor, 4 ξ_sync), at most 4 max(floor, 4 ξ_answer). `answer_s`: the median learner's ξ_answer."""
+        by_all = max(settings.pull_floor_s, DEADLINE * (self.sync_s.value or 0.0))
+        if answer_s is None:
+            return by_all
+        return min(by_all, DEADLINE * max(settings.pull_floor_s, DEADLINE * answer_s))
 
 
 def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.attendance import Attendance
+from atoll.protocol.bounds import MOST
 from atoll.protocol.course import Course
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress, Refused
@@ -20,7 +21,7 @@ from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.round import Seat
 from atoll.protocol.rounds import Rounds
-from atoll.protocol.rules import MOST, against_the_rules, not_its_own, wrong_report
+from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.strikes import Strikes
 from atoll.protocol.watch import Watch
@@ -58,7 +59,7 @@ class Hearing:
         if (beyond := self.scrutiny.report(now, learner, said)) is not None:
             self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
-        self.members.report(now, learner, said)
+        self.members.report(now, learner, said, self.rounds.furthest)
         self.accounts.reported(learner, said)
         if not said.seeking:
             self.peers.gave_up(learner)
@@ -123,6 +124,7 @@ class Hearing:
         else:
             seat.give(given)
             round_.answered_at = now
+            learner.answer_s.add(now - round_.frozen_at)
             learner.misses = learner.strikes = 0
 
     def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:

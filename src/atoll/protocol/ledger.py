@@ -222,9 +222,10 @@ class Ledger:
         Its base holds what was merged before, so u is 0; what d was then, nobody else knows.
         """
         account = self._open.get((learner, incarnation))
-        if account is None or account.begin is None:
+        if account is None:
             return None
-        left = total - account.begin - account.merged[fragment]
+        begin = account.begin if account.begin is not None else account.origin or 0  # it began there, or later
+        left = total - begin - account.merged[fragment]
         return f"it names {tokens} tokens, {left} were left to give" if tokens > left else None
 
     def merged(self, record: Merged) -> None:

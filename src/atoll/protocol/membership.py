@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import ceil, inf
 from typing import Literal
 
 from atoll.protocol.claims import Usual
@@ -18,6 +19,7 @@ from atoll.protocol.history import Life
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.pace import middle
 from atoll.protocol.settings import Settings
+from atoll.protocol.spending import Counted, believed_rate, rate_of
 
 State = Literal["joining", "training", "gone"]
 
@@ -56,7 +58,9 @@ class Learner:
     versions: tuple[int, ...] = ()
     tokens_total: int = 0
     tokens_before: int = 0
-    """Tokens of its earlier incarnations."""
+    """Tokens of its earlier incarnations, as they counted."""
+    budgeted: Counted = field(default_factory=Counted)
+    """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
     loss: float | None = None
     misses: int = 0
@@ -64,6 +68,8 @@ class Learner:
     usual: Usual = field(default_factory=Usual)
     """What this life has claimed so far."""
     step_s: Average = field(default_factory=Average)
+    answer_s: Average = field(default_factory=Average)
+    """From being asked to its whole answer."""
     merged: list[int] = field(default_factory=list)
     """Per fragment, the version its last contribution went into; −1 for none."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
@@ -123,6 +129,8 @@ class Membership:
         self.learners: dict[str, Learner] = {}
         self._by_name: list[Learner] = []
         """In the order of their names."""
+        self._uncounted = 0
+        """Tokens that an earlier term was told of and did not count."""
 
     def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
@@ -144,6 +152,7 @@ class Membership:
             included_t=hello.t,
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
+            budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
             draining=known.draining if known is not None and known.session == hello.session else "",
         )
@@ -154,12 +163,17 @@ class Membership:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t = learner.included_t = life.t
-        learner.tokens_total, learner.tokens_before = life.total, life.before
+        learner.tokens_total, learner.tokens_before, learner.budgeted = life.total, life.before, Counted(life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
         learner.closed = not life.open
         self._add(learner)
+
+    def recall(self, progress: float) -> None:
+        """An earlier term came this far: the rest of what it was told by then it had not counted."""
+        if self.settings.tokens:
+            self._uncounted = max(0, self.tokens() - ceil(progress * self.settings.tokens))
 
     def _add(self, learner: Learner) -> None:
         place = bisect_left(self._by_name, learner.name, key=_name)
@@ -176,6 +190,7 @@ class Membership:
         learner.versions = hello.versions if recovered else ()
         learner.last_heard = learner.last_step_at = now
         learner.joined_at = learner.joined_at or now
+        learner.budgeted.at = learner.budgeted.at or now
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False
@@ -192,17 +207,19 @@ class Membership:
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
 
-    def report(self, now: float, learner: Learner, progress: Progress) -> None:
-        """Take in a progress message."""
+    def report(self, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+        """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
+        offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         learner.usual.add(now, progress.t, progress.tokens_total)
+        learner.budgeted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
-        if progress.offer > learner.offer + 1 or learner.offer < 0:
-            learner.offers_from = progress.offer
+        if offer > learner.offer + 1 or learner.offer < 0:
+            learner.offers_from = offer
         learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
-        learner.versions, learner.offer, learner.aims = progress.versions, progress.offer, progress.aims
+        learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
         learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
         learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
         learner.reset = False
@@ -231,12 +248,32 @@ class Membership:
         known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
         return middle(known) if known else None
 
+    def answer_s(self) -> float | None:
+        """ξ_answer: the median of the learners' averages, of two the quicker."""
+        known = sorted(one.answer_s.value for one in self.reachable() if one.answer_s.value is not None)
+        return known[(len(known) - 1) // 2] if known else None
+
     def per_step(self, but: Learner) -> list[float]:
-        """The usual tokens per step of the others, where they are known."""
-        return [one.usual.per_step for one in self.reachable() if one is not but and one.usual.known]
+        """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
+        that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
+        others = [one.usual for one in self.reachable() if one is not but and one.usual.tokens > 0]
+        if but.usual.known:
+            return [usual.per_step for usual in others if usual.known]
+        return [usual.per_step for usual in others] if len(others) > 1 else []
 
     def tokens(self) -> int:
-        return sum([one.tokens_before + one.tokens_total for one in self._by_name])
+        """Trained on by all together, as far as that is believed."""
+        return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
+
+    def _rate(self, now: float, but: Learner) -> float | None:
+        """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
+        says, for there is nobody else, or no budget."""
+        others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
+        rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
+        if rates:
+            return believed_rate(rates, self.settings.tokens)
+        since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
+        return 0.0 if now < since + self.settings.assemble_s else None
 
     def silence_limit(self, learner: Learner) -> float:
         return learner.last_heard + self.settings.lost_after_s
@@ -257,4 +294,4 @@ def _tokens_before(known: Learner | None, session: str) -> int:
     """Of its earlier processes; one that comes back after its account was closed goes on counting."""
     if known is None:
         return 0
-    return known.tokens_before + (known.tokens_total if known.session != session else 0)
+    return known.tokens_before + (known.budgeted.tokens if known.session != session else 0)

@@ -26,7 +26,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MANY, Line, Name, Row, Words
+from atoll.protocol.bounds import MANY, Line, Name, Number, Row, Words
 from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import KEPT, AnyEntry
@@ -92,31 +92,31 @@ class Hello(Message, frozen=True):
 class Progress(Message, frozen=True):
     """After every step, or whenever what it says has changed."""
 
-    t: int
+    t: Number
     steps: Row
     tokens: Row
     versions: Row
-    offer: int = -1
+    offer: Number = -1
     """The newest round for which a copy of the fragment lies ready."""
-    aims: int = -1
+    aims: Number = -1
     """The round it will make its next copy for."""
-    tokens_total: int = 0
+    tokens_total: Number = 0
     busy_s: float = 0.0
     """Seconds spent stepping so far, as the training process counts them."""
     loss: float | None = None
     stopped: bool = False
     """The training loop has ended: no more steps will come."""
-    incarnation: int = 0
+    incarnation: Number = 0
     """Which of its lives this speaks of: a report from before a recovery says nothing about the time after it."""
     dropped: Row = ()
     """Per fragment, tokens that were overwritten at adoptions and are in no version."""
     counted: Row = ()
     """Per fragment, the adopted version that `tokens` and `dropped` know of; a new courier may hold less than that."""
-    position: int = -1
+    position: Number = -1
     """Leased samples it has taken; −1: it brings its own data."""
     seeking: bool = False
     """It waits for a peer's state, and gives nothing before that is settled."""
-    taped: int = 0
+    taped: Number = 0
     """The number of the first of `tape`."""
     tape: Tape = ()
     """What its training process was told since the last report (tape.py)."""
@@ -133,51 +133,51 @@ class Register(Message, frozen=True):
 
     datasets: Annotated[tuple[tuple[Line, int, float], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
-    epochs: int
+    epochs: Number
     """Passes over the data; 0: no end."""
-    batch: int
+    batch: Number
     """Samples it takes at a time."""
 
 
 class Contribution(Message, frozen=True):
     """A body has arrived whole under (round, attempt): this is what it is."""
 
-    round: int
-    attempt: int
-    fragment: int
-    base: int
-    t: int
-    steps: int
-    tokens: int
+    round: Number
+    attempt: Number
+    fragment: Number
+    base: Number
+    t: Number
+    steps: Number
+    tokens: Number
     digest: Line
     probe: bool = False
-    total: int = 0
+    total: Number = 0
     """Its tokens of all time when the copy was made."""
-    position: int = -1
+    position: Number = -1
     """Leased samples it had taken then."""
-    taped: int = 0
+    taped: Number = 0
     tape: Tape = ()
     """What no report has said yet of its tape."""
     run: Line = ""
     """Whose it is, as its sender sees it: what was meant for another run, learner or life is merged into nothing."""
     learner: Line = ""
-    incarnation: int = 0
+    incarnation: Number = 0
 
 
 class Decline(Message, frozen=True):
     """Nothing to give to this round; no strike."""
 
-    round: int
-    attempt: int
+    round: Number
+    attempt: Number
     reason: Line
 
 
 class CutSaved(Message, frozen=True):
     """Its part of a cut is durable, or (with a reason) will not be."""
 
-    of: int
-    incarnation: int
-    t: int
+    of: Number
+    incarnation: Number
+    t: Number
     file: Line = ""
     """In the learner's own folder."""
     digest: Line = ""
@@ -191,7 +191,7 @@ class Leave(Message, frozen=True):
 class Seek(Message, frozen=True):
     """A newcomer asks for a peer whose inner optimizer it may take, as of a time when `after` rounds were behind."""
 
-    after: int
+    after: Number
 
 
 class Settled(Message, frozen=True):
@@ -199,8 +199,8 @@ class Settled(Message, frozen=True):
 
     ticket: Line
     peer: Line
-    size: int = 0
-    t: int = 0
+    size: Number = 0
+    t: Number = 0
     """The newcomer's step when it was put in."""
     reason: Line = ""
     again: bool = False
@@ -211,9 +211,9 @@ class Ready(Message, frozen=True):
     """A copy of the peer's state, made after its step `t`, lies ready for whoever brings the ticket."""
 
     ticket: Line
-    size: int
+    size: Number
     digest: Line
-    t: int
+    t: Number
     direct: Line = ""
     """Where it can be had without the syncer; empty: nowhere."""
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from atoll.protocol.bounds import MOST
 from atoll.protocol.clock import SYNCER, Clock, merged
 from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
 from atoll.protocol.history import History
 from atoll.protocol.membership import Learner
 from atoll.protocol.messages import FromSyncer
-from atoll.protocol.records import AnyRecord
+from atoll.protocol.records import AnyRecord, encode
 from atoll.protocol.taping import Taping
 
 
@@ -43,6 +44,7 @@ class Outbox:
         """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
         lines: tuple[AnyRecord, ...] = (*self.taping.take(), *records)
         for line in lines:
+            encode(line)  # what could not be written down is no part of the history
             self.history.apply(line)
         self.add(Persist(lines, round))
 
@@ -60,5 +62,5 @@ class Outbox:
     def hear(self, clock: Mapping[str, int]) -> None:
         """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
         ours, lives = self.clock, self.history.lives
-        if newer := {name: t for name, t in clock.items() if t > ours.get(name, -1) and name in lives}:
+        if newer := {name: t for name, t in clock.items() if MOST > t > ours.get(name, -1) and name in lives}:
             self.clock = merged(ours, newer)

@@ -7,7 +7,7 @@ quorum gathers once more; after a second failure it is passed over with the reas
 Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
 up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
 out, and one that falls silent before, unless these are its last steps; one that misses two pulls is muted until a probe
-succeeds; a deadline that everyone missed makes the next longer.
+succeeds; a deadline that everyone missed makes the next longer, but no learner alone makes it longer without end.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class Rounds:
         """The round that gathers now, or will next."""
         first = (r.t for r in self.open.values() if r.stage == "gathering" and r.attempt == 1)
         return min(first, default=self.next)
+
+    @property
+    def furthest(self) -> int:
+        """No learner can have copied, or order, a fragment for a round past this one: a synchronous one orders what is
+        due while it waits for a round, and each fragment is under way once."""
+        return self.next + 2 * self.settings.fragments
 
     def any_due(self) -> bool:
         """Whether a gathering round may freeze as soon as enough learners have reported."""
@@ -137,7 +143,7 @@ class Rounds:
 
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
-        deadline_s = self.gathering.estimates.pull_deadline_s(self.settings)
+        deadline_s = self.gathering.deadline_s
         round_.stage, round_.frozen_at, round_.deadline = "pulling", now, now + deadline_s
         round_.reason, round_.live = reason, len(self.members.live())
         for one in ready:
@@ -199,6 +205,8 @@ class Rounds:
         if missed:
             if not round_.given:  # for all we know the deadline was too short: learn from it
                 self.gathering.estimates.sync_s.add(now - round_.frozen_at)
+                for seat in round_.asked:
+                    self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
             for seat in round_.asked:
                 self._miss(round_, seat)
         if round_.asked:

@@ -1,16 +1,21 @@
-"""What a learner's report or contribution must keep to; each function says what is wrong with it, or None."""
+"""What a learner's hello, report or contribution must keep to; each function says what is wrong with it, or None."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import gt
 
+from atoll.protocol.bounds import MOST
 from atoll.protocol.membership import Learner
-from atoll.protocol.messages import Contribution, Progress
+from atoll.protocol.messages import Contribution, Hello, Progress
 from atoll.protocol.round import Round
 
-MOST = 2**48
-"""Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
+
+def wrong_hello(hello: Hello, run: str, fragments: int) -> str | None:
+    """A learner holds a version of every fragment of this run, or of none; of other runs it says what it likes."""
+    if hello.run != run or len(hello.versions) in (0, fragments):
+        return None
+    return f"a hello with versions of {len(hello.versions)} fragments in a run of {fragments}"
 
 
 def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
@@ -20,9 +25,10 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
     if {*map(len, rows)} != {fragments}:
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
     counted = (report.steps, report.tokens, report.dropped, (report.t, report.tokens_total))
-    if min(map(min, counted)) < 0:
+    places = (report.versions, report.counted, (report.offer, report.aims, report.position))
+    if min(map(min, counted)) < 0 or min(map(min, places)) < -1:
         return "a report with counters below zero"
-    if max(map(max, counted)) >= MOST or report.position >= MOST:
+    if max(map(max, counted)) >= MOST or max(map(max, places)) >= MOST:
         return "a report with counters that no run reaches"
     if report.t < learner.t or report.tokens_total < learner.tokens_total:
         return f"its counters went back: step {report.t} after step {learner.t}"
@@ -56,8 +62,11 @@ def against_the_rules(learner: Learner, round_: Round, given: Contribution, newe
         return f"its base is version {given.base}, which this run never committed"
     if given.base < least:
         return f"its base is version {given.base}, but version {least} already contains its steps"
-    if given.steps < 0 or given.tokens < 0:
-        return f"its counters are below zero: {given.steps} steps, {given.tokens} tokens"
+    if min(given.t, given.steps, given.tokens, given.total, given.position + 1) < 0:
+        counters = f"{given.steps} steps, {given.tokens} tokens of {given.total}, step {given.t}"
+        return f"its counters are below zero: {counters}, position {given.position}"
     if max(given.t, given.steps, given.tokens, given.total, given.position) >= MOST:
         return "its counters are such as no run reaches"
+    if given.tokens > given.total:
+        return f"it names {given.tokens} tokens, its process has had {given.total} in all"
     return None

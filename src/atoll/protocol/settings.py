@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     strikes: int = 3
     """Refused contributions in a row that send a learner into quarantine."""
     weight_limit: float = 8.0
-    """No contribution counts for more than this many times the mean of its round; one or two are never limited."""
+    """No contribution counts for more than this many times the median of the others in its round; of two, none does."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)
@@ -98,7 +98,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             )
         if not (self.weight_limit >= 1.0 and isfinite(self.weight_limit)):
             raise ConfigError(
-                f"weight_limit = {self.weight_limit} is not a number of 1 (the mean itself) or more: 8 is the default"
+                f"weight_limit = {self.weight_limit} is not a number of 1 (the median itself) or more: 8 is the default"
             )
         if not 0.0 <= self.grace_share < 1.0:
             raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")

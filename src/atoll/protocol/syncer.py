@@ -75,6 +75,7 @@ class Syncer:
         self.rounds.committed = self.rounds.next = self.history.committed
         for name, life in self.history.lives.items():
             self.members.remember(name, life)
+        self.members.recall(self.history.progress)
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
@@ -140,6 +141,8 @@ class Syncer:
             case fx.Received(name) | fx.Delivered(name) | fx.Lost(name) | fx.DrainAsked(name):
                 if (learner := self._known(name)) is not None:
                     self._take_of(now, learner, event)
+            case fx.Uploading(name, size):
+                self.beginning.uploading(now, name, size)
             case fx.Initialised(name):
                 self.beginning.initialised(now, name)
             case fx.Merged():
@@ -257,6 +260,7 @@ class Syncer:
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
             self.end.turn(now, wakes)
+            self.attendance.hurry(now, wakes)
             if self.phase == "running" and self.assembling.may_open(now, wakes):
                 self.rounds.open_next(now)
             moved = self.rounds.turn(now, wakes)

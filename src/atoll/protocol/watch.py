@@ -65,7 +65,7 @@ class Watch:
                 attempt=0,
                 fragment=schedule.fragment_of(number, self.settings),
                 gathering=self.rounds.aim,
-                deadline_s=self.rounds.gathering.estimates.pull_deadline_s(self.settings),
+                deadline_s=self.rounds.gathering.deadline_s,
                 probe=True,
             )
             self.out.send(learner.name, pull)

@@ -1,16 +1,20 @@
 """How much each contribution counts in a merge: w = tokens · (tokens / steps), within a limit.
 
-Rules kept here, each with its test: no weight is above `weight_limit` times the mean of the round's weights, as they
-are merged (so one learner of n has at most that many parts of n, whatever it claims); what is below stays as it is, to
-the bit; a round of one or two is never changed.
+Rules kept here, each with its test: no weight is above `weight_limit` times the median of the others' (so one of n has
+at most weight_limit / (weight_limit + n − 1) of a round in which the others are alike, whatever it claims; and fewer
+than half of them gain nothing by claiming it together); what is below stays as it is, to the bit; a round of one or two
+is never changed.
+
+By default that is 8: a learner with steps like everybody's reaches it at 8 times their tokens, one with larger batches
+(w grows with their square) at 2.8 times. Learners of one, two and four times the tokens are not touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import fsum
 
 from atoll.protocol.messages import Contribution
+from atoll.protocol.pace import median
 
 FEW = 2
 """In a round of so few nobody can tell which of them claims too much."""
@@ -22,21 +26,15 @@ def weight(given: Contribution) -> float:
 
 
 def limited(weights: Sequence[float], limit: float) -> list[float]:
-    """The largest are made equal to `limit` times the mean that is then left: c = limit · mean(min(w, c))."""
-    count = len(weights)
-    if count <= max(FEW, limit) or max(weights) <= limit * sum(weights) / count:
+    """For whoever is above the middle, the median of the others is that of all but the largest."""
+    if len(weights) <= FEW:
         return list(weights)
-    largest = sorted(weights, reverse=True)
-    for clipped in range(1, count):
-        left = count - limit * clipped
-        cap = limit * fsum(largest[clipped:]) / left if left > 0 else 0.0
-        if largest[clipped] <= cap:
-            return [min(one, cap) for one in weights]
-    return [largest[-1]] * count
+    most = limit * median(sorted(weights)[:-1])
+    return [min(one, most) for one in weights]
 
 
 def telling(names: Sequence[str], weights: Sequence[float], merged: Sequence[float], limit: float) -> str:
     """What was limited, for the round's reason; empty where nothing was."""
     all_of = zip(names, weights, merged, strict=True)
     cut = [f"{name} from {was:.4g} to {now:.4g}" for name, was, now in all_of if now < was]
-    return f"weight limited to {limit:g} times the mean: {', '.join(cut)}" if cut else ""
+    return f"weight limited to {limit:g} times the median of the others: {', '.join(cut)}" if cut else ""

@@ -265,16 +265,22 @@ class SyncerService:
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
         if self._machine is None or not self._first.asks(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        return self._first.receive(fragment)
+        body = self._first.receive(learner, fragment)
+        self._handle(fx.Uploading(learner, body.nbytes))
+        return body
 
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
         channel = self._channels.get(learner)
         if channel is None or not self._first.asks(learner, channel.session):
             raise PeerError(f"{learner} is not asked for the first parameters any more")
-        if (reason := self._first.arrived(fragment, digest)) is not None:
+        known = self._first.has(fragment)
+        if (reason := self._first.arrived(learner, fragment, digest)) is not None:
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
             _refuse(channel, reason)
-        elif self._first.whole:
+            return
+        if not known:
+            self._handle(fx.Uploading(learner, 0))
+        if self._first.whole:
             self._handle(fx.Initialised(learner))
 
     def fragment(self, index: int) -> Served:
