@@ -41,11 +41,14 @@ class Place:
     async def open(self) -> None:
         await self.server.start()
         self.session = aiohttp.ClientSession()
+        self.sockets: list[aiohttp.ClientWebSocketResponse] = []
         self.following = asyncio.create_task(self.dashboard.run(lambda: self.status))
 
     async def close(self) -> None:
         self.following.cancel()
         await asyncio.gather(self.following, return_exceptions=True)
+        for socket in self.sockets:  # one that nobody closes is found later, in the middle of another test
+            await socket.close()
         await self.session.close()
         await self.server.stop()
 
@@ -59,7 +62,9 @@ class Place:
 
     async def look(self, origin: str | None = None) -> aiohttp.ClientWebSocketResponse:
         url, own = f"http://{self.host}/v1/live", f"http://{self.host}"
-        return await self.session.ws_connect(url, origin=origin or own, autoclose=False)
+        patience = aiohttp.ClientWSTimeout(ws_close=2.0)
+        self.sockets.append(await self.session.ws_connect(url, origin=origin or own, autoclose=False, timeout=patience))
+        return self.sockets[-1]
 
 
 async def heard(socket: aiohttp.ClientWebSocketResponse) -> dict[str, Any]:
