@@ -11,6 +11,7 @@ from tests.protocol.world import World
 
 from atoll.observe.audit import Audit
 from atoll.observe.findings import Wrong
+from atoll.observe.tallies import Tallies
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import (
@@ -241,3 +242,31 @@ def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all
     monkeypatch.setattr(History, "apply", refuse)
     with pytest.raises(Wrong, match="Passed cannot follow the records before it: never before seen"):
         audit.take(Passed(0, 0, ""))
+
+
+STEPS = {"a": 5, "b": 5, "c": 544}
+BACK = [Share(name, 1, 600, steps, 8 * steps, 64.0 * steps, 0, 8 * steps) for name, steps in STEPS.items()]
+"""One that was cut off for a while gives all that it trained on."""
+
+
+@pytest.mark.parametrize(
+    ("weights", "wrong"),
+    [
+        ((320.0, 320.0, 34816.0), ""),
+        ((320.0, 320.0, 2560.0), ""),
+        ((320.0, 320.0, 2561.0), "4352 tokens in 544 steps weigh 34816.0, or 2560.0 within the limit"),
+        ((319.0, 320.0, 2560.0), "a (incarnation 1) weighs 319.0, but 40 tokens in 5 steps weigh 320.0"),
+    ],
+)
+def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float, ...], wrong: str) -> None:
+    tallies = Tallies(2)
+    for share in BACK:
+        tallies.joined(Joined(share.learner, 1, share.learner, 0))
+    members = tuple(replace(share, weight=weight) for share, weight in zip(BACK, weights, strict=True))
+    record = Merged(0, 0, 1, 1, "all reported", members, "digest")
+    if not wrong:
+        tallies.merged_round(record, 8.0)
+        return
+    with pytest.raises(Wrong) as caught:
+        tallies.merged_round(record, 8.0)
+    assert wrong in str(caught.value)

@@ -4,7 +4,8 @@ Rules checked here:
 - an incarnation joins before it gives, once, and after the one before it is over; its numbers go up;
 - a contribution is merged at most once: its step lies behind that of the last one of the same incarnation to the same
   fragment, and its base contains that one;
-- it has steps and tokens, weighs tokens · (tokens / steps) to the bit, and stands in the order of learner ids;
+- it has steps and tokens, weighs tokens · (tokens / steps) to the bit, or what the run's limit leaves of that (earlier
+  versions had none), and stands in the order of learner ids;
 - no more of an incarnation is merged than it had trained on, and when it is over, what was merged, dropped and lost of
   every fragment is all that it had trained on;
 - one that is over is in rounds that were under way at that moment, and in no later one.
@@ -21,6 +22,7 @@ from atoll.observe.findings import Wrong
 from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import Gone, Joined, Merged, Share
+from atoll.protocol.weights import limited
 
 Given = tuple[int, int]
 """Of a contribution that was merged: the version it went into, and its step."""
@@ -123,7 +125,7 @@ class Tallies:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def merged_round(self, record: Merged) -> None:
+    def merged_round(self, record: Merged, weight_limit: float) -> None:
         names = [share.learner for share in record.members]
         if not names:
             raise Wrong(f"round {record.round} is merged from nothing")
@@ -131,6 +133,7 @@ class Tallies:
             raise Wrong(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
         for share in record.members:
             self._take(record, share)
+        _check_weights(record, weight_limit)
 
     def _take(self, record: Merged, share: Share) -> None:
         who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
@@ -165,11 +168,24 @@ class Tallies:
 def _check_share(who: str, version: int, share: Share) -> None:
     if share.steps <= 0 or share.tokens <= 0:
         raise Wrong(f"{who} gave {share.steps} steps and {share.tokens} tokens")
-    weight = share.tokens * (share.tokens / share.steps)
-    if share.weight != weight:
-        raise Wrong(f"{who} weighs {share.weight!r}, but {share.tokens} tokens in {share.steps} steps weigh {weight!r}")
     if not 0 <= share.base < version:
         raise Wrong(f"{who} is merged into version {version} on a base of version {share.base}")
+
+
+def _check_weights(record: Merged, limit: float) -> None:
+    """All as they come, or all within the limit: one that alone was made smaller or larger is neither."""
+    plain = [share.tokens * (share.tokens / share.steps) for share in record.members]
+    within = limited(plain, limit)
+    found = [share.weight for share in record.members]
+    if found in (plain, within):
+        return
+    all_of = zip(record.members, plain, within, strict=True)
+    share, weight, least = next((share, weight, least) for share, weight, least in all_of if share.weight != least)
+    or_less = f", or {least!r} within the limit" if least < weight else ""
+    raise Wrong(
+        f"round {record.round}: {_who(share.learner, share.incarnation)} weighs {share.weight!r}, "
+        f"but {share.tokens} tokens in {share.steps} steps weigh {weight!r}{or_less}"
+    )
 
 
 def _check_once(who: str, last: Given | None, share: Share) -> None:
