@@ -74,7 +74,7 @@ class Place:
             self.bodies.incoming.landed.pop(event.fragment)
 
     def copy(self, fragment: int, t: int, value: float) -> None:
-        slot = self.bodies.outgoing.take()
+        slot = self.bodies.outgoing.take(urgent=True)
         assert slot is not None
         self.box.outgoing(slot, fragment)[:] = value
         self.bodies.outgoing.made(fragment, t, slot, 1, 1)

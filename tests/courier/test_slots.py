@@ -10,7 +10,7 @@ from atoll.courier.slots import Incoming, Outgoing
 
 
 def made(slots: Outgoing, fragment: int, t: int) -> int:
-    slot = slots.take()
+    slot = slots.take(urgent=True)
     assert slot is not None
     slots.made(fragment, t, slot, steps=t, tokens=10 * t)
     return slot
@@ -18,8 +18,21 @@ def made(slots: Outgoing, fragment: int, t: int) -> int:
 
 def test_a_slot_is_given_to_one_at_a_time() -> None:
     slots = Outgoing([0, 1, 2])
-    assert {slots.take(), slots.take(), slots.take()} == {0, 1, 2}
-    assert slots.take() is None
+    assert {slots.take(urgent=False) for _ in range(3)} == {0, 1, 2}
+    assert slots.take(urgent=True) is None
+
+
+def test_a_copy_ordered_ahead_takes_no_slot_from_one_at_hand() -> None:
+    slots = Outgoing([0, 1])
+    made(slots, 0, 1)
+    made(slots, 1, 1)
+    assert slots.take(urgent=False) is None
+    assert slots.send(0) is not None and slots.send(1) is not None
+
+
+def test_slots_are_reserved_by_need_as_long_as_there_is_memory() -> None:
+    slots = Outgoing([0], reserve=lambda slot: slot < 3)
+    assert [slots.take(urgent=False) for _ in range(4)] == [0, 1, 2, None]
 
 
 def test_the_newest_copy_goes_out() -> None:
@@ -68,8 +81,8 @@ def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_olde
     slots.send(1)
     slots.drop(1, 2)
     made(slots, 2, 3)
-    assert slots.take() == kept
-    assert slots.take() == oldest
+    assert slots.take(urgent=True) == kept
+    assert slots.take(urgent=True) == oldest
     assert slots.send(0) is None
 
 

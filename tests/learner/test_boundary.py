@@ -9,6 +9,7 @@ from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
+    CancelReadOrder,
     Copy,
     ForgetOrder,
     Freed,
@@ -45,8 +46,8 @@ class Place:
         base: dict[str, object] = {"round": 0, "rule": "overwrite", "blend": 0.5, "step": 0}
         self.boundary.obey(AdoptOrder(slot, fragment, version, **{**base, **order}))  # type: ignore[arg-type]
 
-    def reads(self, slot: int, round: int, step: int, alone: bool = False) -> None:
-        self.boundary.obey(ReadOrder(slot, round, round % 2, step, alone))
+    def reads(self, slot: int, round: int, step: int) -> None:
+        self.boundary.obey(ReadOrder(slot, round, round % 2, step))
 
 
 @pytest.fixture
@@ -176,15 +177,22 @@ def test_letting_go_ends_a_hold(place: Place) -> None:
     assert not place.boundary.held(place.t)
 
 
-def test_an_order_alone_frees_the_slots_of_later_ones_and_spares_those_due(place: Place) -> None:
-    place.step()
+def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) -> None:
     place.reads(slot=0, round=0, step=1)
-    place.reads(slot=1, round=1, step=5)
-    place.reads(slot=2, round=2, step=3, alone=True)
+    place.reads(slot=1, round=1, step=1)
+    place.boundary.obey(CancelReadOrder(1))
+    place.boundary.obey(CancelReadOrder(7))
     assert place.partner.told() == [Freed(1, incoming=False)]
     place.step()
     [copy] = place.partner.told()
     assert isinstance(copy, Copy) and (copy.slot, copy.round) == (0, 0)
+
+
+def test_one_boundary_makes_several_copies(place: Place) -> None:
+    place.reads(slot=0, round=0, step=1)
+    place.reads(slot=1, round=1, step=1)
+    place.step()
+    assert [copy.fragment for copy in place.partner.told() if isinstance(copy, Copy)] == [0, 1]
 
 
 def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Place) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.mailbox import box as module
-from atoll.mailbox.box import PAGE, Layout, Mailbox
+from atoll.mailbox.box import PAGE, SPARE_BYTES, Layout, Mailbox
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
@@ -33,7 +33,7 @@ def test_every_region_has_its_own_whole_pages(sizes: list[int]) -> None:
     assert all(region % PAGE == 0 for region in (layout.header_bytes, layout.base_bytes, layout.slot_bytes))
     assert layout.slot_bytes >= 4 * plan.largest
     assert layout.base_bytes >= 4 * plan.size
-    assert layout.total_bytes == layout.header_bytes + layout.base_bytes + 2 * layout.slots * layout.slot_bytes
+    assert layout.first_bytes == layout.header_bytes + layout.base_bytes + 2 * layout.slots * layout.slot_bytes
 
 
 @given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=6))
@@ -53,13 +53,30 @@ def test_no_two_buffers_overlap(sizes: list[int]) -> None:
     box.close()
 
 
-def test_slots_for_page_locking_hold_every_slot(box: Mailbox) -> None:
-    memory = box.slots_memory
-    assert memory.ctypes.data % PAGE == 0
-    start, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-    for slot in range(box.layout.slots):
-        for view in (box.outgoing(slot, 0), box.incoming(slot, 0)):
-            assert start <= view.ctypes.data and view.ctypes.data + view.nbytes <= end
+def test_slots_for_page_locking_are_whole_pages_of_just_these_slots(box: Mailbox) -> None:
+    for slot in range(box.layout.most_outgoing):
+        memory = box.slots_memory(slot, 1)
+        assert memory.ctypes.data % PAGE == 0 and memory.ctypes.data == box.outgoing(slot, 0).ctypes.data
+    for slot in range(box.layout.most_incoming):
+        memory = box.slots_memory(box.layout.most_outgoing + slot, 1)
+        assert memory.ctypes.data == box.incoming(slot, 0).ctypes.data
+
+
+def test_more_slots_are_reserved_by_need_and_only_their_memory_is_taken() -> None:
+    plan, settings = planned([PAGE] * 24)
+    box = Mailbox.create(plan, settings)
+    layout = box.layout
+    assert os.fstat(box.fd).st_blocks * 512 == layout.first_bytes < layout.total_bytes
+    assert box.reserve_outgoing(layout.slots) and box.reserve_incoming(layout.slots)
+    assert os.fstat(box.fd).st_blocks * 512 == layout.first_bytes + 2 * layout.slot_bytes
+    assert box.reserve_outgoing(layout.most_outgoing - 1) and box.reserve_incoming(layout.most_incoming - 1)
+    assert not box.reserve_outgoing(layout.most_outgoing) and not box.reserve_incoming(layout.most_incoming)
+    box.close()
+
+
+def test_a_slot_without_memory_is_not_reserved(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.mailbox.box.available_bytes", lambda: SPARE_BYTES)
+    assert not box.reserve_outgoing(box.layout.slots) and not box.reserve_incoming(box.layout.slots)
 
 
 def test_slots_suffice_for_what_is_on_its_way() -> None:

@@ -75,7 +75,7 @@ def test_nothing_there_is_no_frame_and_no_wait(ends: Ends) -> None:
 
 def test_each_side_decodes_only_what_is_meant_for_it(ends: Ends) -> None:
     ours, theirs = ends
-    order = ReadOrder(slot=1, round=2, fragment=0, step=3, alone=True)
+    order = ReadOrder(slot=1, round=2, fragment=0, step=3)
     theirs.send(order)
     [data] = ours.receive()
     assert decode_to_training(data) == order

@@ -130,7 +130,7 @@ class Siege:
 
     def report(self, name: str) -> msg.Progress:
         t, held = self.t[name], tuple(self.held[name])
-        ones, none = (1,) * P, (0,) * P
+        ones, none = (min(t, 1),) * P, (0,) * P
         tokens = (0, *self.tokens[1:]) if name == ROGUE else none
         more: dict[str, Any] = {"incarnation": self.life(name), "offer": self.syncer.next_round, "aims": -1}
         return msg.Progress(

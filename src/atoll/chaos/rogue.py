@@ -146,6 +146,8 @@ class Rogue:
                     self._link.send(one)
             case fx.Read(round=number):
                 self._reads[number] = effect
+            case fx.CancelRead(number):
+                self._reads.pop(number, None)
             case fx.Hold(number, step):
                 self._holds[number] = step
             case fx.LetGo(number):

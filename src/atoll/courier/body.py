@@ -44,8 +44,8 @@ class Bodies:
         tell: Callable[[fx.LearnerEvent], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self.outgoing = Outgoing(list(range(box.layout.slots)))
-        self.incoming = Incoming(box.layout.slots)
+        self.outgoing = Outgoing(list(range(box.layout.slots)), box.reserve_outgoing)
+        self.incoming = Incoming(box.layout.slots, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec = make_codec(settings.codec)
         self._group = tasks
@@ -68,6 +68,7 @@ class Bodies:
     def retire(self) -> None:
         """Other memory takes the place of this one: what was on its way here is fetched again."""
         self.close()
+        self._box.close()
         for fragment in sorted(self._fetching):
             self._tell(fx.FetchFailed(fragment, "the shared memory was made anew"))
 

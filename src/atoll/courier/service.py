@@ -25,6 +25,7 @@ from atoll.mailbox.channel import (
     AdoptOrder,
     Box,
     Bye,
+    CancelReadOrder,
     Channel,
     Copy,
     DrainOrder,
@@ -188,7 +189,6 @@ class Courier:
         self._settings = frame.settings
         self._plan = make_plan(self._start.tensors, frame.settings.fragments, frame.settings.plan)
         self._box = box = Mailbox(fd, Layout.of(self._plan, frame.settings), self._plan)
-        box.close()  # the memory stays mapped without its descriptor
         if self._link is None:
             self._unsure = set() if frame.sure else set(range(len(self._plan.fragments)))
             whole = [int(v) if v == b else -1 for v, b in zip(box.adopted, box.base_version, strict=True)]
@@ -308,9 +308,11 @@ class Courier:
         send, settings = self._channel.send, self._machine.settings
         match effect:
             case fx.Read(number, fragment, step):
-                if (slot := bodies.outgoing.take()) is not None:
-                    aims = not settings.synchronous and step > self._machine.t
-                    send(ReadOrder(slot, number, fragment, step, alone=aims))
+                urgent = settings.synchronous or step <= self._machine.t
+                if (slot := bodies.outgoing.take(urgent=urgent)) is not None:
+                    send(ReadOrder(slot, number, fragment, step))
+            case fx.CancelRead(number):
+                send(CancelReadOrder(number))
             case fx.Hold(number, step):
                 send(HoldOrder(number, schedule.fragment_of(number, settings), step))
             case fx.LetGo(number):

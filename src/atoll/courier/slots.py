@@ -1,8 +1,13 @@
-"""Who uses which slot of the shared memory: copies that were ordered, made, sent; versions that wait to be adopted."""
+"""Who uses which slot of the shared memory: copies that were ordered, made, sent; versions that wait to be adopted.
+
+Where all are in use, one more is reserved. Where there is no memory for it, a copy ordered ahead is not made: an older
+one gives way only to a copy that a pull waits for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -11,6 +16,9 @@ class Outgoing:
     """Slots for copies. A copy that went out is kept until its fragment is adopted: carry subtracts it."""
 
     free: list[int]
+    reserve: Callable[[int], bool] = lambda slot: False
+    """Make memory for one more slot, of this number."""
+    count: int = 0
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     """(fragment, t) → slot."""
     counters: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
@@ -20,10 +28,17 @@ class Outgoing:
     _named: set[tuple[int, int]] = field(default_factory=set)
     """Named in an order to adopt that is not carried out yet."""
 
-    def take(self) -> int | None:
-        """A free slot; where there is none, the oldest copy gives way, first of those that were only kept for carry."""
+    def __post_init__(self) -> None:
+        self.count = len(self.free)
+
+    def take(self, *, urgent: bool) -> int | None:
+        """A free slot, or a new one. Where there is none and a pull waits for the copy (`urgent`), the oldest copy
+        gives way, first of those that were only kept for carry."""
+        if not self.free and self.reserve(self.count):
+            self.free.append(self.count)
+            self.count += 1
         may_go = self.copies.keys() - self._named
-        if not self.free and may_go:
+        if not self.free and urgent and may_go:
             kept = self._dropped & self._sent & may_go
             self._release(min(kept or may_go, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
@@ -83,14 +98,19 @@ class Outgoing:
 class Incoming:
     """Slots for versions on their way into the model; a fetch waits for one."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, reserve: Callable[[int], bool] = lambda slot: False) -> None:
+        """`reserve`: make memory for one more slot, of this number."""
         self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._count, self._reserve = count, reserve
         self.landed: dict[int, int] = {}
         """fragment → slot of a version that has arrived."""
         for slot in range(count):
             self._free.put_nowait(slot)
 
     async def take(self) -> int:
+        if self._free.empty() and self._reserve(self._count):
+            self._count += 1
+            return self._count - 1
         return await self._free.get()
 
     def give_back(self, slot: int) -> None:

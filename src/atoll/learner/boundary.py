@@ -17,6 +17,7 @@ from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
+    CancelReadOrder,
     Copy,
     ForgetOrder,
     Freed,
@@ -69,9 +70,9 @@ class Boundary:
     def obey(self, frame: ToTraining) -> None:
         match frame:
             case ReadOrder():
-                if frame.alone:
-                    self._drop_reads(after=self._t)
                 self._read(frame)
+            case CancelReadOrder(round):
+                self._cancel_read(round)
             case AdoptOrder():
                 self._arriving.append((self._offload.bring(frame.fragment, frame.slot), frame))
             case HoldOrder():
@@ -96,9 +97,12 @@ class Boundary:
         self._tokens += tokens
 
     def _read(self, order: ReadOrder) -> None:
-        if (older := self._reads.pop(order.round, None)) is not None:
-            self._partner.send(Freed(older.slot, incoming=False))
+        self._cancel_read(order.round)
         self._reads[order.round] = order
+
+    def _cancel_read(self, round: int) -> None:
+        if (order := self._reads.pop(round, None)) is not None:
+            self._partner.send(Freed(order.slot, incoming=False))
 
     # ---- copies -------------------------------------------------------------------------------------------------
 
@@ -194,7 +198,8 @@ class Boundary:
         self.epoch = epoch
         self._box.adopted[:] = -1
         self._box.steps[:] = self._box.tokens[:] = self._box.dropped[:] = 0  # another life's account
-        self._drop_reads()
+        for round in list(self._reads):
+            self._cancel_read(round)
         for transfer, order in self._arriving:
             transfer.wait()
             self._partner.send(Freed(order.slot, incoming=True))
@@ -204,12 +209,6 @@ class Boundary:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
         for fragment, own in enumerate(self._own):
             adopt(own, self._offload.base(fragment), "overwrite")
-
-    def _drop_reads(self, after: int = -1) -> None:
-        """Those for steps after this one; a copy that is due may have a pull waiting for it."""
-        for order in [order for order in self._reads.values() if order.step > after]:
-            del self._reads[order.round]
-            self._partner.send(Freed(order.slot, incoming=False))
 
     def close(self) -> None:
         self.drop_orders()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from atoll.mailbox.box import Mailbox
@@ -125,7 +126,11 @@ class CudaOffload:
     def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]], device: torch.device) -> None:
         self._box, self._fragments, self._device = box, fragments, device
         self._views = Views(box)
-        self._locked = _page_lock(box)
+        self._locked: dict[int, npt.NDArray[np.uint8]] = {}
+        """Page-locked memory, by its first slot."""
+        self._in_use = box.layout.slots
+        self._lock(0, self._in_use)
+        self._lock(box.layout.most_outgoing, self._in_use)
         self._side = torch.cuda.Stream(device)
         self._read_stage = torch.empty(box.layout.largest, dtype=torch.float32, device=device)
         self._stages: dict[int, torch.Tensor] = {}
@@ -138,12 +143,14 @@ class CudaOffload:
         training.wait_stream(self._side)  # the staging buffer may still be on its way out
         torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._fragments[fragment])
         self._side.wait_stream(training)
+        self._lock_if_new(slot, slot)
         host = torch.from_numpy(self._box.outgoing(slot, fragment))
         with torch.cuda.stream(self._side):
             host.copy_(self._read_stage[: host.numel()], non_blocking=True)
         return self._mark()
 
     def bring(self, fragment: int, slot: int) -> Transfer:
+        self._lock_if_new(slot, self._box.layout.most_outgoing + slot)
         host = torch.from_numpy(self._box.incoming(slot, fragment))
         stage = self._stages[slot] = self._stage(slot)
         self._side.wait_stream(torch.cuda.current_stream(self._device))  # an adoption may still read from the stage
@@ -174,8 +181,19 @@ class CudaOffload:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._box.slots_memory.ctypes.data)
+        for memory in self._locked.values():
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+    def _lock_if_new(self, slot: int, index: int) -> None:
+        """A slot that the courier reserved later."""
+        if slot >= self._in_use and index not in self._locked:
+            self._lock(index, 1)
+
+    def _lock(self, first: int, count: int) -> None:
+        """Page-lock these slots; without it copies still work, only slower."""
+        memory = self._box.slots_memory(first, count)
+        if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+            self._locked[first] = memory
 
     def _mark(self) -> OnStream:
         event = torch.cuda.Event()
@@ -190,10 +208,3 @@ def make_offload(box: Mailbox, fragments: list[list[torch.Tensor]]) -> Offload:
     if device.type == "cuda":
         return CudaOffload(box, fragments, device)
     raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")
-
-
-def _page_lock(box: Mailbox) -> bool:
-    """Page-lock the slots; without it copies still work, only slower."""
-    memory = box.slots_memory
-    code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-    return int(code) == 0

@@ -5,8 +5,10 @@
     outgoing    slots for copies read off the device, one fragment each
     incoming    slots for versions that wait to be adopted
 
-The memory has no name: it is a file descriptor handed to the courier, so nothing is left behind whoever dies. All pages
-are reserved at creation: too little memory is an error before training starts, never a crash in the middle.
+The memory has no name: it is a file descriptor handed to the courier, so nothing is left behind whoever dies. What a
+learner at the run's pace needs is reserved at creation: too little memory is an error before training starts, never a
+crash in the middle. A slower learner copies several fragments ahead at each boundary: its courier reserves more slots
+one by one (`reserve_outgoing`, `reserve_incoming`), and does without where the memory is not there.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step", "term", 
 MEASURES = ("busy_s", "loss", "progress")
 PER_FRAGMENT = ("steps", "tokens", "dropped", "adopted", "base_version")
 RUN_BYTES = 64
+SPARE_BYTES = 256 * 2**20
+"""Left to everybody else when a learner reserves more slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,23 @@ class Layout:
     size: int
     largest: int
     slots: int
+    """Of each direction, reserved from the start."""
+    flights: int
 
     @staticmethod
     def of(plan: Plan, settings: Settings) -> Layout:
-        slots = 2 * schedule.flights(settings) + 3
-        return Layout(len(plan.fragments), plan.size, plan.largest, slots)
+        flights = schedule.flights(settings)
+        return Layout(len(plan.fragments), plan.size, plan.largest, 2 * flights + 3, flights)
+
+    @property
+    def most_outgoing(self) -> int:
+        """A copy of every fragment at hand or kept for carry, and one of each on order for the next boundary."""
+        return max(self.slots, 2 * self.fragments + self.flights)
+
+    @property
+    def most_incoming(self) -> int:
+        """A version of every fragment waits for the next boundary."""
+        return max(self.slots, self.fragments)
 
     @property
     def header_bytes(self) -> int:
@@ -62,7 +78,16 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
+        """If every slot were in use. Only what is reserved takes memory."""
+        return self.header_bytes + self.base_bytes + (self.most_outgoing + self.most_incoming) * self.slot_bytes
+
+    @property
+    def first_bytes(self) -> int:
+        """Reserved from the start."""
         return self.header_bytes + self.base_bytes + 2 * self.slots * self.slot_bytes
+
+    def slot_start(self, index: int) -> int:
+        return self.header_bytes + self.base_bytes + index * self.slot_bytes
 
 
 class Mailbox:
@@ -90,12 +115,14 @@ class Mailbox:
     @staticmethod
     def create(plan: Plan, settings: Settings) -> Mailbox:
         layout = Layout.of(plan, settings)
-        need, have = layout.total_bytes, available_bytes()
+        need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
             raise _too_little(need, have)
         fd = _anonymous_file()
         try:
-            os.posix_fallocate(fd, 0, need)
+            os.ftruncate(fd, layout.total_bytes)
+            os.posix_fallocate(fd, 0, layout.slot_start(layout.slots))
+            os.posix_fallocate(fd, layout.slot_start(layout.most_outgoing), layout.slots * layout.slot_bytes)
         except OSError as error:
             os.close(fd)
             raise _too_little(need, have) from error
@@ -103,6 +130,23 @@ class Mailbox:
         box.steps[:] = box.tokens[:] = box.dropped[:] = 0
         box.adopted[:] = box.base_version[:] = -1
         return box
+
+    def reserve_outgoing(self, slot: int) -> bool:
+        """One more slot than there were; False where its memory cannot be had."""
+        return slot < self.layout.most_outgoing and self._reserve(slot)
+
+    def reserve_incoming(self, slot: int) -> bool:
+        return slot < self.layout.most_incoming and self._reserve(self.layout.most_outgoing + slot)
+
+    def _reserve(self, index: int) -> bool:
+        have = available_bytes()
+        if have is not None and self.layout.slot_bytes + SPARE_BYTES > have:
+            return False  # asked for first: a control group kills where the system only refuses
+        try:
+            os.posix_fallocate(self.fd, self.layout.slot_start(index), self.layout.slot_bytes)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Forget the descriptor; the memory itself goes with the last view of it."""
@@ -170,16 +214,14 @@ class Mailbox:
         return self._slot(slot, fragment)
 
     def incoming(self, slot: int, fragment: int) -> FloatArray:
-        return self._slot(self.layout.slots + slot, fragment)
+        return self._slot(self.layout.most_outgoing + slot, fragment)
 
-    @property
-    def slots_memory(self) -> npt.NDArray[np.uint8]:
-        """Every slot, for page-locking."""
-        return self.memory[self.layout.header_bytes + self.layout.base_bytes :]
+    def slots_memory(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """The bytes of these slots, for page-locking; the incoming ones come behind every outgoing one."""
+        return self.memory[self.layout.slot_start(first) : self.layout.slot_start(first + count)]
 
     def _slot(self, index: int, fragment: int) -> FloatArray:
-        start = self.layout.header_bytes + self.layout.base_bytes + index * self.layout.slot_bytes
-        return self._floats(start, self.plan.fragments[fragment].size)
+        return self._floats(self.layout.slot_start(index), self.plan.fragments[fragment].size)
 
     def _floats(self, start: int, size: int) -> FloatArray:
         return self.memory[start : start + 4 * size].view(np.float32)

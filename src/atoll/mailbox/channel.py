@@ -1,7 +1,8 @@
 """Small messages between the training process and its courier, over a local socket.
 
     training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
-    courier → training process    Welcomed  ReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder  ForgetOrder
+    courier → training process    Welcomed  ReadOrder  CancelReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder
+                                  ForgetOrder
                                   Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder  BeginOrder
                                   DrainOrder  StopOrder
 
@@ -147,8 +148,12 @@ class ReadOrder(Frame, frozen=True):
     round: int
     fragment: int
     step: int
-    alone: bool
-    """It takes the place of every copy that was ordered for a later step than the coming one."""
+
+
+class CancelReadOrder(Frame, frozen=True):
+    """The copy for this round is not needed any more, unless it is made already."""
+
+    round: int
 
 
 class HoldOrder(Frame, frozen=True):
@@ -252,6 +257,7 @@ ToCourier = Start | Box | Step | Told | Sources | Copy | Took | Freed | Kept | S
 ToTraining = (
     Welcomed
     | ReadOrder
+    | CancelReadOrder
     | HoldOrder
     | LetGoOrder
     | AdoptOrder

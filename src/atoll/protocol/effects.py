@@ -410,6 +410,12 @@ class Read(Fact, frozen=True):
     step: int
 
 
+class CancelRead(Fact, frozen=True):
+    """Effect: the copy ordered for this round is not needed any more, unless it is made already."""
+
+    round: int
+
+
 class Hold(Fact, frozen=True):
     """Effect: at the end of step `step`, wait until `round` is adopted or let go (synchronous runs)."""
 
@@ -605,6 +611,7 @@ LearnerEvent = (
 LearnerEffect = (
     Say
     | Read
+    | CancelRead
     | Hold
     | LetGo
     | Fetch

@@ -1,7 +1,8 @@
 """Who is ready for a round, and whether it may freeze its members now.
 
-Asynchronous: at least K learners have made a new step since their last inclusion, the pace says that the round is due
-(pace.py), and the grace window is over or every learner is there (grace.py). Synchronous: every learner that was live
+Asynchronous: at least K learners are ready (they have steps on this fragment that no version contains, on a base at or
+past the version that holds their last contribution to it), the pace says that the round is due (pace.py), and the grace
+window is over or every learner is there (grace.py). Synchronous: every learner that was live
 when the round opened, and still is, has copied the fragment. At the end of a run: whoever has steps left.
 
 Nobody is asked for a fragment while the version that holds its last contribution is still on its way to it. A learner
@@ -18,6 +19,9 @@ from atoll.protocol.pace import Pace
 from atoll.protocol.quorum import Verdict, effective_quorum, judge, judge_all
 from atoll.protocol.round import Round
 from atoll.protocol.settings import Settings
+
+OWN_STEPS = 1.5
+"""Of its own steps, by which a learner surely has come to a boundary."""
 
 
 class Gathering:
@@ -38,8 +42,16 @@ class Gathering:
 
     @property
     def deadline_s(self) -> float:
-        """What a pull may take."""
+        """What a pull may take of one whose copy lies ready."""
         return self.estimates.pull_deadline_s(self.settings, self.members.answer_s())
+
+    def deadline_of(self, one: Learner) -> float:
+        """What a pull may take of this learner: it may have to come to its next boundary first, but no round is held up
+        for longer than the overlap that all are meant to have."""
+        step_s, usual_s = one.step_s.value, self.members.step_s()
+        if self.settings.synchronous or one.stopped or step_s is None or usual_s is None:
+            return self.deadline_s
+        return max(self.deadline_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
 
     def watch(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""
@@ -66,7 +78,7 @@ class Gathering:
             return one.stopped and one.has_more(round_.fragment)
         if self.settings.synchronous:
             return one.offers_from <= round_.t <= one.offer
-        return one.t > one.included_t
+        return one.is_ready(round_.fragment)
 
     def judge(self, now: float, round_: Round, ready: list[Learner], *, in_turn: bool, wakes: list[float]) -> Verdict:
         if self.draining:
@@ -128,7 +140,16 @@ class Gathering:
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:
             return None
-        return max(round_.quorum_at, round_.due_at) + self.grace_s
+        return max(round_.quorum_at, round_.due_at) + self.window_s(round_)
+
+    def window_s(self, round_: Round) -> float:
+        """The grace window of this round. Where it was due before anybody was ready, versions take nearly H steps to
+        come back: everybody is late by about as much, and a round that closed at the first would hold it alone."""
+        late = round_.quorum_at is not None and round_.due_at is not None and round_.quorum_at > round_.due_at
+        step_s = self.members.step_s()
+        if not late or not self.settings.grace or step_s is None:
+            return self.grace_s
+        return max(self.grace_s, self.settings.grace_cap_steps * step_s)
 
 
 def _may_yet_copy(one: Learner, round_: Round) -> bool:

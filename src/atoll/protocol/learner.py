@@ -140,6 +140,7 @@ class Learner:
                 self._cut(reason)
             case fx.Stepped():
                 self._counters.stepped(event)
+                self._pulls.pass_boundary()
                 self._report(now)
             case fx.Told(first, entries):
                 self._line.tape.add(first, entries)  # the next report carries them
@@ -149,8 +150,7 @@ class Learner:
             case fx.Copied():
                 if self._pulls.copied(now, event) and event.t <= self.t:
                     self._report(now)  # otherwise the report of that step is on its way, and says both
-                if not self._orders.pending:
-                    self._pulls.order_next(event.t + 1)
+                self._pulls.order_waited_for(event.t + 1)
             case fx.Adopted():
                 self._adopted(now, event)
             case fx.Fetched(fragment, version):

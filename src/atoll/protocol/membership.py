@@ -48,7 +48,6 @@ class Learner:
     idle_at: float = 0.0
     """When it last owed us no step: it had stopped, or (synchronous) it waited for a round."""
     t: int = 0
-    included_t: int = -1
     offer: int = -1
     offers_from: int = -1
     """It has copied the fragment of every round from this one to `offer`."""
@@ -74,6 +73,8 @@ class Learner:
     """Per fragment, the version its last contribution went into; −1 for none."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
     """Per fragment, the tokens of that contribution."""
+    declined: dict[int, int] = field(default_factory=dict)
+    """Per fragment, its step when it last had nothing to give: it is not asked again before the next one."""
     synced_t: dict[int, int] = field(default_factory=dict)
     """Per fragment, its step when the fragment was last synced."""
     dropped: tuple[int, ...] = ()
@@ -108,6 +109,10 @@ class Learner:
     def has_more(self, fragment: int) -> bool:
         """Whether it has steps of this fragment that no version contains, on a base it may use."""
         return self.may_give(fragment) and bool(self.steps) and self.steps[fragment] > 0
+
+    def is_ready(self, fragment: int) -> bool:
+        """Whether it can be asked for this fragment: by its steps on this one, whichever rounds it was in before."""
+        return self.has_more(fragment) and self.t > self.declined.get(fragment, -1)
 
     def last_merged(self) -> tuple[tuple[int, int, int], ...]:
         """Per fragment, the version its last contribution went into, the step it was read at and its tokens."""
@@ -149,7 +154,6 @@ class Membership:
             last_heard=now,
             last_step_at=now,
             t=hello.t,
-            included_t=hello.t,
             tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
             tokens_before=_tokens_before(known, hello.session),
             budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
@@ -162,7 +166,7 @@ class Membership:
     def remember(self, name: str, life: Life) -> None:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
-        learner.t = learner.included_t = life.t
+        learner.t = life.t
         learner.tokens_total, learner.tokens_before, learner.budgeted = life.total, life.before, Counted(life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
@@ -201,7 +205,8 @@ class Membership:
         learner.state, learner.joined_at = "joining", now
         learner.strikes = learner.misses = 0
         learner.reset, learner.closed, learner.recovered = True, False, False
-        learner.versions, learner.offer, learner.included_t = (), -1, learner.t
+        learner.versions, learner.offer = (), -1
+        learner.declined.clear()
         learner.synced_t.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments

@@ -1,7 +1,8 @@
 """Which copy the training process makes next, and (synchronous) at which step it waits for which round.
 
-Asynchronous: one copy is on order at a time, for a pull that waits or for the round that gathers; until that round
-freezes, a fresher one is ordered at every boundary.
+Asynchronous: at every boundary the learner copies each fragment that comes due before its next boundary: one where it
+keeps the run's pace, several where it is slower (several rounds then go by during one of its steps). A round that has
+not frozen by the next boundary gets a fresher copy there. A pull that finds no copy is served at the next boundary.
 
 Synchronous: the schedule says at which nominal step each round's fragment is read and at which its new version is
 adopted; the shift says how the learner's own steps lie to it. Every copy that may be due before the training process
@@ -10,11 +11,52 @@ goes on must be ordered before. A learner that the run has gone past takes its p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from atoll.protocol import schedule
-from atoll.protocol.effects import Hold, LearnerEffect, LetGo, Read
+from atoll.protocol.effects import CancelRead, Hold, LearnerEffect, LetGo, Read
 from atoll.protocol.settings import Settings
+
+RECENT = 16
+"""Own steps, and rounds, by which a learner judges what comes due before its next boundary."""
+
+
+class RoundsPerStep:
+    """How the run's rounds lie to this learner's own steps, of late.
+
+    Counted, not timed: how many rounds went by between two boundaries says all, whatever made them fast or slow. The
+    most of the last few is what the next boundary prepares for, because a missing copy costs a round and a needless one
+    only a copy.
+    """
+
+    def __init__(self) -> None:
+        self._passed: deque[int] = deque(maxlen=RECENT)
+        """Rounds that began to gather between two boundaries."""
+        self._gaps: deque[int] = deque(maxlen=RECENT)
+        """Own steps from one round's gathering to the next one's."""
+        self._boundary: tuple[int, int] | None = None
+        self._moved: tuple[int, int] | None = None
+
+    def pass_boundary(self, t: int, gathering: int) -> None:
+        if self._boundary is not None and t > self._boundary[0]:
+            steps, rounds = t - self._boundary[0], gathering - self._boundary[1]
+            self._passed.append(-(-rounds // steps))
+        self._boundary = (t, gathering)
+
+    def move_on(self, t: int, gathering: int) -> None:
+        if self._moved is not None and gathering > self._moved[1]:
+            self._gaps.append((t - self._moved[0]) // (gathering - self._moved[1]))
+        self._moved = (t, gathering)
+
+    def count_ahead(self, settings: Settings) -> int:
+        """Rounds that may freeze before the next boundary."""
+        most = max(self._passed, default=-(-settings.fragments // settings.sync_every))
+        return max(1, min(most, settings.fragments))
+
+    def steps_to_next(self, settings: Settings) -> int:
+        """Own steps after which a round that has just begun to gather wants its first copy."""
+        return max(1, min([*self._gaps, int(schedule.interval(settings))]) - 1)
 
 
 class Orders:
@@ -25,6 +67,9 @@ class Orders:
         self.pending: dict[int, int] = {}
         """Copies ordered and not made yet: round → step."""
         self._do = do
+        self._rounds_per_step = RoundsPerStep()
+        self._first_step = 0
+        """Asynchronous: no boundary before this step copies for the round that gathers."""
         self._shift: int | None = None
         """Synchronous: own step minus the run's nominal step."""
         self._last = -1
@@ -36,14 +81,32 @@ class Orders:
         return min(self.pending, default=-1)
 
     def order(self, number: int, step: int) -> None:
-        if not self.settings.synchronous:
-            self.pending.clear()
         self.pending[number] = step
         self._do(Read(number, schedule.fragment_of(number, self.settings), step))
 
-    def ahead(self, t: int) -> None:
-        """Asynchronous: a copy for the round that gathers, a boundary before it is likely to freeze."""
-        self.order(self.gathering, t + max(1, int(schedule.interval(self.settings)) - 1))
+    # ---- asynchronous -------------------------------------------------------------------------------------------
+
+    def pass_boundary(self, t: int) -> None:
+        self._rounds_per_step.pass_boundary(t, self.gathering)
+
+    def move_on(self, t: int, gathering: int) -> None:
+        """The syncer gathers a later round."""
+        self.gathering = gathering
+        self._rounds_per_step.move_on(t, gathering)
+        self._first_step = t + self._rounds_per_step.steps_to_next(self.settings)
+
+    def order_ahead(self, t: int, waited_for: Iterable[int]) -> None:
+        """Order the copies that rounds may want before the boundary after the coming one, and what pulls wait for."""
+        step = max(t + 1, self._first_step)
+        count = self._rounds_per_step.count_ahead(self.settings)
+        wanted = dict.fromkeys(range(self.gathering, self.gathering + count), step)
+        wanted |= dict.fromkeys(waited_for, t)
+        for number in [n for n, at in self.pending.items() if n not in wanted and at > t]:
+            del self.pending[number]
+            self._do(CancelRead(number))
+        for number, at in wanted.items():
+            if self.pending.get(number) != at:
+                self.order(number, at)
 
     # ---- synchronous --------------------------------------------------------------------------------------------
 

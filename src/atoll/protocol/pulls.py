@@ -57,8 +57,7 @@ class Pulls:
             self._decline(now, pull, "no steps since its last adoption")
         else:
             self._copies.waiting[fragment] = pull
-            if len(self._copies.waiting) == 1:
-                self._orders.order(pull.round, self._standing().t)
+            self._orders.order(pull.round, self._standing().t)
 
     def copied(self, now: float, copy: Copied) -> bool:
         """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
@@ -80,27 +79,36 @@ class Pulls:
             reason = f"its answer did not arrive: {event.reason}"
             self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
 
-    def order_next(self, step: int) -> None:
-        """A pull that waits comes first; else (asynchronous) a fresher copy for the round that gathers."""
-        if self._copies.waiting:
-            self._orders.order(next(iter(self._copies.waiting.values())).round, step)
-        elif self._standing().stepping and not self._synchronous:
-            self._orders.order(self._orders.gathering, step)
+    def order_waited_for(self, step: int) -> None:
+        """A copy that did not do, for a pull that waits, is made again."""
+        for pull in self._copies.waiting.values():
+            if pull.round not in self._orders.pending:
+                self._orders.order(pull.round, step)
+
+    def pass_boundary(self) -> None:
+        """A step was reported: what the next boundary copies is ordered now."""
+        self._orders.pass_boundary(self._standing().t)
+        self._order_ahead()
 
     def plan(self) -> None:
         """Orders for a learner that has just recovered or come back."""
         standing = self._standing()
         if standing.stepping and self._synchronous:
             self._orders.align(standing.t)
-        elif standing.stepping:
-            self.order_next(standing.t + 1)
+        else:
+            self._order_ahead()
 
     def move_on(self, gathering: int) -> None:
-        """The syncer gathers a later round: aim at its fragment."""
+        """The syncer gathers a later round: aim at its fragment and the ones that follow."""
         if gathering > self._orders.gathering:
-            self._orders.gathering = gathering
-            if self._standing().stepping and not self._synchronous and not self._copies.waiting:
-                self._orders.ahead(self._standing().t)
+            self._orders.move_on(self._standing().t, gathering)
+            self._order_ahead()
+
+    def _order_ahead(self) -> None:
+        """Asynchronous, and only while it steps: the next boundary's copies."""
+        standing = self._standing()
+        if standing.stepping and standing.recovered and not self._synchronous:
+            self._orders.order_ahead(standing.t, [pull.round for pull in self._copies.waiting.values()])
 
     def pass_over(self, number: int) -> None:
         """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""

@@ -19,8 +19,7 @@ class Seat:
     learner: str
     incarnation: int
     t: int
-    included_before: int
-    """Its step at the inclusion before this one, should the round be void."""
+    deadline: float
     state: SeatState = "asked"
     contribution: Contribution | None = None
     why_out: str = ""
@@ -52,7 +51,6 @@ class Round:
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
     grace_s: float = 0.0
-    deadline: float = 0.0
     live: int = 0
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
@@ -63,6 +61,11 @@ class Round:
     def given(self) -> list[Seat]:
         """In the fixed order of merging: by learner id."""
         return [self.seats[name] for name in sorted(self.seats) if self.seats[name].state == "given"]
+
+    @property
+    def deadline(self) -> float:
+        """The last of its members'."""
+        return max((seat.deadline for seat in self.seats.values()), default=0.0)
 
     @property
     def asked(self) -> list[Seat]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, Merge, Merged, Part
-from atoll.protocol.gathering import Gathering
+from atoll.protocol.gathering import OWN_STEPS, Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
@@ -143,20 +143,18 @@ class Rounds:
 
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
-        deadline_s = self.gathering.deadline_s
-        round_.stage, round_.frozen_at, round_.deadline = "pulling", now, now + deadline_s
+        round_.stage, round_.frozen_at = "pulling", now
         round_.reason, round_.live = reason, len(self.members.live())
         for one in ready:
-            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, one.included_t)
-            one.included_t = one.t
-        pull = Pull(
-            round=round_.t,
-            attempt=round_.attempt,
-            fragment=round_.fragment,
-            gathering=max(round_.t + 1, self.aim),
-            deadline_s=deadline_s,
-        )
-        for one in ready:
+            deadline_s = self.gathering.deadline_of(one)
+            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, now + deadline_s)
+            pull = Pull(
+                round=round_.t,
+                attempt=round_.attempt,
+                fragment=round_.fragment,
+                gathering=max(round_.t + 1, self.aim),
+                deadline_s=deadline_s,
+            )
             self.out.send(one.name, pull)
 
     # ---- answers ------------------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ class Rounds:
 
     def nothing_from(self, round_: Round, seat: Seat, reason: str) -> None:
         """It has nothing to give: it is asked again after its next step, not before."""
-        seat.included_before = seat.t
+        self.members.learners[seat.learner].declined[round_.fragment] = seat.t
         self.leave_out(round_, seat, reason)
 
     def unseat(self, learner: Learner, reason: str) -> None:
@@ -201,17 +199,14 @@ class Rounds:
         """Wait for the members' answers; merge once it is this round's turn."""
         if round_.given:
             self._leave_out_silent(now, round_, wakes)
-        missed = now >= round_.deadline and bool(round_.asked)
-        if missed:
-            if not round_.given:  # for all we know the deadline was too short: learn from it
-                self.gathering.estimates.sync_s.add(now - round_.frozen_at)
-                for seat in round_.asked:
-                    self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
-            for seat in round_.asked:
-                self._miss(round_, seat)
+        missed = [seat for seat in round_.asked if now >= seat.deadline]
+        if missed and not round_.given:  # for all we know the deadline was too short: learn from it
+            self._learn_from_misses(now, round_, missed)
+        for seat in missed:
+            self._miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
-            wakes.append(round_.deadline)
-            return False
+            wakes.append(min(seat.deadline for seat in round_.asked))
+            return bool(missed)
         least = 1 if self.gathering.draining else max(1, min(self.settings.quorum, len(round_.seats)))
         if len(round_.given) < least:
             reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
@@ -222,7 +217,13 @@ class Rounds:
             self._weigh(round_)
             parts = tuple(Part(name, round_.attempt, counts) for name, counts in round_.weights.items())
             self.out.add(Merge(round_.t, round_.fragment, parts))
-        return missed  # whoever fell mute is to be probed
+        return bool(missed)  # whoever fell mute is to be probed
+
+    def _learn_from_misses(self, now: float, round_: Round, missed: list[Seat]) -> None:
+        if len(missed) == len(round_.asked):
+            self.gathering.estimates.sync_s.add(now - round_.frozen_at)
+        for seat in missed:
+            self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
 
     def _weigh(self, round_: Round) -> None:
         names, limit = [seat.learner for seat in round_.given], self.settings.weight_limit
@@ -241,14 +242,14 @@ class Rounds:
                 continue
             silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.settings.heartbeat_s
             if now >= silent_at:
-                self._miss(round_, seat, "says nothing any more")
-            elif silent_at < round_.deadline:
+                self._miss(round_, seat, "says nothing any more", strike=True)
+            elif silent_at < seat.deadline:
                 wakes.append(silent_at)
 
-    def _miss(self, round_: Round, seat: Seat, why: str = "missed its deadline") -> None:
+    def _miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
         learner = self.members.learners[seat.learner]
-        if learner.incarnation != seat.incarnation or not learner.connected:
+        if learner.incarnation != seat.incarnation or not learner.connected or not strike:
             return
         learner.misses += 1
         if learner.misses >= 2 and not learner.muted:
@@ -256,13 +257,18 @@ class Rounds:
             text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
             self.out.note("muted", text, learner)
 
+    def _had_its_time(self, now: float, round_: Round, seat: Seat) -> bool:
+        """Whether it surely came to a boundary since it was asked: a slow step is no silence."""
+        learner = self.members.learners[seat.learner]
+        if self.settings.synchronous or learner.stopped or learner.t > seat.t + 1:
+            return True
+        own_s = OWN_STEPS * (learner.step_s.value or 0.0)
+        return now >= round_.frozen_at + max(self.gathering.deadline_s, own_s)
+
     # ---- the outcome --------------------------------------------------------------------------------------------
 
     def fail(self, now: float, round_: Round, reason: str) -> None:
         for seat in round_.seats.values():
-            learner = self.members.learners[seat.learner]
-            if learner.incarnation == seat.incarnation:
-                learner.included_t = min(learner.included_t, seat.included_before)
             self.out.discard(seat.learner, round_.t, round_.attempt)
         if round_.attempt == 1 and not self.gathering.draining:
             self.out.note("again", f"round {round_.t} gathers once more: {reason}", round=round_.t, reason=reason)

@@ -157,8 +157,6 @@ class Island(Training):
             case fx.Inform(progress):
                 self.world.informed(self, progress)
             case fx.Read(round=number):
-                if not self.world.settings.synchronous:
-                    self.reads.clear()
                 self.reads[number] = effect
                 self.soon()
             case fx.Drop(fragment, t):
@@ -171,6 +169,8 @@ class Island(Training):
                 self.soon()
             case fx.Upload(number, attempt, fragment):
                 self._upload(number, attempt, fragment)
+            case fx.CancelRead(number):
+                self.reads.pop(number, None)
             case fx.Hold(number, step):
                 self.holds[number] = step
                 self.soon()

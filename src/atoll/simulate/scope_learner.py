@@ -83,9 +83,9 @@ class Island:
             case fx.Say(message):
                 self.said.append(message)
             case fx.Read(round=number):
-                if not self.machine.settings.synchronous:
-                    self.reads.clear()
                 self.reads[number] = effect
+            case fx.CancelRead(number):
+                self.reads.pop(number, None)
             case fx.Hold(number, step):
                 self.holds[number] = step
             case fx.LetGo(number):

@@ -142,7 +142,7 @@ class Timing:
             self._out.add(key)
             learner = reign.machine.members.learners[seat.learner]
             is_there = learner.connected and learner.incarnation == seat.incarnation
-            if learner.stopped and is_there and now < round_.deadline and _speaker(event) != seat.learner:
+            if learner.stopped and is_there and now < seat.deadline and _speaker(event) != seat.learner:
                 said = f"round {round_.t} goes on without {seat.learner} before its deadline: {seat.why_out}"
                 raise Violation("last steps are waited for", said, seat.learner, round_.fragment)
 
@@ -173,7 +173,7 @@ class Timing:
             self._quorum_since.pop(key, None)
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
-        window_s = 0.0 if ready >= live else gathering.grace_s
+        window_s = 0.0 if ready >= live else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in rounds.open.values())
         waits = under_way >= schedule.flights(settings) and round_.attempt == 1
         if not waits and now >= since + window_s:

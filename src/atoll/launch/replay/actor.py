@@ -222,7 +222,7 @@ class Actor:
         slots = self._box.layout.slots
         taken = {slot for slot, _, _ in self._copies.values()}
         self._free = next(slot for slot in range(slots) if slot not in taken)
-        self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t, alone=False))
+        self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t))
         return None
 
     def _adopt(self, act: tape.Adopted) -> str | None:
