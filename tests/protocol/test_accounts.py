@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.accounts import AHEAD, LEASE_BATCHES, Accounts
+from atoll.protocol.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
 from atoll.protocol.history import History
 from atoll.protocol.learner import Learner as Machine
 from atoll.protocol.membership import Learner, Membership
@@ -254,6 +254,18 @@ def test_a_synchronous_run_that_has_begun_leases_to_those_that_are_there() -> No
     one, two = desk.join("learner-0"), desk.join("learner-1")
     desk.merge(one, position=-1)
     assert spans(*desk.register(two)) == [(0, LEASE), (LEASE, 2 * LEASE)]
+
+
+def test_one_that_joins_again_and_again_does_not_fill_the_others_accounts_with_leases() -> None:
+    desk = Desk(learners=2, synchronous=True)
+    steady, restless = desk.join("learner-0"), desk.join("learner-1")
+    desk.register(steady)
+    for _ in range(50):
+        desk.register(restless)
+        assert desk.accounts.held(restless), "it has what it needs"
+        desk.accounts.close(restless, "another process took its name")
+        restless = desk.join("learner-1")
+    assert len(desk.accounts.held(steady)) <= MOST_AHEAD
 
 
 # ---- alarms ----------------------------------------------------------------------------------------------------------

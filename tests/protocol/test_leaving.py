@@ -11,7 +11,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.learner import Learner
 from atoll.protocol.membership import Membership
-from atoll.protocol.messages import Drain, Welcome
+from atoll.protocol.messages import Drain, Leave, Welcome
 from atoll.protocol.round import Round
 from atoll.protocol.settings import Settings
 
@@ -51,6 +51,65 @@ def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
     other = Learner("learner-0", "another session", ()).hello()
     effects = world.syncer.handle(world.now, fx.Greeted(other))
     assert not any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in effects)
+
+
+def test_one_that_was_asked_is_told_again_also_where_another_process_had_its_name_meanwhile() -> None:
+    world = World(2).run_until(round=4)
+    world.syncer.handle(world.now, fx.DrainAsked("learner-0", "this rack goes down"))
+    asked = world.islands["learner-0"].machine.hello()
+    world.syncer.handle(world.now, fx.Greeted(Learner("learner-0", "another session", ()).hello()))
+    again = world.syncer.handle(world.now, fx.Greeted(asked))
+    told = [one.message for one in again if isinstance(one, fx.Send) and isinstance(one.message, Drain)]
+    assert [drain.reason for drain in told] == ["this rack goes down"]
+
+
+def test_who_has_left_is_not_remembered_as_asked() -> None:
+    world = World(2).run_until(round=4)
+    world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
+    assert list(world.syncer.members.asked_to_leave) == [world.islands["learner-0"].session]
+    world.syncer.handle(world.now, fx.Received("learner-0", Leave(reason="x")))
+    assert not world.syncer.members.asked_to_leave
+
+
+def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over() -> None:
+    """What waits for the disk is sent by name. Two processes that take the name by turns while nothing can be written
+    then hear, on one channel, what was meant for both: whatever follows the other's welcome is the other's."""
+
+    def welcome(session: str, incarnation: int) -> fx.Arrived:
+        settings = Settings(fragments=1, sync_every=4)
+        welcome = Welcome(
+            run="r",
+            incarnation=incarnation,
+            settings=settings,
+            fingerprint="",
+            versions=(0,),
+            gathering=0,
+            session=session,
+        )
+        return fx.Arrived(welcome)
+
+    machine, drain = Learner("a", "mine", ()), fx.Arrived(Drain(reason="this rack goes down"))
+    machine.handle(0.0, welcome("mine", 1))
+    machine.handle(0.0, welcome("another", 2))
+    assert fx.Drain("this rack goes down") not in machine.handle(0.0, drain)
+    machine.handle(0.0, welcome("mine", 3))
+    assert fx.Drain("this rack goes down") in machine.handle(0.0, drain)
+
+
+def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operator_asked() -> None:
+    """Seeds 7619 and 9496: the disk was slow, and when the note of the drain was told another process had the name."""
+    world = World(2).run_until(round=4)
+    asked = world.islands["learner-0"]
+    world.disk.full = True
+    world.run_until(seconds=3)  # a round waits for the disk, and all that is decided from here on waits behind it
+    world.inject(fx.DrainAsked("learner-0", "x"))
+    world.kill("learner-0")
+    world.join("learner-0")
+    world.disk.full = False
+    world.run_until(seconds=10)
+    assert not asked.alive and world.islands["learner-0"].alive
+    assert [note for _, note in world.notes if note.kind == "draining"]
+    world.invariants.drains.have_left()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

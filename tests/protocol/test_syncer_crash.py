@@ -109,6 +109,24 @@ def test_a_new_term_does_not_wait_long_for_the_dead() -> None:
     assert RETURN_S < world.now - begun < RETURN_S + 4
 
 
+@pytest.mark.parametrize("phase", ["ending", "finished"])
+def test_with_durability_cut_an_end_that_was_told_survives_a_power_cut(phase: str) -> None:
+    """Seed 11937: learners had left with the finished model; the run forgot its end, went back to its last cut, and
+    went on without them."""
+    world = World(2, cut_every=3)
+    world.disk.every_round = False
+    world.run_until(round=4)
+    world.end("asked to")
+    while world.syncer.phase != phase:
+        world.step()
+    told = list(world.syncer.versions)
+    world.disk.power_cut()
+    world.crash_syncer()
+    assert world.syncer.history.ended == "asked to" and world.syncer.versions == told
+    world.run_until(seconds=60)
+    assert world.finished and all(island.over for island in world.islands.values())
+
+
 def test_an_ending_that_was_begun_is_gone_on_with() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05).run_until(round=4)
     world.crash = lambda effect, when: when == "after" and isinstance(effect, fx.Note) and effect.kind == "ending"

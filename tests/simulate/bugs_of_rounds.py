@@ -254,8 +254,8 @@ mutant("a moment of silence costs the last steps", (Rounds, "_leave_out_silent",
 
 
 def _as_if_it_had_ended(plain: Plain) -> Any:
-    def broken(self: Membership, now: float, learner: Learner, progress: Progress) -> None:
-        plain(self, now, learner, replace(progress, leaving=False))
+    def broken(self: Membership, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+        plain(self, now, learner, replace(progress, leaving=False), furthest)
 
     return broken
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Joined, Merged, Passed, Reigned, Share, Started
+from atoll.protocol.records import Begun, Ended, Joined, Merged, Passed, Reigned, Share, Started
 from atoll.protocol.settings import Settings
 from atoll.simulate.disk import Disk, Entry
 
@@ -56,6 +56,14 @@ def test_a_power_cut_takes_what_was_never_synced() -> None:
     kept = disk()
     kept.append(entries(2))
     assert kept.power_cut() == 0 and len(kept.journal) == 2
+
+
+def test_the_end_of_a_run_is_synced_with_all_before_it_whatever_the_durability() -> None:
+    one = disk(every_round=False)
+    one.append(entries(2))
+    assert one.begin(1, [(Ended("asked to"), None)]) == one.sync_s
+    assert one.end(1)
+    assert one.power_cut() == 0 and len(one.journal) == 3
 
 
 def test_recovery_gives_the_values_that_the_gradients_make() -> None:

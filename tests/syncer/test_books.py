@@ -19,7 +19,7 @@ from atoll.config import Outer
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import CutSaved
-from atoll.protocol.records import AnyRecord, Begun, CutDone, Gone, Joined, Merged, Reigned, Share, Started
+from atoll.protocol.records import AnyRecord, Begun, CutDone, Ended, Gone, Joined, Merged, Reigned, Share, Started
 from atoll.protocol.settings import Settings
 from atoll.store import atomic
 from atoll.store import disk as disk_module
@@ -408,6 +408,41 @@ def test_durable_at_cuts_means_that_a_power_cut_costs_the_rounds_since_the_last(
     one.round(2)
     two = after_a_power_cut(one, disk)
     assert two.history.committed == 3 and two.bits() == as_it_was
+
+
+def test_durable_at_cuts_the_end_of_a_run_survives_a_power_cut(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
+    one.write(Ended("100 steps are done"))
+    one.round(2)
+    one.write(Ended("100 steps are done", final=True))
+    two = after_a_power_cut(one, disk)
+    assert two.history.finished and two.history.committed == 5 and two.bits() == one.bits()
+
+
+def test_durable_at_cuts_what_a_new_term_builds_on_survives_a_power_cut(tmp_path: Path) -> None:
+    """The records of the term before were made durable, the outer gradients that they name were not."""
+    disk = FaultyDisk()
+    one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
+    one.whole_cut()
+    one.round(2)
+    one.books.close()  # the process is killed, its machine goes on
+    two = Reigning(one.out.path, disk=disk, every_round=False)
+    assert two.history.committed == 5
+    three = after_a_power_cut(two, disk)
+    assert three.history.committed == 5 and three.bits() == one.bits()
+
+
+def test_durable_at_cuts_a_round_that_is_written_beside_a_cut_survives_with_its_outer_gradient(tmp_path: Path) -> None:
+    """To make the journal durable up to a cut takes the records behind it along: their outer gradients go first."""
+    disk = FaultyDisk()
+    one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
+    state, arrays = one.books.open_cut(one.history.state(), one.parameters.rounds()), one.parameters.snapshot()
+    arrays = {name: values.copy() for name, values in arrays.items()}
+    one.round(2)
+    one.books.write_cut(3, state, arrays)
+    two = after_a_power_cut(one, disk)
+    assert two.history.committed == 5 and two.bits() == one.bits()
 
 
 def test_durable_at_cuts_the_disk_is_not_waited_for_in_between(tmp_path: Path) -> None:

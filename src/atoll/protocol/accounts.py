@@ -19,6 +19,9 @@ from atoll.protocol.settings import Settings
 
 AHEAD = 3
 """Leases a learner holds at a time, so that it never waits for the next."""
+MOST_AHEAD = 2 * AHEAD
+"""Leases that no learner is granted beyond, also where (synchronous) all are granted some because one lacks them: one
+that joins again and again would otherwise fill the others' accounts with leases that nobody takes."""
 LEASE_BATCHES = 64
 
 
@@ -135,6 +138,8 @@ class Accounts:
         granted: dict[str, list[Range]] = {one.name: [] for one in learners}
         while any(self._lacks(one) for one in learners) and not leases.used_up:
             for one in learners:
+                if self._room(one) >= MOST_AHEAD:
+                    continue
                 lease = leases.next(one.name, one.incarnation, LEASE_BATCHES * self._batch[one.name])
                 if lease is not None:
                     self.out.persist(lease)
@@ -146,9 +151,13 @@ class Accounts:
                 self.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
 
     def _lacks(self, learner: Learner) -> bool:
+        return self._room(learner) < AHEAD - 1
+
+    def _room(self, learner: Learner) -> float:
+        """Whole leases that it has not taken yet."""
         assert self.history.leases is not None
-        least = (AHEAD - 1) * LEASE_BATCHES * self._batch[learner.name]
-        return self.history.leases.room(learner.name, learner.incarnation) < least
+        size = LEASE_BATCHES * self._batch[learner.name]
+        return self.history.leases.room(learner.name, learner.incarnation) / size
 
 
 def _wrong_sizes(message: Register) -> str | None:

@@ -132,7 +132,7 @@ class Attendance:
     # ---- going --------------------------------------------------------------------------------------------------
 
     def ask_to_leave(self, learner: Learner, reason: str) -> None:
-        learner.draining = reason
+        learner.draining = self.members.asked_to_leave[learner.session] = reason
         self.out.send(learner.name, Drain(reason=reason))
         self.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
 
@@ -143,6 +143,7 @@ class Attendance:
         self.rounds.unseat(learner, reason)
         self.peers.lost(learner, reason)
         if kind == "left":
+            self.members.asked_to_leave.pop(learner.session, None)
             self.close(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
         self.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)

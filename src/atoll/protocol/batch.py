@@ -1,10 +1,12 @@
-"""What of the effects that wait may be written to the disk together, in the service and in the simulated one."""
+"""What is written to the disk together, and what must survive the machine at once; in the service and in the simulated
+one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from atoll.protocol.effects import Persist, SyncerEffect, TakeCut
+from atoll.protocol.records import AnyRecord, Ended
 
 
 def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
@@ -18,3 +20,12 @@ def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
                 break
             batch.append(effect)
     return batch
+
+
+def must_be_synced(records: Iterable[AnyRecord]) -> bool:
+    """Whether these wait for the disk also with durability = "cut".
+
+    A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
+    and left with the finished model, so a run that forgot its end would go on from older versions without them.
+    """
+    return any(isinstance(record, Ended) for record in records)

@@ -1,9 +1,10 @@
 """A learner's line to the syncer: who it is there, whom it listens to, and what it says.
 
 Rules kept here, each with its test: a syncer of an earlier term is not listened to; nothing is heeded before the
-welcome, nor a welcome that was meant for an earlier process of this name; nothing is said while there is no connection;
-every message carries the learner's vector clock and the newest term it has heard of; a contribution says whose it is,
-and takes along what the tape holds that no report has said; one with nothing to say sends heartbeats.
+welcome, nor a welcome that was meant for an earlier process of this name, nor what follows that one; nothing is said
+while there is no connection; every message carries the learner's vector clock and the newest term it has heard of; a
+contribution says whose it is, and takes along what the tape holds that no report has said; one with nothing to say
+sends heartbeats.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Line:
         if not self.connected and not isinstance(message, Welcome | Refused):
             return False  # it was meant for an earlier connection; the welcome will tell
         if isinstance(message, Welcome) and message.session not in ("", self.session):
-            return False  # it was meant for an earlier process of this name; the own one comes behind it
+            # It was meant for an earlier process of this name, and so is all that follows until the own welcome:
+            # what waited for the disk goes to whoever has the name by then, in the order in which it was decided.
+            self.connected = False
+            return False
         self.term = max(self.term, message.term)
         self.heard = merged(self.heard, message.clock)
         return True

@@ -134,6 +134,8 @@ class Membership:
         self.learners: dict[str, Learner] = {}
         self._by_name: list[Learner] = []
         """In the order of their names."""
+        self.asked_to_leave: dict[str, str] = {}
+        """Session → why, of processes that the operator drains: another may have their name when they come back."""
         self._uncounted = 0
         """Tokens that an earlier term was told of and did not count."""
 
@@ -158,7 +160,7 @@ class Membership:
             tokens_before=_tokens_before(known, hello.session),
             budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
-            draining=known.draining if known is not None and known.session == hello.session else "",
+            draining=self.asked_to_leave.get(hello.session, ""),
         )
         self._add(learner)
         return learner, True

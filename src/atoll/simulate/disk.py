@@ -2,8 +2,9 @@
 
 An append takes `sync_s` and counts when it is done, not before. A process that dies in the middle leaves a prefix of
 what it was writing, which nobody was told of. With durability = "cut" an append is done at once and lies in the page
-cache: it survives the process, not the machine, until the next cut makes it durable. A full disk is waited for; any
-other failure ends the syncer. A write by a term that somebody has claimed past counts for nothing.
+cache: it survives the process, not the machine, until the next cut, or the end of the run, makes it durable. A full
+disk is waited for; any other failure ends the syncer. A write by a term that somebody has claimed past counts for
+nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from atoll.protocol.batch import must_be_synced
 from atoll.protocol.history import History, State
 from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Started
 
@@ -60,7 +62,7 @@ class Disk:
     def begin(self, term: int, entries: list[Entry]) -> float:
         """Start to write; how long it takes."""
         self._writing[term] = entries
-        return self.sync_s * self.slow if self.every_round else 0.0
+        return self.sync_s * self.slow if self._is_synced(entries) else 0.0
 
     def end(self, term: int) -> bool:
         """It is written. False: another term was claimed meanwhile, so it counts for nothing."""
@@ -75,8 +77,11 @@ class Disk:
             if gradient is not None:
                 self.gradients[len(self.journal)] = gradient
             self.journal.append(record)
-        if self.every_round:
+        if self._is_synced(entries):
             self.synced = len(self.journal)
+
+    def _is_synced(self, entries: Sequence[Entry]) -> bool:
+        return self.every_round or must_be_synced(record for record, _ in entries)
 
     def abandon(self, term: int) -> None:
         """The writer died: a prefix of what it was writing is there, or nothing, or all of it."""

@@ -3,7 +3,8 @@
 a drain loses nothing             who leaves with all its steps given has none of them in the account of what was lost;
                                   and nobody leaves with steps left where nothing hindered it
 who has left is gone              it is asked for nothing more, until it joins again
-a drain is of one learner         a run does not end because some were asked to leave
+a drain is of one learner         a run does not end because some were asked to leave; only a process that was asked
+                                  leaves, no other of its name
 a drained one leaves              once it can be reached, and has given all its steps (campaign.py looks when the faults
                                   have stopped); a new term does not know who was asked
 """
@@ -35,13 +36,27 @@ class Drains:
         self._left: set[str] = set()
         self._to_leave: set[str] = set()
         """Sessions that this term's syncer was asked to drain."""
+        self._ever_to_leave: set[str] = set()
+        """Sessions that the syncer of any term was asked to drain: what one sent may arrive after it has died."""
 
     def happened(self, fault: Fault) -> None:
         self._peace = self._peace and fault.kind in TO_LEAVE
 
+    def requested(self, reign: Reign, name: str) -> None:
+        """The syncer has dealt with a request to drain this learner. The process that is meant is the one that has the
+        name now: by the time the note of it is written down and told, another process may have taken the name."""
+        learner = reign.machine.members.learners.get(name)
+        if learner is not None and learner.draining:
+            self._ever_to_leave.add(learner.session)
+            if reign is self._world.reign:
+                self._to_leave.add(learner.session)
+
     def begins(self, island: Island) -> None:
         """A training process was asked to leave."""
         self._asked.add(island.session)
+        if not island.leaving.hurried and island.session not in self._ever_to_leave:
+            said = f"{island.session} leaves, but the drain was meant for another process of its name"
+            raise Violation("a drain is of one learner", said, island.name)
 
     def leaves(self, island: Island) -> None:
         """A training process goes."""
@@ -69,11 +84,9 @@ class Drains:
             text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost by the books"
             raise Violation("a drain loses nothing", text, gone.learner)
 
-    def noted(self, reign: Reign, note: fx.Note) -> None:
+    def noted(self, note: fx.Note) -> None:
         name = str(note.data.get("learner", ""))
-        if note.kind == "draining":
-            self._to_leave.add(reign.machine.members.learners[name].session)
-        elif note.kind == "left":
+        if note.kind == "left":
             self._left.add(name)
         elif note.kind == "joined":
             self._left.discard(name)

@@ -99,6 +99,8 @@ class Invariants:
         machine = reign.machine
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
+        if type(event) is fx.DrainAsked:
+            self.drains.requested(reign, event.learner)
         if reign is not self.world.reign:
             return
         progress = machine.progress
@@ -224,7 +226,7 @@ class Invariants:
 
     def _note(self, reign: Reign, note: fx.Note) -> None:
         data: Any = note.data
-        self.drains.noted(reign, note)
+        self.drains.noted(note)
         match note.kind:
             case "round":
                 for member in data["members"]:

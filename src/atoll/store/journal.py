@@ -30,7 +30,7 @@ from msgspec import structs
 
 from atoll.protocol import records
 from atoll.protocol.records import AnyRecord, Merged, Place, Reigned
-from atoll.store.disk import Buffer, Corrupt, Disk, DiskFailed, Growing, NoRoom, delete, make_durable, reading
+from atoll.store.disk import Buffer, Corrupt, Disk, DiskFailed, Growing, NoRoom, delete, failed, make_durable, reading
 from atoll.store.segments import (
     HEAD_BYTES,
     ORIGIN,
@@ -77,7 +77,9 @@ class Journal:
         after = seal(folder, disk=disk) if after is None else after
         assert after.term < term, f"term {term} cannot follow term {after.term}"
         if after.term:
-            # Its writer may have been stopped between a write and its datasync: what we build on has to be durable.
+            # Its writer may have been stopped between a write and its datasync, or have waited for cuts only: what we
+            # build on has to be durable. Payloads first: a record that survives a power cut must find its own.
+            _make_payloads_durable(folder, after.term, disk)
             make_durable(segment_path(folder, after.term), disk)
         journal = cls(folder, term, after, disk)
         try:
@@ -110,6 +112,13 @@ class Journal:
             file.keep()
         self.position = behind
         return written
+
+    def sync(self) -> None:
+        """All that was appended is durable once this returns."""
+        with self._whole_or_dead():
+            if self._payloads is not None:
+                self._payloads.datasync()
+            self._segment.datasync()
 
     def rotate(self) -> int:
         """Start the next payload file; its number."""
@@ -223,6 +232,17 @@ def payload(folder: Path, term: int, place: Place, *, disk: Disk) -> bytes:
 
 def payload_path(folder: Path, term: int, file: int) -> Path:
     return folder / f"payload-{term:06d}-{file:04d}.bin"
+
+
+def _make_payloads_durable(folder: Path, term: int, disk: Disk) -> None:
+    for match in filter(None, map(_PAYLOAD.fullmatch, _names(folder, disk))):
+        if int(match[1]) == term:
+            try:
+                disk.sync(folder / match[0])
+            except FileNotFoundError:
+                continue  # a writer that was replaced has deleted it, since a cut made it needless
+            except OSError as error:
+                raise failed(error, "make durable", folder / match[0]) from error
 
 
 _Step = tuple[int, Position | None]

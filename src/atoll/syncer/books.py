@@ -6,6 +6,7 @@ still give everything.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 
 from atoll.numerics.arrays import FloatArray
+from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDone, Reigned
@@ -29,10 +31,9 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Disk, LocalDisk, make_durable, not_written
+from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
-from atoll.store.segments import segment_path
 from atoll.store.terms import Reign
 from atoll.syncer.recovery import CutState, Recovered, recover
 
@@ -51,6 +52,8 @@ class Books:
         """Reads what earlier terms left and begins this one's segment."""
         self._out, self._reign, self._disk = out, reign, disk or LocalDisk()
         self._sync, self._keep = every_round, keep
+        self._writing = threading.Lock()
+        """Held by whoever appends to the journal or syncs it: a cut is written beside the rounds that follow it."""
         reign.beat()
         self.recovered: Recovered | None = recover(out, disk=self._disk)
         reign.beat()
@@ -107,10 +110,11 @@ class Books:
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Beside the event loop, one at a time: the journal belongs to whoever appends."""
-        self._journal.append(entries, sync=self._sync)
-        if (before := self._needless) is not None:
-            self._needless = None
-            self._journal.trim(*before)
+        with self._writing:
+            self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
+            if (before := self._needless) is not None:
+                self._needless = None
+                self._journal.trim(*before)
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +128,8 @@ class Books:
         data, run = msgspec.msgpack.encode(state), state.history.begun.run
         whole = {name: values.view(np.uint8) for name, values in arrays.items()}
         if not self._sync:
-            make_durable(segment_path(self._out.journal, state.position.term), self._disk)
+            with self._writing:  # rounds after the cut are in the same file: their payloads go first, as in an append
+                self._journal.sync()
         try:
             write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole)
         except OSError as error:
