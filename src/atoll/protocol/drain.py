@@ -46,7 +46,10 @@ class Drain:
         return True
 
     def _patience_s(self) -> float:
-        return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0))
+        """Also the slowest learner comes to its next boundary, unless its step takes longer than a run assembles."""
+        slowest_s = max((one.step_s.value or 0.0 for one in self.members.reachable()), default=0.0)
+        own_s = min(2 * slowest_s, self.settings.assemble_s)
+        return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0), own_s)
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
         wakes.append(self._stop_by)

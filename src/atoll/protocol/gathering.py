@@ -90,11 +90,13 @@ class Gathering:
             round_.quorum_at = now
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
+        self._note_on_time(round_, ready)
         live = len(self.members.stepping())
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
 
     def froze(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
+        self._note_late(round_)
         quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
         if not self.draining and not self.settings.synchronous:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
@@ -143,13 +145,26 @@ class Gathering:
         return max(round_.quorum_at, round_.due_at) + self.window_s(round_)
 
     def window_s(self, round_: Round) -> float:
-        """The grace window of this round. Where it was due before anybody was ready, versions take nearly H steps to
-        come back: everybody is late by about as much, and a round that closed at the first would hold it alone."""
-        late = round_.quorum_at is not None and round_.due_at is not None and round_.quorum_at > round_.due_at
+        """The grace window of this round. Where a learner was late for this fragment the last time, versions take
+        nearly H steps to come back to it, and it would be left out every time: such a round waits for up to a step.
+        The pace is kept, since the next round does not wait behind it for longer than H/P steps."""
         step_s = self.members.step_s()
+        late = any(round_.fragment in one.late for one in self.members.stepping())
         if not late or not self.settings.grace or step_s is None:
             return self.grace_s
-        return max(self.grace_s, self.settings.grace_cap_steps * step_s)
+        return max(self.grace_s, min(self.settings.grace_cap_steps, self.pace.interval) * step_s)
+
+    def _note_on_time(self, round_: Round, ready: list[Learner]) -> None:
+        """Once the window opens."""
+        if round_.quorum_at is not None and round_.due_at is not None and round_.on_time is None:
+            round_.on_time = frozenset(one.name for one in ready)
+
+    def _note_late(self, round_: Round) -> None:
+        for one in self.members.stepping():
+            if round_.on_time is None or one.name in round_.on_time:
+                one.late.discard(round_.fragment)
+            else:
+                one.late.add(round_.fragment)
 
 
 def _may_yet_copy(one: Learner, round_: Round) -> bool:

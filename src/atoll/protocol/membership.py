@@ -73,6 +73,8 @@ class Learner:
     """Per fragment, the version its last contribution went into; −1 for none."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
     """Per fragment, the tokens of that contribution."""
+    late: set[int] = field(default_factory=set)
+    """Fragments for which it was not ready yet when the grace window opened the last time."""
     declined: dict[int, int] = field(default_factory=dict)
     """Per fragment, its step when it last had nothing to give: it is not asked again before the next one."""
     synced_t: dict[int, int] = field(default_factory=dict)
@@ -209,6 +211,7 @@ class Membership:
         learner.reset, learner.closed, learner.recovered = True, False, False
         learner.versions, learner.offer = (), -1
         learner.declined.clear()
+        learner.late.clear()
         learner.synced_t.clear()
         learner.merged_tokens.clear()
         learner.merged = [-1] * self.settings.fragments

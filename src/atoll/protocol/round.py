@@ -47,6 +47,8 @@ class Round:
     attempt: int = 1
     quorum_at: float | None = None
     due_at: float | None = None
+    on_time: frozenset[str] | None = None
+    """Who was ready when the grace window opened."""
     frozen_at: float = 0.0
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
@@ -74,5 +76,5 @@ class Round:
     def again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""
         self.stage, self.attempt = "gathering", self.attempt + 1
-        self.opened_at, self.quorum_at = now, None
+        self.opened_at, self.quorum_at, self.on_time = now, None, None
         self.seats = {}

@@ -55,7 +55,7 @@ class Timing:
         self._quorum_since: dict[tuple[int, int], float] = {}
         self._cut: tuple[int, float, set[str]] = (0, 0.0, set())
         """The open cut, when it was first seen, and who was to be in it."""
-        self._steps: deque[int] = deque(maxlen=SAMPLES)
+        self._steps: deque[float] = deque(maxlen=SAMPLES)
 
     def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
         machine = reign.machine
@@ -185,7 +185,8 @@ class Timing:
         machine = reign.machine
         if machine.rounds.gathering.draining or machine.settings.synchronous or machine.phase != "running":
             return
-        self._steps.extend(member["since"] for member in data["members"] if member["since"] is not None)
+        if since := [member["since"] for member in data["members"] if member["since"] is not None]:
+            self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples
         if len(self._steps) == SAMPLES and (effective := median(self._steps)) < HONEST * machine.settings.sync_every:
             said = f"a fragment is synced every {effective:g} steps, not every {machine.settings.sync_every}"
             raise Violation("H is honest", said, fragment=data["fragment"])
