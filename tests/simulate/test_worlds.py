@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from atoll.learner import preempt
+from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, leaving
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
 from atoll.simulate.inject import LEARNERS, REST
@@ -69,6 +71,31 @@ def test_each_fault_alone_is_lived_through(kind: str) -> None:
     target = 1 if kind in LEARNERS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
     outcome = campaign.run(campaign.Plan(1, plan.options, faults))
+    assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
+
+
+def test_an_end_that_never_got_to_the_disk_is_asked_for_again() -> None:
+    """Seed 12739: on a full disk the run came to an end that nobody was told of; the term that followed did not know of
+    it, and went on, as it must. The campaign took the run for ended, asked for no end, and found it running."""
+    settings = Settings(learners=1, fragments=1, sync_every=1, overlap=0, synchronous=True, assemble_s=15.0)
+    options = msgspec.structs.replace(
+        campaign.plan(1, 1).options,
+        settings=settings.resolved(1000),
+        latency_s=0.0,
+        sync_s=0.001,
+        every_round=True,
+        down_s=1.0,
+        faults_s=80.0,
+        late_s=(0.0,),
+        step_s=(1.0,),
+    )
+    faults = (
+        Fault(63.2, "disk-full", length=16.8),
+        Fault(65.1, "failover", length=2.0),
+        Fault(73.4, "interrupt", 0, 0.7, 230),
+        Fault(73.8, "end"),
+    )
+    outcome = campaign.run(campaign.Plan(1, options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 
 

@@ -117,6 +117,7 @@ def _where(error: Exception) -> str:
 def _run(world: World, drawn: Options) -> None:
     _until(world, drawn.faults_s)
     heal(world)
+    _until(world, world.now + CALM_S)  # only now it is known who reigns: an end that was not durable may be forgotten
     if _is_running(world):
         _becomes_current(world)
     lost = _lost(world) if _is_running(world) else None
@@ -170,7 +171,6 @@ def heal(world: World) -> None:
 def _becomes_current(world: World) -> None:
     """Once everybody is back, within H rounds (or RECOVERY_S) all hold what was committed then; and rounds go on."""
     settings = world.settings
-    _until(world, world.now + CALM_S)
     versions, first, since = list(world.syncer.versions), world.syncer.committed, world.now
     slowest = max(island.step_s for island in world.islands.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
