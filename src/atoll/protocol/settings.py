@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plan: Literal["balanced", "layer", "tensor"] = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0
-    """The run ends after this many learner steps (rounds × H / P). 0: no such limit."""
+    """The run ends at this step: the median steps of its learners (pace.py). 0: no such limit."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     cut_every: int = -1
