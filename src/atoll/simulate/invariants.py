@@ -125,8 +125,9 @@ class Invariants:
         if step < before:
             raise Violation("clocks", f"the run's step goes back from {before} to {step}")
         self._step = step
-        if machine.phase == "running" and machine.rounds.steps_spent() and not machine.assembling.returning:
-            raise Violation("a budget ends the run", f"it runs on at step {step} of {machine.settings.steps}")
+        budget = machine.settings.steps
+        if 0 < budget <= step and machine.phase == "running" and not machine.assembling.returning:
+            raise Violation("a budget ends the run", f"it runs on at step {step} of {budget}")
 
     def _check_accounts(self, reign: Reign) -> None:
         """Those that have changed: total − begin = (m − u) + d + c, for every fragment."""
