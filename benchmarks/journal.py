@@ -99,7 +99,7 @@ def at_pace(scratch: Path, pairs: int, steps: int) -> dict[str, Any]:
             return {
                 "step_ms": round(1e3 * loop.tokens / found["tokens_per_s"], 2),
                 **found,
-                "rounds": learner.global_step,
+                "run_step": learner.global_step,
             }
     finally:
         syncer.kill()

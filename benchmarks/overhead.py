@@ -101,7 +101,7 @@ def measure(loop: Loop, learner: atoll.Learner, blocks: int, steps: int) -> dict
         "ratio": median(rates["atoll"]) / median(rates["bare"]),
         "step_call_median": median(inside) / step_s,
         "step_call_p99": quantiles(inside, n=100)[98] / step_s,
-        "rounds": learner.global_step,
+        "run_step": learner.global_step,
     }
 
 

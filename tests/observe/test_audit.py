@@ -175,6 +175,7 @@ def test_sums_that_differ_from_those_of_the_members_are_told() -> None:
 # ---- what no syncer writes -------------------------------------------------------------------------------------------
 
 OTHER_SETTINGS = Settings(fragments=1, sync_every=4)
+BUDGET = Settings(fragments=2, sync_every=4, steps=10)
 
 WRONG: list[tuple[str, tuple[AnyRecord, ...], str]] = [
     ("the run begins again", (*START, BEGUN), r"begins a second time"),
@@ -185,6 +186,23 @@ WRONG: list[tuple[str, tuple[AnyRecord, ...], str]] = [
     ("a round after the end", (*START, Ended("", True), merged()), r"round 0 comes after the end"),
     ("a round twice", (*START, Passed(0, 0, ""), Passed(0, 0, "")), r"round 0 comes where round 1 is due"),
     ("another fragment's turn", (*START, Passed(0, 1, "")), r"takes fragment 1, its turn is fragment 0"),
+    (
+        "the step falls",
+        (*START, merged(step=2.5), Passed(1, 1, "", step=2.0)),
+        r"round 1 is at step 2 of the run, after",
+    ),
+    ("a step that is none", (*START, merged(step=float("nan"))), r"round 0 is at step nan of the run, after step 0"),
+    ("the end goes back", (*START, merged(step=2.5), Ended("", step=2.0)), r"the end is at step 2 of the run, after"),
+    (
+        "a progress that its step does not make",
+        (*START, Changed(BUDGET, {}, ""), merged(step=5.0, progress=0.25)),
+        r"round 0 has a progress of 0.25 at step 5.0 of 10",
+    ),
+    (
+        "a progress beyond the end",
+        (*START, Changed(BUDGET, {}, ""), merged(step=5.0, progress=1.5)),
+        r"round 0 has a progress of 1.5 at step 5.0 of 10",
+    ),
     ("nobody is a member", (*START, replace(merged(), members=())), r"round 0 is merged from nothing"),
     ("a fragment that is not there", (*START, Reset(2, "")), r"fragment 2 is reset, the run has 2"),
     ("other fragments", (*START, Changed(OTHER_SETTINGS, {}, "")), r"cannot change: 2 became 1"),

@@ -153,7 +153,7 @@ class WrittenRun:
         deltas = [self.dice.standard_normal(size).astype(np.float32) for _ in shares]
         mark = self.parameters.stage(fragment, deltas, [one.weight for one in shares])
         version = self.history.versions[fragment] + 1
-        honest = Merged(number, fragment, version, 1, "every live learner reported", shares, mark)
+        honest = Merged(number, fragment, version, 1, "every live learner reported", shares, mark, step=self.step)
         told = change(replace(honest, members=(share(shares[0]), *shares[1:])))
         self.raw(told, self.parameters.outer_gradient(fragment).data if keep else None)
         self.parameters.commit(fragment, version, number)
@@ -174,9 +174,15 @@ class WrittenRun:
         island.steps[fragment] = island.tokens[fragment] = 0
         island.base[fragment] = version
 
+    @property
+    def step(self) -> float:
+        """The run's step with the round that comes next."""
+        settings = self.history.settings
+        return (self.history.committed + 1) * settings.sync_every / settings.fragments
+
     def pass_over(self) -> None:
         number = self.history.committed
-        self.write(Passed(number, number % P, "0 of 1 contributions came"))
+        self.write(Passed(number, number % P, "0 of 1 contributions came", step=self.step))
 
     def report(self) -> None:
         """What learners say is in no record; a cut's ledger knows of it."""
@@ -207,7 +213,7 @@ class WrittenRun:
 
     def end(self) -> None:
         for final in (False, True):
-            self.write(Ended("24 steps are done", final))
+            self.write(Ended("24 steps are done", final, self.history.step))
         save_model(self.dir.model, self.parameters.tensors())
         for learner in sorted(self.islands):
             self.gone(learner)

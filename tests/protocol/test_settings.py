@@ -12,10 +12,13 @@ from atoll.protocol.settings import Settings
     ("asked", "tensors", "p", "h"),
     [
         ({}, 100, 24, 24),
-        ({}, 15, 15, 15),
-        ({}, 2, 2, 3),  # H stays above τ = 2
+        ({}, 15, 15, 24),  # fewer tensors do not mean more syncs
+        ({}, 1, 1, 24),
+        ({"overlap": 40}, 15, 15, 41),  # H stays above τ
         ({"fragments": 1}, 100, 1, 24),  # fewer fragments do not mean more syncs
-        ({"fragments": 1, "overlap": 0}, 15, 1, 15),
+        ({"fragments": 1, "overlap": 0}, 15, 1, 24),
+        ({"sync_every": 10}, 15, 10, 10),
+        ({"sync_every": 50}, 15, 15, 50),
         ({"fragments": 30}, 100, 30, 30),
         ({"sync_every": 10}, 100, 10, 10),
         ({"fragments": 4, "sync_every": 50}, 100, 4, 50),

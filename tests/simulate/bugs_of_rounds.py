@@ -127,6 +127,35 @@ mutant(
     (gathering, "effective_quorum", lambda plain: lambda quorum, live, waited_s, patience_s: quorum),
 )
 mutant("there is no pace", (Pace, "is_due", always(True)))
+mutant("a new term begins at step 0 of the run", (Pace, "go_on_from", nothing))
+mutant("the run goes on past its steps", (Rounds, "steps_spent", always(False)))
+
+
+def _follows_the_median(plain: Plain) -> Any:
+    def broken(self: Pace, learner: str, t: int) -> None:
+        """The clock is where the learners are, also when that is further back."""
+        plain(self, learner, t)
+        self.clock = self._middle() if learner in self._anchors else self.clock
+
+    return broken
+
+
+def _keeps_its_place(plain: Plain) -> Any:
+    def broken(self: Pace, steps: dict[str, int]) -> None:
+        """Whoever joins stands where its own count of steps says."""
+        if steps.keys() != self._anchors.keys():
+            self._anchored_at, self._anchors = 0.0, dict.fromkeys(steps, 0)
+            self._places = {learner: float(t) for learner, t in steps.items()}
+            self._sorted = sorted(self._places.values())
+
+    return broken
+
+
+mutant(
+    "the run's step falls when learners change",
+    (Pace, "stepped", _follows_the_median),
+    (Pace, "members", _keeps_its_place),
+)
 
 
 # ---- who is waited for --------------------------------------------------------------------------------------------

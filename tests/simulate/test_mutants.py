@@ -33,6 +33,7 @@ EASY = [
     "the run ends without a last cycle",
     "a learner leaves without the finished model",
     "there is no pace",
+    "a new term begins at step 0 of the run",
     "heartbeats are never sent",
     "what was leased is forgotten where it is judged",
     "only what is of the term before is taken",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.protocol import records, schedule
+from atoll.protocol import records
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.store.cuts import (
@@ -98,10 +98,7 @@ def _head(out: RunDir) -> History:
 def _check_budget(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
     """Whether a run that has ended is opened again; ConfigError when there is nothing left to do in it."""
     asked = change(head, changes)
-    settings = asked.settings if asked is not None else head.settings
-    last = schedule.last_round(settings)
-    trained = sum(life.before + life.total for life in head.lives.values())
-    if (last is not None and head.committed >= last) or (settings.tokens and trained >= settings.tokens):
+    if head.is_budget_spent(asked.settings if asked is not None else None):
         raise ConfigError(
             f"the run in {out.path} is done ({head.ended or 'its budget is spent'}): "
             "give it more with --steps or --tokens, or make a new run of a cut with --from-cut N --out DIR"

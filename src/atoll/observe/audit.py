@@ -4,6 +4,7 @@ Rules checked here, besides those of tallies.py:
 - the run begins once, and terms go up;
 - rounds are 0, 1, 2, … over all terms, each merged or passed once; round t takes fragment t mod P, and a merged one
   makes its fragment's version one higher; none comes after the end;
+- the run's step never falls, and no round's progress is less than its step makes of the budget;
 - a lease is what was due: no position of a pass is issued twice, unless it came back in between; what is merged was
   leased;
 - the ledger balances to zero, and its sums are those of the members;
@@ -43,7 +44,21 @@ from atoll.protocol.records import (
 )
 from atoll.syncer.recovery import CutState
 
-_PLAIN = ("begun", "settings", "outer", "started", "versions", "committed", "lives", "cuts", "ended", "finished")
+_PLAIN = (
+    "begun",
+    "settings",
+    "outer",
+    "started",
+    "versions",
+    "committed",
+    "lives",
+    "cuts",
+    "ended",
+    "finished",
+    "progress",
+    "step",
+    "global_step",
+)
 """Fields of the history that records alone decide."""
 
 
@@ -93,8 +108,8 @@ class Audit:
                     raise Wrong(f"the run starts a second time, from {uploader}")
             case Merged():
                 self._merged(record)
-            case Passed(round, fragment):
-                self._turn(round, fragment)
+            case Passed():
+                self._turn(record)
                 self.passed += 1
             case Reset(fragment):
                 self._in_range(fragment)
@@ -111,7 +126,9 @@ class Audit:
             case Played(tapes):
                 for one in tapes:
                     self._played(one.learner, one.incarnation, one.first)
-            case Ended() | Lent() | Owned():
+            case Ended(step=step):
+                self._stepped("the end", step)
+            case Lent() | Owned():
                 pass
 
     def _played(self, learner: str, incarnation: int, first: int) -> None:
@@ -131,17 +148,25 @@ class Audit:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def _turn(self, round: int, fragment: int) -> None:
-        due = self.history.committed
+    def _turn(self, record: Merged | Passed) -> None:
+        round, fragment, due = record.round, record.fragment, self.history.committed
         if round != due:
             raise Wrong(f"round {round} comes where round {due} is due")
         if fragment != round % self.fragments:
             raise Wrong(f"round {round} takes fragment {fragment}, its turn is fragment {round % self.fragments}")
         if not self.history.started or self.history.finished:
             raise Wrong(f"round {round} comes {'after the end' if self.history.finished else 'before version 0'}")
+        self._stepped(f"round {round}", record.step)
+        budget = self.history.settings.steps
+        if budget and not min(1.0, record.step / budget) <= record.progress <= 1.0:
+            raise Wrong(f"round {round} has a progress of {record.progress} at step {record.step} of {budget}")
+
+    def _stepped(self, what: str, step: float) -> None:
+        if not step >= self.history.step:
+            raise Wrong(f"{what} is at step {step:g} of the run, after step {self.history.step:g}")
 
     def _merged(self, record: Merged) -> None:
-        self._turn(record.round, record.fragment)
+        self._turn(record)
         before = self.history.versions[record.fragment]
         if record.version != before + 1:
             raise Wrong(

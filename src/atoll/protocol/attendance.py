@@ -109,7 +109,7 @@ class Attendance:
             reset=learner.reset,
             upload=self.beginning.asks(learner),
             progress=self.history.progress,
-            global_step=self.rounds.global_step,
+            global_step=self.history.global_step,
             committed=self.rounds.committed,
             merged=learner.last_merged(),
             leases=self.accounts.held(learner),

@@ -8,7 +8,6 @@ so once more.
 
 from __future__ import annotations
 
-from atoll.protocol import schedule
 from atoll.protocol.assembling import Assembling
 from atoll.protocol.course import Course
 from atoll.protocol.drain import Drain
@@ -54,8 +53,7 @@ class End:
             return None
         if self.history.ended:
             return self.history.ended  # an earlier term had begun to
-        last = schedule.last_round(self.settings)
-        if last is not None and self.rounds.committed >= last:
+        if self.rounds.steps_spent():
             return f"{self.settings.steps:,} steps are done"
         if self.tokens_spent():
             return f"the budget of {self.settings.tokens:,} tokens is spent"
@@ -63,6 +61,9 @@ class End:
 
     def tokens_spent(self) -> bool:
         return 0 < self.settings.tokens <= self.members.tokens()
+
+    def budget_spent(self) -> bool:
+        return self.rounds.steps_spent() or self.tokens_spent()
 
     def stepped(self, now: float) -> None:
         """Somebody makes steps."""
@@ -87,7 +88,7 @@ class End:
         if self.course.phase != "running":
             return
         if not self.history.ended:
-            self.out.persist(Ended(reason))
+            self.out.persist(Ended(reason, step=self.rounds.step))
         self.course.phase, self.course.reason = "ending", reason
         self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.drain.begin(now)
@@ -96,7 +97,7 @@ class End:
             self.out.send(learner.name, Ending(reason=reason))
 
     def _finish(self, reason: str) -> None:
-        self.out.persist(Ended(reason, final=True))
+        self.out.persist(Ended(reason, final=True, step=self.rounds.step))
         self.course.phase, self.course.reason = "finished", reason
         self.out.note("finishing", f"the run is over: {reason}")
         for learner in self.members.connected():

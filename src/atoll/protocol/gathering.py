@@ -67,6 +67,17 @@ class Gathering:
             self._short_since = now
         return changed
 
+    def stepped(self, learner: Learner) -> None:
+        """It has reported its steps. A synchronous run's step follows from its rounds alone."""
+        if not self.settings.synchronous:
+            self.pace.stepped(learner.name, learner.t)
+
+    def count_round(self) -> None:
+        """One more round is behind the run. In a synchronous run that is H/P steps, but not in its last cycle: those
+        rounds collect what is left and take no steps."""
+        if self.settings.synchronous and not self.draining:
+            self.pace.clock = schedule.step_after(self.pace.clock, 1, self.settings)
+
     def ready(self, round_: Round) -> list[Learner]:
         some = self.members.reachable() if self.draining else self.members.live()
         return [one for one in some if self._is_ready(one, round_)]

@@ -66,7 +66,7 @@ class Hearing:
         if learner.state == "joining" and self.course.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
         same = not self.rounds.gathering.watch(now)
-        self.rounds.gathering.pace.stepped(learner.name, said.t)
+        self.rounds.gathering.stepped(learner)
         return same and learner.live and not learner.stopped
 
     def _has_recovered(self, said: Progress) -> bool:

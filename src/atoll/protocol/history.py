@@ -72,6 +72,8 @@ class State(msgspec.Struct, array_like=True):
     began: list[tuple[int, int, tuple[int, ...]]] = []
     progress: float = 0.0
     owners: dict[str, str] = {}
+    step: float = 0.0
+    global_step: int = 0
 
 
 class History:
@@ -84,7 +86,11 @@ class History:
         self.versions = [-1] * fragments
         self.committed = 0
         self.progress = 0.0
-        """How much of its budget was spent with the last round; learners are told this and nothing newer."""
+        """How much of its budget was spent with the last round; learners are told this and nothing newer …"""
+        self.global_step = 0
+        """… and with it the run's step in whole steps, which then was …"""
+        self.step = 0.0
+        """… this. Also the end of a run names it: it may be past the last round."""
         self.lives: dict[str, Life] = {}
         self.owners: dict[str, str] = {}
         """By which token each learner's name came; empty where no tokens are asked for."""
@@ -110,6 +116,12 @@ class History:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.begun.tensors
 
+    def is_budget_spent(self, settings: Settings | None = None) -> bool:
+        """Whether nothing is left of the run's budget; with `settings`, of the one that they would give it."""
+        budget = settings or self.settings
+        trained = sum(life.before + life.total for life in self.lives.values())
+        return 0 < budget.steps <= self.step or 0 < budget.tokens <= trained
+
     def apply(self, record: AnyRecord) -> None:
         match record:
             case Begun():
@@ -126,7 +138,7 @@ class History:
             case Merged():
                 self._merged(record)
             case Passed():
-                self.committed, self.progress = record.round + 1, record.progress
+                self._decided(record)
             case Reset() | Lent():
                 pass  # concerns the numbers alone, or a reader of the tape
             case Played(tapes):
@@ -146,8 +158,8 @@ class History:
                     self.ended, self.finished = "", False
             case CutDone(cut):
                 self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
-            case Ended(reason, final):
-                self.ended, self.finished = reason, final
+            case Ended(reason, final, step):
+                self.ended, self.finished, self.step = reason, final, step
 
     def _joined(self, record: Joined) -> None:
         known = self.lives.get(record.learner)
@@ -163,9 +175,13 @@ class History:
         )
         self.ledger.joined(record.learner, record.incarnation, record.origin)
 
+    def _decided(self, record: Merged | Passed) -> None:
+        self.committed, self.progress = record.round + 1, record.progress
+        self.step, self.global_step = record.step, int(record.step)
+
     def _merged(self, record: Merged) -> None:
-        self.committed, self.versions[record.fragment] = record.round + 1, record.version
-        self.progress = record.progress
+        self._decided(record)
+        self.versions[record.fragment] = record.version
         for share in record.members:
             life = self.lives.get(share.learner)
             if life is not None and life.incarnation == share.incarnation:
@@ -203,6 +219,8 @@ class History:
             list(self.began),
             self.progress,
             dict(self.owners),
+            self.step,
+            self.global_step,
         )
 
     @classmethod
@@ -214,6 +232,7 @@ class History:
         history.lives, history.cuts, history.ended = dict(state.lives), list(state.cuts), state.ended
         history.finished, history.began = state.finished, list(state.began)
         history.progress, history.owners = state.progress, dict(state.owners)
+        history.step, history.global_step = state.step, state.global_step
         history.ledger = Ledger.restore(state.ledger)
         history.leases = Leases.restore(state.leases) if state.leases is not None else None
         return history

@@ -116,6 +116,8 @@ class Merged(Record, frozen=True, tag="m"):
     """How much of the run's budget is spent with it."""
     marks: bytes = b""
     """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
+    step: float = 0.0
+    """The run's step (pace.py) when it was committed. Over all records of a run it never falls."""
 
 
 class Passed(Record, frozen=True, tag="p"):
@@ -123,6 +125,7 @@ class Passed(Record, frozen=True, tag="p"):
     fragment: int
     reason: str
     progress: float = 0.0
+    step: float = 0.0
 
 
 class Reset(Record, frozen=True, tag="reset"):
@@ -208,6 +211,8 @@ class Lent(Record, frozen=True, tag="l"):
 class Ended(Record, frozen=True, tag="ended"):
     reason: str
     final: bool = False
+    step: float = 0.0
+    """The run's step. Without it a term that finds the run ending would take its budget to be less than spent."""
 
 
 AnyRecord = (

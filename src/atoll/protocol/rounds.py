@@ -50,8 +50,13 @@ class Rounds:
         return self._since.median
 
     @property
+    def step(self) -> float:
+        """The run's step, as of now (pace.py)."""
+        return self.gathering.pace.clock
+
+    @property
     def global_step(self) -> int:
-        return schedule.global_step(self.committed, self.settings)
+        return int(self.step)
 
     @property
     def aim(self) -> int:
@@ -89,8 +94,7 @@ class Rounds:
 
     def open_next(self, now: float) -> None:
         """The next round gathers while the others transfer."""
-        last = schedule.last_round(self.settings)
-        spent = last is not None and self.next >= last
+        spent = self.steps_spent(self.next - self.committed)
         if not spent and not any(r.stage == "gathering" and r.attempt == 1 for r in self.open.values()):
             self.open_one(now)
 
@@ -105,7 +109,7 @@ class Rounds:
     def skip(self) -> None:
         """The next round of the last cycle has nothing to collect."""
         fragment = schedule.fragment_of(self.next, self.settings)
-        passed = records.Passed(self.next, fragment, NOTHING_LEFT, self.out.history.progress)
+        passed = records.Passed(self.next, fragment, NOTHING_LEFT, self.spent(), self.step)
         self.out.persist(passed)
         self.next += 1
         self._count()
@@ -283,7 +287,7 @@ class Rounds:
             return
         del self.open[round_.t]
         self._count()
-        self.out.persist(records.Passed(round_.t, round_.fragment, reason, self.spent()))
+        self.out.persist(records.Passed(round_.t, round_.fragment, reason, self.spent(), self.step))
         text = f"round {round_.t} is passed over: {reason}"
         self.out.note("passed", text, round=round_.t, fragment=round_.fragment, reason=reason)
         self._announce(round_, ())
@@ -318,10 +322,12 @@ class Rounds:
             event.digest,
             progress=self.spent(),
             marks=event.marks,
+            step=self.step,
         )
 
     def _count(self) -> None:
         self.committed += 1
+        self.gathering.count_round()
         self.out.count(self.committed)
 
     def _tell(self, now: float, round_: Round, merge_s: float) -> None:
@@ -377,16 +383,21 @@ class Rounds:
             gathering=self.aim,
             digest=digest,
             progress=self.out.history.progress,
-            global_step=self.global_step,
+            global_step=self.out.history.global_step,
             cuts=self.out.history.kept_cuts,
         )
         for learner in self.members.connected():
             self.out.send(learner.name, announce)
 
+    def steps_spent(self, under_way: int = 0) -> bool:
+        """Whether the budget of steps is spent, or (synchronous) will be with so many rounds that are under way."""
+        ahead = self.settings.synchronous and under_way > 0
+        step = schedule.step_after(self.step, under_way, self.settings) if ahead else self.step
+        return 0 < self.settings.steps <= step
+
     def spent(self) -> float:
         """How much of the run's budget is spent, in [0, 1]."""
-        last = schedule.last_round(self.settings)
-        by_steps = self.committed / last if last else 0.0
+        by_steps = self.step / self.settings.steps if self.settings.steps else 0.0
         by_tokens = self.members.tokens() / self.settings.tokens if self.settings.tokens else 0.0
         return min(1.0, max(by_steps, by_tokens))
 

@@ -36,11 +36,11 @@ def flights(settings: Settings) -> int:
     return max(1, min(settings.fragments, -(-settings.overlap * settings.fragments // settings.sync_every)))
 
 
-def global_step(round: int, settings: Settings) -> int:
-    """How far the run is, in learner steps, when `round` rounds are behind it."""
-    return round * settings.sync_every // settings.fragments
+def step_after(step: float, rounds: int, settings: Settings) -> float:
+    """Synchronous: the run's step when so many more rounds are behind it than at `step`.
 
-
-def last_round(settings: Settings) -> int | None:
-    """The round count at which a budget in steps is spent; None without such a budget."""
-    return -(-settings.steps * settings.fragments // settings.sync_every) if settings.steps else None
+    A sum of H/P would drift. The rounds that `step` stands for are a whole number, and what comes out is again the one
+    float next to a whole number times H/P: the same in one term and in many, and never short of a budget by rounding.
+    """
+    behind = round(step * settings.fragments / settings.sync_every)
+    return (behind + rounds) * settings.sync_every / settings.fragments

@@ -9,14 +9,17 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
+USUAL = 24
+"""The paper's H, and its P where the model has so many tensors."""
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     learners: int = 4
     """M: how many learners the run is meant for. More may join, fewer may be there."""
     fragments: int = 0
-    """P. 0: as many as fit, min(24, tensors of the model)."""
+    """P. 0: min(24, tensors of the model, H)."""
     sync_every: int = 0
-    """H: learner steps between two syncs of the same fragment. 0: min(24, tensors), and above `overlap`."""
+    """H: learner steps between two syncs of the same fragment. 0: 24, or more where `fragments` or `overlap` ask it."""
     overlap: int = 2
     """τ: learner steps a fragment may be on its way from reading to adoption."""
     quorum: int = 1
@@ -38,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plan: Literal["balanced", "layer", "tensor"] = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0
-    """The run ends after this many learner steps (rounds × H / P). 0: no such limit."""
+    """The run ends at this step: the median steps of its learners (pace.py). 0: no such limit."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     cut_every: int = -1
@@ -123,9 +126,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def resolved(self, tensors: int) -> Settings:
         """With P and H filled in for a model of so many tensors."""
-        fragments = self.fragments or min(24, tensors, self.sync_every or 24)
+        fragments = self.fragments or min(USUAL, tensors, self.sync_every or USUAL)
         overlap = self.overlap
-        sync_every = self.sync_every or max(fragments, min(24, tensors), overlap + 1)
+        # H is a choice of the method, not of the model: a model of few tensors has fewer and larger fragments, and each
+        # of them is synced as rarely as those of a large one.
+        sync_every = self.sync_every or max(USUAL, fragments, overlap + 1)
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "

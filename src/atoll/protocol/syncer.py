@@ -73,6 +73,7 @@ class Syncer:
         """Go on where the records end. Rounds that were not committed are void."""
         self.rounds.versions = list(self.history.versions)
         self.rounds.committed = self.rounds.next = self.history.committed
+        self.rounds.gathering.pace.go_on_from(self.history.step)
         for name, life in self.history.lives.items():
             self.members.remember(name, life)
         self.members.recall(self.history.progress)
@@ -236,7 +237,7 @@ class Syncer:
         """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
         if self.phase != "running" or self.settings.synchronous or self._asked is not None:
             return False
-        if self.assembling.returning or self.rounds.any_due() or self.end.tokens_spent():
+        if self.assembling.returning or self.rounds.any_due() or self.end.budget_spent():
             return False
         assert self.wake_at is not None
         self.end.stepped(now)

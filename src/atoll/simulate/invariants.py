@@ -16,7 +16,9 @@
     no step blocks                  in an asynchronous run no training process ever waits
     an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
     bounded memory                  what the machines keep does not grow with the run
-    clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up
+    clocks                          a vector clock never goes back, a wake-up lies in the future, progress goes up, and
+                                    so does the run's step over all terms
+    a budget ends the run           once the run's step has come to it
 
 oracle.py and samples.py hold those that follow from the journal alone, timing.py what the syncer must do in time,
 conduct.py what learners do, drains.py what a drain promises, campaign.py those of the end.
@@ -32,6 +34,7 @@ from atoll.protocol.clock import Clock, knows
 from atoll.protocol.ledger import Account
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, Welcome
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
 from atoll.simulate.bounds import too_much
 from atoll.simulate.conduct import Conduct
 from atoll.simulate.drains import Drains
@@ -68,7 +71,7 @@ class Invariants:
         """What one term of the syncer says of itself."""
         self.timing = Timing()
         self._clock: Clock = {}
-        self._progress = 0.0
+        self._progress = self._step = 0.0
         self._settings: Settings | None = None
         self._accounts: dict[tuple[str, int], Account] = {}
         self._helping: set[str] = set()
@@ -109,6 +112,7 @@ class Invariants:
         elif progress < self._progress:
             raise Violation("clocks", f"progress goes back from {self._progress} to {progress}")
         self._progress = progress
+        self._check_step(machine)
         self.timing.check(reign, now, event)
         if type(event) is not fx.Delivered:
             self._check_accounts(reign)
@@ -116,6 +120,16 @@ class Invariants:
             self._check_recoveries(reign)
         if machine.cuts.open is not None:
             self._check_cut(reign, now)
+
+    def _check_step(self, machine: Syncer) -> None:
+        """It never falls, nor does a new term begin before what is written; and a budget that is spent ends the run."""
+        step, before = machine.rounds.step, max(self._step, machine.history.step)
+        if step < before:
+            raise Violation("clocks", f"the run's step goes back from {before} to {step}")
+        self._step = step
+        budget = machine.settings.steps
+        if 0 < budget <= step and machine.phase == "running" and not machine.assembling.returning:
+            raise Violation("a budget ends the run", f"it runs on at step {step} of {budget}")
 
     def _check_accounts(self, reign: Reign) -> None:
         """Those that have changed: total − begin = (m − u) + d + c, for every fragment."""

@@ -47,6 +47,7 @@ class Oracle:
         """Records read."""
         self.term = 1
         self.committed = 0
+        self.step = 0.0
         self.theta: list[float] = []
         self.versions = [-1] * self.world.settings.fragments
         self.values: dict[tuple[int, int], float] = {}
@@ -77,8 +78,8 @@ class Oracle:
         match record:
             case records.Merged():
                 self._merged(record)
-            case records.Passed(number):
-                self._turn(number)
+            case records.Passed():
+                self._turn(record)
             case records.Granted():
                 self.samples.granted(record)
             case records.Gone():
@@ -92,7 +93,8 @@ class Oracle:
                 self.theta = list(self.world.disk.start)
                 self.versions = [0] * len(self.versions)
                 self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
-            case records.Ended(_, final):
+            case records.Ended(_, final, step):
+                self._stepped(step)
                 self.ended, self.finished = True, final
             case records.Changed(reopen=True):
                 self.ended = self.finished = False
@@ -103,14 +105,20 @@ class Oracle:
             case _:
                 pass
 
-    def _turn(self, number: int) -> None:
-        if number != self.committed:
-            raise Violation("versions +1", f"round {number} is written where round {self.committed} is due")
+    def _turn(self, record: records.Merged | records.Passed) -> None:
+        if record.round != self.committed:
+            raise Violation("versions +1", f"round {record.round} is written where round {self.committed} is due")
         self.committed += 1
+        self._stepped(record.step)
+
+    def _stepped(self, step: float) -> None:
+        if step < self.step:
+            raise Violation("clocks", f"the run's step goes back from {self.step} to {step}")
+        self.step = step
 
     def _merged(self, record: records.Merged) -> None:
         f = record.fragment
-        self._turn(record.round)
+        self._turn(record)
         if record.version != self.versions[f] + 1:
             said = f"round {record.round} makes fragment {f} version {record.version}, after {self.versions[f]}"
             raise Violation("versions +1", said, fragment=f)

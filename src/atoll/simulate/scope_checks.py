@@ -50,6 +50,7 @@ def written(state: State, line: records.AnyRecord) -> None:
             behind, fragment = durable.committed, line.fragment
             holds(line.round == behind, "rounds commit in order", f"{line.round} after {behind} rounds")
             holds(line.round % settings.fragments == fragment, "round t takes fragment t mod P")
+            holds(line.step >= durable.step, "the run's step never falls", f"{line.step} after {durable.step}")
             if isinstance(line, records.Merged):
                 holds(line.version == durable.versions[fragment] + 1, "versions go up by one", f"{line.version}")
                 _merged(state, line)

@@ -52,7 +52,7 @@ TALK = {
     *("weights", "usual"),  # of what was given; of a life that is judged later than any search looks
     "budgeted",  # without a budget of tokens it is what was reported
 }
-COUNTS = {"clock", "due", "interval", "_anchors", "_places", "_sorted", "datasets"}
+COUNTS = {"clock", "due", "interval", "step", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}
 ORDERED = {"waiting", "_asked", "inbox"}
 """Dictionaries of which the order counts."""
 

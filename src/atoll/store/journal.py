@@ -37,6 +37,7 @@ from atoll.store.segments import (
     Position,
     Segment,
     Tail,
+    check_format,
     damaged,
     encode_append,
     encode_head,
@@ -273,6 +274,8 @@ def _way(folder: Path, start: Position, disk: Disk, on_tail: OnTail) -> list[_St
         raise damaged(
             segment_path(folder, way[0][0]), 0, f"it follows term {term} and not the start, term {start.term}"
         )
+    if term:
+        check_format(folder, term, disk)
     return [(term, None), *way] if term else way
 
 

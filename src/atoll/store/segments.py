@@ -29,7 +29,9 @@ from atoll.protocol.errors import AtollError
 from atoll.protocol.records import AnyRecord
 from atoll.store.disk import Corrupt, Disk, reading
 
-MAGIC = b"atoll journal 1\n"
+MAGIC = b"atoll journal 2\n"
+"""Its number is that of the records' format. 2: the run's step is in every round."""
+_ANY = b"atoll journal "
 LAST, MORE = b"\n", b","
 LONGEST_BYTES = 64 * 2**20
 """Of one record. The longest is Begun, with the names of all tensors."""
@@ -111,12 +113,25 @@ def follows(folder: Path, term: int, disk: Disk) -> Position:
     with reading(path):
         data = disk.read(path, 0, HEAD_BYTES)
     head, check = data[: _HEAD.size], data[_HEAD.size :]
+    _check_format(path, head)
     if not head.startswith(MAGIC) or check != _link(b"", head):
         raise damaged(path, 0, "this is not how a segment begins")
     _, of_term, before, offset, chain = _HEAD.unpack(head)
     if of_term != term:
         raise damaged(path, 0, f"it is the segment of term {of_term}, under another name")
     return Position(before, offset, chain.hex())
+
+
+def check_format(folder: Path, term: int, disk: Disk) -> None:
+    """Of a segment of which only the end is read: records of another format might be taken for ours."""
+    path = segment_path(folder, term)
+    with reading(path):
+        _check_format(path, disk.read(path, 0, len(MAGIC)))
+
+
+def _check_format(path: Path, head: bytes) -> None:
+    if head.startswith(_ANY) and not head.startswith(MAGIC):
+        raise Corrupt(f"{path} was written by another version of Atoll: go on with the run with that version")
 
 
 class Segment:

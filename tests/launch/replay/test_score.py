@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.launch.replay.score import Copied, Part, read_score
+from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Joined, Lent, Merged, Passed, Played, Share, Started, Stretch
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
@@ -67,7 +68,7 @@ def test_a_journal_becomes_a_score() -> None:
             Joined("a", 2, "one", 2),
             Joined("b", 2, "three", 0),
             played("a", 2, 2, Forgot(2, True)),
-            Passed(1, 1, "nobody"),
+            Passed(1, 1, "nobody", 0.25, 2.5),
         ]
     )
     assert [(one.learner, one.number, one.joined_at) for one in score.parts] == [("a", 1, 0), ("b", 1, 0), ("b", 2, 1)]
@@ -75,6 +76,16 @@ def test_a_journal_becomes_a_score() -> None:
     assert score.parts[0].copies == [Copied(2, 0, 0, 0, 2)]
     assert score.lent == {"ticket": (score.parts[0], 2)}
     assert (score.rounds, len(score.decisions)) == (2, 3)
+    assert (score.progress[2], score.global_steps[2]) == (0.25, 2), "what learners were told with that round"
+
+
+def test_a_run_made_of_a_cut_is_told_what_the_cut_knows_of_its_progress() -> None:
+    history = History(BEGUN)
+    for record in (Started("a"), Passed(0, 0, "nobody", 0.125, 1.5)):
+        history.apply(record)
+    score = read_score([BEGUN, Passed(1, 1, "nobody", 0.25, 2.5)])
+    score.begin_at(history)
+    assert score.progress == {1: 0.125, 2: 0.25} and score.global_steps == {1: 1, 2: 2}
 
 
 def test_what_is_missing_of_a_tape_is_known() -> None:

@@ -46,7 +46,7 @@ from atoll.mailbox.channel import (
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec
 from atoll.numerics.fragments import Plan
-from atoll.protocol import schedule, tape
+from atoll.protocol import tape
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
 
@@ -80,7 +80,9 @@ class House:
     lent: Callable[[Part, int, State], None]
     leases: Callable[[int], Range]
     progress: Callable[[int], float]
-    """How much of the budget was spent, by the rounds behind the run."""
+    """How much of the budget was spent, by the rounds behind the run …"""
+    global_step: Callable[[int], int]
+    """… and the run's step."""
     remark: Callable[[str], None]
 
 
@@ -188,7 +190,7 @@ class Actor:
                 return self._adopt(act)
             case tape.Informed(_, committed):
                 self._box.set_measure("progress", self._house.progress(committed))
-                self._box.set_count("global_step", schedule.global_step(committed, self._house.settings))
+                self._box.set_count("global_step", self._house.global_step(committed))
                 self._box.set_count("committed", committed)
             case tape.Supplied(_, leases, over, own):
                 ranges = tuple(self._house.leases(lease) for lease in leases)

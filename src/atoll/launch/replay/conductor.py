@@ -122,6 +122,7 @@ class Conductor:
             lent=self._lend,
             leases=self._score.leases.__getitem__,
             progress=lambda committed: self._score.progress.get(committed, 0.0),
+            global_step=lambda committed: self._score.global_steps.get(committed, 0),
             remark=self._remark,
         )
         if self._begun:

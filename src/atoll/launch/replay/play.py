@@ -113,6 +113,7 @@ class Replay:
         _, data, arrays = read_syncer_part(self.out.cuts, self.cut)
         then = msgspec.msgpack.decode(data, type=CutState)
         history = History.restore(then.history)
+        score.begin_at(history)
         parameters.load(arrays, [max(0, version) for version in history.versions], then.rounds)
         parameters.change(outer_of(history))
         first = next(

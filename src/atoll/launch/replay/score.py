@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from atoll.protocol.history import History
 from atoll.protocol.messages import Range
 from atoll.protocol.records import (
     AnyRecord,
@@ -90,9 +91,17 @@ class Score:
     """Ticket → whose state it stands for, and after which step the copy was made."""
     rounds: int = 0
     progress: dict[int, float] = field(default_factory=dict)
-    """How much of the budget was spent, by the rounds behind the run."""
+    """How much of the budget was spent, by the rounds behind the run …"""
+    global_steps: dict[int, int] = field(default_factory=dict)
+    """… and the run's step."""
     of: dict[tuple[str, int], Part] = field(default_factory=dict)
     """Learner and incarnation → its training process."""
+
+    def begin_at(self, history: History) -> None:
+        """It is played from a cut: what learners were told of the run there, which a run made of that cut has no round
+        for in its own journal."""
+        self.progress.setdefault(history.committed, history.progress)
+        self.global_steps.setdefault(history.committed, history.global_step)
 
 
 def read_score(records: Iterable[AnyRecord]) -> Score:
@@ -133,7 +142,7 @@ def _take(score: Score, record: AnyRecord) -> None:
 def _decided(score: Score, record: Merged | Passed) -> None:
     score.decisions.append(record)
     score.rounds = record.round + 1
-    score.progress[score.rounds] = record.progress
+    score.progress[score.rounds], score.global_steps[score.rounds] = record.progress, int(record.step)
 
 
 def _add(part: Part, first: int, entries: tuple[AnyEntry, ...]) -> None:

@@ -1,0 +1,214 @@
+"""The run's step: the pace clock, written down with every round; budgets and progress follow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.protocol.world import World
+
+from atoll.protocol import effects as fx
+from atoll.protocol import records, schedule
+from atoll.protocol.history import History
+from atoll.protocol.messages import Announce, Hello, Progress, Welcome
+from atoll.protocol.pace import APART, Pace
+from atoll.protocol.records import Begun, Ended, Passed, Started
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
+
+
+def rounds_of(world: World) -> list[records.Merged | records.Passed]:
+    return [line for line in world.journal if isinstance(line, records.Merged | records.Passed)]
+
+
+# ---- a budget of steps ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_after_its_steps_also_when_rounds_fall_behind() -> None:
+    """A fragment is on its way for four steps and one may be: there is a round in about five steps, not in each."""
+    world = World(3, fragments=6, sync_every=6, overlap=1, latency_s=2.0, steps=60, lost_after_s=30.0).run_to_end()
+    paced = [line for line in rounds_of(world) if line.progress < 1.0]
+    assert len(paced) < 30, "rounds are to fall behind in this test"
+    for island in world.islands.values():
+        assert 60 <= island.t <= 60 + 6, "the budget, and what is trained until the end is heard"
+    assert world.syncer.progress == 1.0 and world.syncer.history.is_budget_spent()
+    [ending] = world.said("ending")
+    assert "60 steps are done" in ending.text
+
+
+def test_a_learner_that_is_ahead_stops_when_the_median_is_there() -> None:
+    world = World(3, fragments=2, sync_every=4, steps=40, step_s=[1.0, 0.5, 1.0]).run_to_end()
+    slow, fast, other = (island.t for island in world.islands.values())
+    assert 40 <= slow <= 42 and 40 <= other <= 42 and 78 <= fast <= 84
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_progress_goes_up_to_one_and_is_what_the_step_makes_of_the_budget(synchronous: bool) -> None:
+    world = World(3, fragments=5, sync_every=7, steps=70, latency_s=0.1, synchronous=synchronous).run_to_end()
+    lines = rounds_of(world)
+    steps, progress = [line.step for line in lines], [line.progress for line in lines]
+    assert steps == sorted(steps) and progress == sorted(progress)
+    assert progress == [min(1.0, step / 70) for step in steps]
+    assert progress[-1] == world.syncer.history.progress == 1.0
+    assert sum(isinstance(line, Ended) and line.final for line in world.journal) == 1
+
+
+def test_learners_are_told_what_the_journal_says_of_the_round() -> None:
+    """A replay knows nothing else."""
+    world = World(3, fragments=5, sync_every=7, steps=70, latency_s=0.1).run_to_end()
+    said = {0: (0.0, 0)} | {line.round + 1: (line.progress, int(line.step)) for line in rounds_of(world)}
+    told = [(one.round + 1, one.progress, one.global_step) for _, one in world.sent(Announce)]
+    told += [(one.committed, one.progress, one.global_step) for _, one in world.sent(Welcome)]
+    assert len(told) > 100
+    for committed, progress, step in told:
+        assert (progress, step) == said[committed]
+
+
+def test_a_budget_that_is_spent_does_not_wait_for_a_round_to_be_due() -> None:
+    world = World(1, fragments=1, sync_every=100, steps=7).run_to_end()
+    assert 7 <= world.islands["learner-0"].t <= 8
+
+
+# ---- over terms ----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_term_goes_on_from_the_step_that_is_written_and_makes_no_round_up() -> None:
+    world = World(2, fragments=4, sync_every=8, latency_s=0.05).run_until(round=20)
+    written = rounds_of(world)[-1].step
+    assert written == pytest.approx(40, abs=2)
+    world.crash_syncer()
+    pace = world.syncer.rounds.gathering.pace
+    assert (pace.clock, pace.due) == (written, written + 2.0)
+    before = world.syncer.committed
+    world.run_until(seconds=6.0)
+    assert before < world.syncer.committed <= before + 3
+    assert rounds_of(world)[-1].step == pytest.approx(written + 2 * (world.syncer.committed - before), abs=1.5)
+
+
+def test_a_run_that_crashes_often_still_ends_after_its_steps() -> None:
+    world = World(3, fragments=3, sync_every=6, steps=60, latency_s=0.05).run_until(round=6)
+    for number in (12, 18, 24):
+        world.crash_syncer()
+        world.run_until(round=number)
+    world.run_to_end()
+    away_s = 3 * (world.down_s + 2)
+    for island in world.islands.values():
+        assert 60 <= island.t <= 60 + away_s + 4, "steps made while nobody counted them are no part of the budget"
+
+
+def test_a_term_that_finds_the_run_ending_knows_that_its_budget_is_spent() -> None:
+    """The end is written between two rounds: the last round's step is not yet the budget."""
+    world = World(2, fragments=1, sync_every=20, steps=50)
+    world.crash = lambda effect, when: (
+        when == "after"
+        and isinstance(effect, fx.Persist)
+        and any(isinstance(line, Ended) for line in effect.records)
+        and world.syncer.history.term == 1
+    )
+    world.run_until(round=2)
+    world.run_to_end()
+    assert world.syncer.history.term == 2 and rounds_of(world)[1].step < 50
+    assert world.syncer.progress == world.syncer.history.progress == 1.0
+    assert rounds_of(world)[-1].progress == 1.0
+
+
+def test_what_a_cut_carries_of_the_step_comes_back() -> None:
+    world = World(2, fragments=2, sync_every=4).run_until(round=9)
+    history = world.syncer.history
+    again = History.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(history.state()), type=type(history.state())))
+    assert (again.step, again.global_step) == (history.step, history.global_step) and again.step > 10
+
+
+# ---- synchronous ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fragments", "every"), [(1, 4), (3, 7), (15, 24), (7, 24)])
+def test_a_synchronous_run_is_at_the_step_that_its_schedule_says(fragments: int, every: int) -> None:
+    settings: dict[str, Any] = {"fragments": fragments, "sync_every": every, "overlap": 1, "steps": 3 * every}
+    world = World(3, step_s=[1.0, 0.5, 1.7], synchronous=True, latency_s=0.1, **settings).run_until(round=fragments + 1)
+    world.crash_syncer(apart_s=0.3)
+    world.run_to_end()
+    lines = rounds_of(world)
+    assert [line.step for line in lines[: 3 * fragments]] == [
+        (number + 1) * every / fragments for number in range(3 * fragments)
+    ]
+    assert {line.step for line in lines[3 * fragments :]} == {3.0 * every}, "the last cycle takes no steps"
+    assert len(lines) == 4 * fragments
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 10**9), st.integers(1, 1000))
+def test_the_schedule_does_not_drift(fragments: int, more: int, behind: int, rounds: int) -> None:
+    settings = Settings(fragments=fragments, sync_every=fragments + more - 1, overlap=0)
+    step = behind * settings.sync_every / fragments
+    at_once = schedule.step_after(step, rounds, settings)
+    assert at_once == (behind + rounds) * settings.sync_every / fragments
+    for _ in range(min(rounds, 20)):
+        step = schedule.step_after(step, 1, settings)
+    assert step == schedule.step_after(behind * settings.sync_every / fragments, min(rounds, 20), settings)
+
+
+# ---- claims --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=2, max_size=40),
+    st.lists(st.integers(0, 2**47), min_size=40, max_size=40),
+    st.integers(2, 6),
+)
+def test_one_that_claims_steps_does_not_move_the_clock_out_of_the_others_reach(
+    honest: list[int], claims: list[int], learners: int
+) -> None:
+    pace, names = Pace(interval=1.0), [f"honest-{n}" for n in range(learners - 1)]
+    pace.members(dict.fromkeys([*names, "liar"], 0))
+    t = claimed = 0
+    for more, claim in zip(honest, claims, strict=False):
+        t, claimed = t + more, claimed + claim
+        pace.stepped("liar", claimed)
+        for name in names:
+            pace.stepped(name, t)
+        most = t if learners > 2 else (t + APART * (1 + t)) / 2
+        assert pace.clock <= most
+        assert pace.clock >= (t if learners > 2 else t / 2) - 1e-9 or claimed < t
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0, 15.0])
+def test_two_honest_learners_are_paced_by_their_mean(ratio: float) -> None:
+    pace = Pace(interval=1.0)
+    pace.members({"a": 100, "b": 7})
+    for t in range(1, 1000):
+        pace.stepped("a", 100 + t)
+        pace.stepped("b", 7 + int(t * ratio))
+    assert pace.clock == (999 + int(999 * ratio)) / 2
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
+    settings = Settings(learners=learners, fragments=2, sync_every=4, steps=1000).resolved(4)
+    syncer, names = Syncer.fresh(settings, run="r", fingerprint=""), "abc"[:learners]
+    for name in names:
+        syncer.handle(0.0, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}")))
+    syncer.handle(0.0, fx.Initialised("a"))
+    for t in range(20):
+        for name in names:
+            claim = t if name != "b" else t * 2**40
+            none = (0, 0)
+            said = Progress(t=claim, steps=none, tokens=none, versions=none, tokens_total=10 * claim, incarnation=1)
+            syncer.handle(t + 0.1, fx.Received(name, msgspec.structs.replace(said, dropped=none, counted=none)))
+    assert syncer.phase == "running" and 0 < syncer.rounds.step <= (19 if learners == 3 else 10 * APART)
+
+
+# ---- what is left of a budget --------------------------------------------------------------------------------------
+
+
+def test_whether_a_budget_is_spent_follows_from_the_records() -> None:
+    history = History(Begun("run", Settings(learners=1, fragments=2, sync_every=4, steps=5), {}, (), "plan"))
+    for record in (Started("a"), Passed(0, 0, "", 0.9, 4.5)):
+        history.apply(record)
+    assert not history.is_budget_spent() and (history.step, history.global_step) == (4.5, 4)
+    history.apply(Ended("5 steps are done", step=5.5))
+    assert history.is_budget_spent() and (history.progress, history.global_step) == (0.9, 4), "told with rounds alone"
+    assert not history.is_budget_spent(msgspec.structs.replace(history.settings, steps=6))
+    assert not history.is_budget_spent(msgspec.structs.replace(history.settings, steps=0))
