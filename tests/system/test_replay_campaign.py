@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 TINY = {"depth": 1, "block": 32, "batch": 4}
 LEAST_STEP_S = {False: 0.02, True: 0.1}
-"""Without and with a kill. Most of it asleep: a killed learner is back before the others are done, also on two cores."""
+"""Without and with a kill. Most of it is sleep: a killed learner is back before the others are done."""
 SEEDS = 20
 
 
