@@ -20,7 +20,18 @@ from atoll.courier.service import Courier
 from atoll.learner.boundary import Boundary
 from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
-from atoll.mailbox.channel import Box, Channel, DrainOrder, Frame, Start, Step, StopOrder, Welcomed, decode_to_training
+from atoll.mailbox.channel import (
+    Box,
+    Channel,
+    DrainOrder,
+    Frame,
+    RunProgress,
+    Start,
+    Step,
+    StopOrder,
+    Welcomed,
+    decode_to_training,
+)
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Stepped
 from atoll.protocol.messages import TensorSpec
@@ -116,6 +127,7 @@ class Training:
         self.welcomes: list[Welcomed] = []
         self.stops: list[StopOrder] = []
         self.drains: list[DrainOrder] = []
+        self.progress: list[RunProgress] = []
         self.done = False
         self.direct = direct
         """Whether newcomers may fetch its state from its courier."""
@@ -182,6 +194,8 @@ class Training:
                     self.stops.append(frame)
                 case DrainOrder():
                     self.drains.append(frame)
+                case RunProgress():
+                    self.progress.append(frame)
                 case order if isinstance(order, PeerOrder):
                     self.peers.obey(order, self.t)
                 case _:

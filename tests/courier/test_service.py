@@ -7,8 +7,10 @@ import pytest
 import torch
 from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
-from atoll.mailbox.channel import Bye, Copy, StopOrder, decode_to_training
+from atoll.courier.service import Courier
+from atoll.mailbox.channel import Bye, Channel, Copy, DrainOrder, RunProgress, StopOrder, decode_to_training
 from atoll.protocol import effects as fx
+from atoll.protocol.learner import Learner
 from atoll.protocol.messages import Refused
 
 
@@ -46,6 +48,42 @@ async def test_the_first_joiner_gives_the_run_its_parameters(stage: Stage) -> No
     assert training.box is not None and training.box.base_version.tolist() == [0, 0]
     assert training.box.run == training.courier._machine.run != ""  # type: ignore[union-attr]
     assert training.box.count("incarnation") == 1
+
+
+async def test_how_far_the_run_is_comes_as_one_thing(stage: Stage) -> None:
+    run = await stage.run(fragments=1, sync_every=2, steps=8)
+    training = stage.training(run)
+    await training.join()
+    assert training.progress == [RunProgress()], "also of a run that only begins"
+    await stepping(training, until=3)
+    await training.until(lambda: training.progress[-1].committed >= 3)
+    assert [one.committed for one in training.progress] == list(range(training.progress[-1].committed + 1))
+    assert all((one.progress, one.global_step) == (one.committed / 4, 2 * one.committed) for one in training.progress)
+
+
+async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(stage: Stage) -> None:
+    """What waits for it must not grow with the rounds: a step may take hours."""
+    near, theirs = Channel.pair()
+    courier = Courier(Channel(theirs))
+    courier._machine = Learner("learner-0", "session", ())
+    while not courier._channel.clogged:
+        courier._channel.send(DrainOrder("x" * 10_000))
+    waiting = len(courier._channel._waiting)
+    for committed in range(1, 1000):
+        courier._carry_out(fx.Inform(committed / 1000, 2 * committed, committed))
+        courier._handle(fx.Tick())
+    assert len(courier._channel._waiting) == waiting
+    frames = []
+    while courier._channel.clogged:
+        frames += near.receive()
+        courier._channel.flush()
+    courier._handle(fx.Tick())
+    while new := near.receive():
+        frames += new
+    told = [frame for frame in map(decode_to_training, frames) if isinstance(frame, RunProgress)]
+    assert told == [RunProgress(999, 0.999, 1998)]
+    near.close()
+    courier._channel.close()
 
 
 async def test_a_second_joiner_takes_them(stage: Stage) -> None:

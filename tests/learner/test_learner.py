@@ -23,6 +23,7 @@ from atoll.mailbox.channel import (
     Frame,
     HoldOrder,
     OwnOrder,
+    RunProgress,
     Start,
     Step,
     StopOrder,
@@ -147,7 +148,8 @@ class Joined:
 
     def _answer(self, frame: Frame) -> list[ToTraining]:
         if isinstance(frame, Start) and not frame.boxed:
-            return [Welcomed(self.rules, make_plan(frame.tensors, self.rules.fragments).fingerprint, 1)]
+            plan = make_plan(frame.tensors, self.rules.fragments)
+            return [Welcomed(self.rules, plan.fingerprint, 1), RunProgress()]
         if isinstance(frame, Box) and len(self.courier.of(Box)) == 1:
             return [OwnOrder()]
         if isinstance(frame, Step) and frame.stepped.stopped:
@@ -201,9 +203,8 @@ class TestInARun:
 
     def test_the_run_tells_how_far_it_is(self, joined: Joined) -> None:
         with joined.learner as learner:
-            joined.box.set_measure("progress", 0.5)
-            joined.box.set_count("global_step", 77)
-            joined.box.set_count("committed", 70)
+            joined.courier.waiting.append(RunProgress(committed=70, progress=0.5, global_step=77))
+            joined.stay.wait(0.0)  # as `batches` does while it waits for a lease
             assert (learner.progress, learner.global_step) == (0.0, 0), "what a step knows does not change under it"
             learner.step(tokens=3)
             assert (learner.progress, learner.global_step) == (0.5, 77)

@@ -154,5 +154,5 @@ def test_a_contribution_takes_along_what_no_report_has_said() -> None:
 
 
 def test_an_entry_takes_few_bytes() -> None:
-    adopted, informed = Adopted(123_456, 17, 5_000), Informed(123_456, 123_000)
-    assert len(msgspec.msgpack.encode(adopted)) + len(msgspec.msgpack.encode(informed)) < 30
+    adopted, informed = Adopted(123_456, 17, 5_000), Informed(123_456, 123_000, 0.123, 123_000)
+    assert len(msgspec.msgpack.encode(adopted)) + len(msgspec.msgpack.encode(informed)) < 45

@@ -28,6 +28,8 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "run"
         self._process: subprocess.Popen[str] | None = None
+        self._built_in = False
+        """It trains the built-in workload: see `replay_built_in`."""
 
     def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
         return {**os.environ, MARK: str(self.folder), "COLUMNS": "200", **(more or {})}
@@ -58,10 +60,42 @@ class Run:
     def command(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """One that is soon done."""
         command = [sys.executable, "-m", "atoll.cli", *map(str, arguments)]
-        return subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=WAIT_S, check=False)
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment(),
+            text=True,
+            capture_output=True,
+            timeout=WAIT_S,
+            check=False,
+        )
 
     def train(self, *arguments: str | Path) -> Run:
+        own_script = any(str(argument).endswith(".py") for argument in arguments)
+        self._built_in = not own_script and "data-parallel" not in arguments
         return self.start("train", "--out", self.out, *arguments)
+
+    def replay(self, *more: str) -> dict[str, Any]:
+        done = self.command("replay", self.out, "--json", *more)
+        assert done.stdout, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == (0 if found["identical"] else 1)
+        return found
+
+    def check_replay(self) -> dict[str, Any]:
+        """Every round is made again by training, and every version has the same bits."""
+        found = self.replay()
+        assert found["identical"] and found["from_journal"] == [], json.dumps(found)
+        last = max(event["round"] for event in self.events("round", "passed"))
+        assert found["through"] >= last, "rounds of the last cycle may be skipped without a word"
+        self._built_in = False  # once is enough
+        return found
+
+    def replay_built_in(self) -> None:
+        """Every run of the built-in workload that came to its end in good order can be replayed bit for bit: no test of
+        one has to ask for it."""
+        if self._built_in and self._process is not None and self._process.returncode == 0:
+            self.check_replay()
 
     def ended(self, code: int = 0) -> Run:
         """Wait for its end, which is to have this exit code."""
@@ -186,5 +220,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     try:
         yield run
         run.until_gone(2.0)
+        run.replay_built_in()
     finally:
         run.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,14 +15,6 @@ pytestmark = pytest.mark.system
 LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
 
 
-def replayed(run: Run, *more: str) -> dict[str, object]:
-    done = run.command("replay", run.out, "--json", *more)
-    assert done.stdout, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    assert done.returncode == (0 if found["identical"] else 1)
-    return found
-
-
 def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
     run.train(*LINE)
     run.until(lambda events: len(members(events)) == 2)
@@ -35,21 +26,18 @@ def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)
     run.interrupt()
     run.ended()
-    found = replayed(run)
-    last = max(e["round"] for e in run.events("round", "passed"))
-    assert found["identical"] and found["from_journal"] == [], json.dumps(found)
-    assert found["through"] >= last, "rounds of the last cycle may be skipped without a word"
+    run.check_replay()
 
 
 @pytest.mark.faults
 def test_a_part_of_a_run_and_a_script_that_does_something_else(run: Run) -> None:
     run.train(*LINE, "--steps", "60", "--adopt", "carry")
     run.ended()
-    until = replayed(run, "--until", "5", "--jobs", "1")
+    until = run.replay("--until", "5", "--jobs", "1")
     assert (until["identical"], until["through"]) == (True, 5)
     settings = run.out / "run.toml"
     settings.write_text(re.sub(r'("[^"]*line.py"),?', r'\1, "--rate", "0.06",', settings.read_text()))
-    other = replayed(run)
+    other = run.replay()
     assert other["difference"] == {"round": 0, "fragment": 0, "version": 1, "tensors": ["weight"]}, other
 
 
@@ -62,7 +50,7 @@ def test_a_synthetic_tape_is_followed_and_what_comes_of_it_is_repeated(run: Run,
     run.train(SCRIPTS / "line.py", "--tape", tape)
     run.ended()
     first = (run.out / "model.safetensors").read_bytes()
-    assert replayed(run)["identical"]
+    assert run.replay()["identical"]
     run.train(SCRIPTS / "line.py", "--tape", tape, "--force")
     run.ended()
     assert (run.out / "model.safetensors").read_bytes() == first

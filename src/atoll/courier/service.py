@@ -36,6 +36,7 @@ from atoll.mailbox.channel import (
     LetGoOrder,
     OwnOrder,
     ReadOrder,
+    RunProgress,
     SaveOrder,
     Sources,
     Start,
@@ -86,6 +87,7 @@ class Courier:
         self._tasks: asyncio.TaskGroup | None = None
         self._unsure: set[int] = set()
         """Fragments of which a courier before this one may have known more: adopted plainly once."""
+        self._unsent_progress: RunProgress | None = None
         self._broken: BaseException | None = None
         self._said_at = -SAY_S
 
@@ -129,6 +131,7 @@ class Courier:
             self._leave("its training process died")
         else:
             self._channel.flush()
+            self._tell_progress()
 
     def _frame(self, frame: ToCourier) -> None:
         match frame:
@@ -269,6 +272,7 @@ class Courier:
         for effect in self._machine.handle(self._loop.time(), event):
             self._carry_out(effect)
         self._channel.flush()
+        self._tell_progress()
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -289,6 +293,8 @@ class Courier:
                 _say(text)
             case fx.Save(cut, kept):
                 self._channel.send(SaveOrder(cut, kept))
+            case fx.Inform(progress, global_step, committed):
+                self._unsent_progress = RunProgress(committed, progress, global_step)
             case fx.Supply(ranges, over, own):
                 self._channel.send(Supplies(ranges, over, own))
             case fx.HangUp(reason):
@@ -335,10 +341,13 @@ class Courier:
                 bodies.upload_all()
             case fx.Drop(fragment, t):
                 bodies.outgoing.drop(fragment, t)
-            case fx.Inform(progress, global_step, committed):
-                box.set_measure("progress", progress)
-                box.set_count("global_step", global_step)
-                box.set_count("committed", committed)
+
+    def _tell_progress(self) -> None:
+        """To a training process that reads nothing for a while (one long step) only the newest is sent: what waits for
+        it does not grow with the rounds."""
+        if self._unsent_progress is not None and not self._channel.clogged:
+            self._channel.send(self._unsent_progress)
+            self._unsent_progress = None
 
     def _adopt_order(self, adopt: fx.Adopt, bodies: Bodies) -> AdoptOrder:
         assert self._machine is not None

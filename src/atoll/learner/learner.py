@@ -84,21 +84,17 @@ class Learner:
 
     @property
     def global_step(self) -> int:
-        """How far the run is, in learner steps. Alone: the own steps."""
-        return self._tally.t if (run := self._run) is None else run.global_step
+        """How far the run is, in learner steps; it changes between two steps only. Alone: the own steps."""
+        return self._tally.t if self._stay is None else self._stay.global_step
 
     @property
     def progress(self) -> float:
         """How much of the run's budget is spent, in [0, 1]: what learning rate schedules should follow.
 
-        Alone: of the pass that `batches` makes. A run without a budget stays at 0.
+        It changes between two steps only, and is 0 while the run has not been heard of. Alone: of the pass that
+        `batches` makes. A run without a budget stays at 0.
         """
-        return self._feed.passed if (run := self._run) is None else run.progress
-
-    @property
-    def _run(self) -> Stay | None:
-        """None: alone, or the run has not been heard of yet."""
-        return self._stay if self._stay is not None and self._stay.welcomed else None
+        return self._feed.passed if self._stay is None else self._stay.progress
 
     def register(self, name: str, thing: Stateful) -> None:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.

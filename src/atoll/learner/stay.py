@@ -39,6 +39,7 @@ from atoll.mailbox.channel import (
     ForgetOrder,
     GoOrder,
     Kept,
+    RunProgress,
     SaveOrder,
     Sources,
     Start,
@@ -93,7 +94,10 @@ class Stay:
         self._preemption = Preemption()
         self._until: int | None = 0 if partner.replays else None
         """Replay: the step at which it waits."""
-        self.progress, self.global_step, self._committed = 0.0, 0, 0
+        self._told: RunProgress | None = None
+        """The newest that the courier said of the run."""
+        self._known = RunProgress()
+        """What the step under way goes by."""
         self._done = self._final = self._stopped = False
 
     @property
@@ -102,9 +106,13 @@ class Stay:
         return self._done or self._preemption.asked
 
     @property
-    def welcomed(self) -> bool:
-        """How far the run is can be known."""
-        return self.shared.box is not None
+    def progress(self) -> float:
+        """How much of the run's budget is spent; 0 until the run is heard of."""
+        return min(1.0, self._known.progress)
+
+    @property
+    def global_step(self) -> int:
+        return self._known.global_step
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
@@ -167,7 +175,7 @@ class Stay:
             self.wait(min(left, 0.5))
 
     def _is_current(self) -> bool:
-        return self.shared.has_parameters() and not self._peers.waits
+        return self.shared.has_parameters() and not self._peers.waits and self._told is not None
 
     def _say_unjoined(self) -> None:
         syncer = self._joining.url.rpartition("@")[2]  # what stands before it is a secret
@@ -217,13 +225,11 @@ class Stay:
             self.shared.boundary.idle()
 
     def _look_up(self) -> None:
-        """How far the run is, as the next step is to know it. It does not change while that step is under way."""
-        if (box := self.shared.box) is None:
-            return
-        if (committed := box.count("committed")) != self._committed:
-            self._committed, self.global_step = committed, box.count("global_step")
-            self.progress = min(1.0, box.measure("progress"))
-            self._tape.add(Informed(self._tally.t, committed))
+        """How far the run is, as the next step is to know it. It does not change while that step is under way, whatever
+        is heard meanwhile; and the tape has the very values."""
+        if (told := self._told) is not None and told != self._known:
+            self._known = told
+            self._tape.add(Informed(self._tally.t, told.committed, told.progress, told.global_step))
 
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
@@ -272,6 +278,8 @@ class Stay:
             case Welcomed():
                 if self.shared.welcomed(frame):
                     self.shared.hand_over(self._counted())
+            case RunProgress():
+                self._told = frame
             case GoOrder(until):
                 self._until = until
             case DrainOrder(reason):

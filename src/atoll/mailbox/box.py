@@ -1,6 +1,6 @@
 """The shared memory of one learner and its courier: counters, base versions and fragment buffers, allocated once.
 
-    header      the training process's counters and the courier's news, one writer for each field
+    header      the training process's counters, and what the next courier has to know; one writer for each field
     base        the whole model in fp32: the version last adopted, from which Δ = base − θ is made
     outgoing    slots for copies read off the device, one fragment each
     incoming    slots for versions that wait to be adopted
@@ -9,6 +9,9 @@ The memory has no name: it is a file descriptor handed to the courier, so nothin
 learner at the run's pace needs is reserved at creation: too little memory is an error before training starts, never a
 crash in the middle. A slower learner copies several fragments ahead at each boundary: its courier reserves more slots
 one by one (`reserve_outgoing`, `reserve_incoming`), and does without where the memory is not there.
+
+Stores of one process may be seen in another order by the other one. So no two fields here have to fit each other while
+both processes live: what has to be read whole travels in one frame (channel.py).
 """
 
 from __future__ import annotations
@@ -29,8 +32,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
 
 PAGE = 4096
-COUNTS = ("t", "tokens_total", "stopped", "incarnation", "global_step", "term", "committed")
-MEASURES = ("busy_s", "loss", "progress")
+COUNTS = ("incarnation", "term")
 PER_FRAGMENT = ("steps", "tokens", "dropped", "adopted", "base_version")
 RUN_BYTES = 64
 SPARE_BYTES = 256 * 2**20
@@ -65,7 +67,7 @@ class Layout:
 
     @property
     def header_bytes(self) -> int:
-        cells = len(COUNTS) + len(MEASURES) + len(PER_FRAGMENT) * self.fragments
+        cells = len(COUNTS) + len(PER_FRAGMENT) * self.fragments
         return _pages(8 * cells + RUN_BYTES)
 
     @property
@@ -100,10 +102,7 @@ class Mailbox:
         self.memory = memory
         ints = memory[: 8 * len(COUNTS)].view(np.int64)
         at = 8 * len(COUNTS)
-        floats = memory[at : at + 8 * len(MEASURES)].view(np.float64)
-        at += 8 * len(MEASURES)
         self._counts = ints
-        self._measures = floats
         self._fragments: dict[str, npt.NDArray[np.int64]] = {}
         for name in PER_FRAGMENT:
             self._fragments[name] = memory[at : at + 8 * layout.fragments].view(np.int64)
@@ -186,12 +185,6 @@ class Mailbox:
 
     def set_count(self, name: str, value: int) -> None:
         self._counts[COUNTS.index(name)] = value
-
-    def measure(self, name: str) -> float:
-        return float(self._measures[MEASURES.index(name)])
-
-    def set_measure(self, name: str, value: float) -> None:
-        self._measures[MEASURES.index(name)] = value
 
     @property
     def run(self) -> str:

@@ -1,10 +1,9 @@
 """Small messages between the training process and its courier, over a local socket.
 
     training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
-    courier → training process    Welcomed  ReadOrder  CancelReadOrder  HoldOrder  LetGoOrder  AdoptOrder  OwnOrder
-                                  ForgetOrder
-                                  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder  BeginOrder
-                                  DrainOrder  StopOrder
+    courier → training process    Welcomed  RunProgress  ReadOrder  CancelReadOrder  HoldOrder  LetGoOrder  AdoptOrder
+                                  OwnOrder  ForgetOrder  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder
+                                  BeginOrder  DrainOrder  StopOrder
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
@@ -143,6 +142,17 @@ class Welcomed(Frame, frozen=True):
     """The run's newest, which a learner takes before it trains on."""
 
 
+class RunProgress(Frame, frozen=True):
+    """How far the run is. These values belong to one moment of the run, so they travel in one frame: in shared memory a
+    reader could see some of them from before and some from after an announcement."""
+
+    committed: int = 0
+    """Rounds that are behind the run."""
+    progress: float = 0.0
+    """How much of its budget is spent."""
+    global_step: int = 0
+
+
 class ReadOrder(Frame, frozen=True):
     slot: int
     round: int
@@ -256,6 +266,7 @@ class StopOrder(Frame, frozen=True):
 ToCourier = Start | Box | Step | Told | Sources | Copy | Took | Freed | Kept | StateCopy | StateTaken | Bye
 ToTraining = (
     Welcomed
+    | RunProgress
     | ReadOrder
     | CancelReadOrder
     | HoldOrder

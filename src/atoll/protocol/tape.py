@@ -72,7 +72,11 @@ class Adopted(Entry, frozen=True, tag="a"):
 
 class Informed(Entry, frozen=True, tag="i"):
     committed: int
-    """Rounds that were behind the run; the last of them says how much of its budget was spent."""
+    """Rounds that were behind the run."""
+    progress: float | None = None
+    """How much of its budget was spent, bit for bit as the script saw it. None: a tape of before these were written
+    down; the record of the last of those rounds says it."""
+    global_step: int = 0
 
 
 class Supplied(Entry, frozen=True, tag="s"):

@@ -35,7 +35,7 @@ class Taped(World):
     def __init__(self, settings: Settings, *, seed: int, latency_s: float) -> None:
         super().__init__(settings, seed=seed, latency_s=latency_s)
         self.tapes: dict[str, list[tape.AnyEntry]] = {}
-        self._heard: dict[str, int] = {}
+        self._heard: dict[str, fx.Inform] = {}
         self._stopped: set[str] = set()
 
     def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
@@ -50,8 +50,8 @@ class Taped(World):
                 self._say(island, tape.Owned(island.t))
             case fx.Forget(reset=reset):
                 self._say(island, tape.Forgot(island.t, reset))
-            case fx.Inform(committed=committed):
-                self._heard[island.session] = committed
+            case fx.Inform():
+                self._heard[island.session] = effect
             case _:
                 pass
         super().obey(island, effect)
@@ -80,7 +80,7 @@ class Taped(World):
     def stepped(self, island: Training) -> None:
         assert isinstance(island, Island)
         if (heard := self._heard.pop(island.session, None)) is not None:
-            self._say(island, tape.Informed(island.t, heard))
+            self._say(island, tape.Informed(island.t, heard.committed, heard.progress, heard.global_step))
 
     def _say(self, island: Island, entry: tape.AnyEntry) -> None:
         self.tapes[island.session].append(entry)

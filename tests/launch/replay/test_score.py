@@ -53,6 +53,13 @@ def test_after_a_cut_only_what_came_behind_its_mark_is_played() -> None:
     assert acts == [entries[2], copies[1], copies[2], entries[3]]
 
 
+def test_after_a_cut_it_knows_of_the_run_what_it_knew_at_the_mark() -> None:
+    """Its first step behind the cut went by it, and the state it saved does not hold it."""
+    first, known, later = Informed(1, 5, 0.1, 7), Informed(3, 9, 0.3, 11), Informed(6, 12, 0.4, 15)
+    assert part(first, known, Marked(4, 20), later, copies=[]).acts(after=20) == [known, later]
+    assert part(first, known, Marked(4, 20), copies=[]).acts(after=20) == [], "nothing is left to be played"
+
+
 def test_a_journal_becomes_a_score() -> None:
     share = Share("a", 1, 2, 2, 20, 200.0, 0)
     merged = Merged(0, 0, 1, 1, "all", (share,), "digest")

@@ -29,6 +29,7 @@ from atoll.mailbox.channel import (
     GoOrder,
     OwnOrder,
     ReadOrder,
+    RunProgress,
     Sources,
     Start,
     StateCopy,
@@ -188,10 +189,8 @@ class Actor:
                 return self._copy(act)
             case tape.Adopted():
                 return self._adopt(act)
-            case tape.Informed(_, committed):
-                self._box.set_measure("progress", self._house.progress(committed))
-                self._box.set_count("global_step", self._house.global_step(committed))
-                self._box.set_count("committed", committed)
+            case tape.Informed():
+                send(self._progress(act))
             case tape.Supplied(_, leases, over, own):
                 ranges = tuple(self._house.leases(lease) for lease in leases)
                 self._supply(Supplies(ranges, over, "its data was its own in the run" if own else ""))
@@ -214,6 +213,12 @@ class Actor:
             case tape.Began() | tape.Marked():
                 pass
         return None
+
+    def _progress(self, act: tape.Informed) -> RunProgress:
+        if act.progress is not None:
+            return RunProgress(act.committed, act.progress, act.global_step)
+        progress, step = self._house.progress(act.committed), self._house.global_step(act.committed)
+        return RunProgress(act.committed, progress, step)
 
     def _copy(self, act: Copied) -> str | None:
         assert self._box is not None

@@ -27,7 +27,7 @@ from atoll.protocol.records import (
     Reset,
     Started,
 )
-from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Marked, Owned
+from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
 
 
 class Copied(msgspec.Struct, frozen=True):
@@ -73,12 +73,16 @@ class Part:
         return self.joined_at >= rounds
 
     def acts(self, after: int = -1) -> list[Act]:
-        """All it does, in order; with `after`, from the entry behind the mark of that cut on."""
-        start = 0
-        if after >= 0:
-            marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, Marked) and entry.cut == after]
-            start = marks[0] + 1 if marks else len(self.entries)
-        return _in_place(self.entries[:start], self.entries[start:], self.copies)
+        """All it does, in order; with `after`, from the entry behind the mark of that cut on, and before that what it
+        knew of the run at the mark: that is no part of the state it saved."""
+        if after < 0:
+            return _in_place([], self.entries, self.copies)
+        marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, Marked) and entry.cut == after]
+        start = marks[0] + 1 if marks else len(self.entries)
+        before = self.entries[:start]
+        known = [entry for entry in before if isinstance(entry, Informed)][-1:]
+        acts = _in_place(before, self.entries[start:], self.copies)
+        return [*known, *acts] if acts else []
 
 
 @dataclass
