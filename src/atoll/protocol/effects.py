@@ -160,6 +160,24 @@ class Send(Fact, frozen=True):
     message: FromSyncer
 
 
+class ConfirmSent(Fact, frozen=True):
+    """Effect: answer PullsSent. It stands behind the pulls of a round, or behind a learner's probe: they may have
+    waited for the disk, and nobody can answer before they have left."""
+
+    round: int
+    attempt: int
+    probed: str = ""
+    """The learner, where it was a probe."""
+
+
+class PullsSent(Fact, frozen=True):
+    """Event: what ConfirmSent stood behind has left."""
+
+    round: int
+    attempt: int
+    probed: str = ""
+
+
 class Part(Fact, frozen=True):
     """One contribution's part in a merge."""
 
@@ -254,9 +272,23 @@ SyncerEvent = (
     | DrainAsked
     | EndAsked
     | Over
+    | PullsSent
     | Tick
 )
-SyncerEffect = Send | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
+SyncerEffect = (
+    Send
+    | ConfirmSent
+    | Merge
+    | Persist
+    | TakeCut
+    | CompleteCut
+    | Retune
+    | Commit
+    | Discard
+    | Expel
+    | Finished
+    | Note
+)
 
 
 # ---- the learner --------------------------------------------------------------------------------------------------

@@ -52,7 +52,10 @@ class Round:
     answered_at: float = 0.0
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
     grace_s: float = 0.0
+    deadline_s: float = 0.0
+    """What its pulls may take."""
     deadline: float = 0.0
+    """Of its pulls; infinite until they have left: a learner can be late only with what it was asked for."""
     live: int = 0
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)

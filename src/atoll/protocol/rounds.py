@@ -1,7 +1,7 @@
 """The rounds of a run, from opening to commit.
 
 A round's way: *gathering* (gathering.py decides when it ends) → *pulling* its fragment from the frozen members, each
-until its deadline → *merging*, in order of t → committed and announced to everyone connected. A round that loses its
+until its deadline, which begins when the pulls have left → *merging*, in order of t → committed and announced to everyone connected. A round that loses its
 quorum gathers once more; after a second failure it is passed over with the reason.
 
 Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
@@ -12,9 +12,11 @@ succeeds; a deadline that everyone missed makes the next longer, but no learner 
 
 from __future__ import annotations
 
+from math import inf
+
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
-from atoll.protocol.effects import Commit, Merge, Merged, Part
+from atoll.protocol.effects import Commit, ConfirmSent, Merge, Merged, Part
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
@@ -144,7 +146,7 @@ class Rounds:
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
         deadline_s = self.gathering.deadline_s
-        round_.stage, round_.frozen_at, round_.deadline = "pulling", now, now + deadline_s
+        round_.stage, round_.frozen_at, round_.deadline_s, round_.deadline = "pulling", now, deadline_s, inf
         round_.reason, round_.live = reason, len(self.members.live())
         for one in ready:
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, one.included_t)
@@ -158,6 +160,13 @@ class Rounds:
         )
         for one in ready:
             self.out.send(one.name, pull)
+        self.out.add(ConfirmSent(round_.t, round_.attempt))
+
+    def pulls_sent(self, now: float, number: int, attempt: int) -> None:
+        """They may have waited for the disk; what they may take counts from now on."""
+        round_ = self.open.get(number)
+        if round_ is not None and round_.stage == "pulling" and round_.attempt == attempt:
+            round_.frozen_at, round_.deadline = now, now + round_.deadline_s
 
     # ---- answers ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,10 @@ missed its pulls is asked for a probe, which is merged into nothing, until it an
 
 from __future__ import annotations
 
+from math import inf
+
 from atoll.protocol import schedule
+from atoll.protocol.effects import ConfirmSent
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Pull
 from atoll.protocol.outbox import Outbox
@@ -41,6 +44,9 @@ class Watch:
             learner.muted = False
             self.out.note("probed", f"{learner.name} answers again", learner)
 
+    def probe_sent(self, now: float, name: str) -> None:
+        self.members.learners[name].probed_at = now
+
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):
             learner.idle_at = now  # it waits for us, not we for it
@@ -57,7 +63,7 @@ class Watch:
 
     def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
-            learner.probed_at = now
+            learner.probed_at = inf  # until it has left
             copied = self.settings.synchronous and learner.offer >= 0  # one that waits at a hold makes no new copy
             number = learner.offer if copied else self.rounds.aim
             pull = Pull(
@@ -69,4 +75,5 @@ class Watch:
                 probe=True,
             )
             self.out.send(learner.name, pull)
+            self.out.add(ConfirmSent(number, 0, learner.name))
         wakes.append(learner.probed_at + PROBE_EVERY_S)

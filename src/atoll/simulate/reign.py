@@ -202,6 +202,8 @@ class Reign:
                 if isinstance(message, Pull):
                     self._ask(learner, message)
                 self.world.network.down(self, learner, message)
+            case fx.ConfirmSent(number, attempt, probed):
+                self.world.tell(self, fx.PullsSent(number, attempt, probed))
             case fx.Note():
                 self.world.noted(effect)
             case fx.Discard(learner, number, attempt):

@@ -121,7 +121,8 @@ class Timing:
 
     def asked(self, reign: Reign, learner: str, pull: Pull) -> None:
         if not pull.probe:
-            self._due[learner, pull.round, pull.attempt] = reign.now + pull.deadline_s
+            sent_at = reign.clock.read(reign.world.agenda.now)
+            self._due[learner, pull.round, pull.attempt] = sent_at + pull.deadline_s
 
     def _seats(self, reign: Reign, now: float, round_: Round) -> None:
         for seat in round_.asked:

@@ -341,6 +341,8 @@ class SyncerService:
         match effect:
             case fx.Send(learner, message):
                 self._send(learner, message)
+            case fx.ConfirmSent(number, attempt, probed):
+                self._handle(fx.PullsSent(number, attempt, probed))
             case fx.Merge():
                 self._merging.merge(effect)
             case fx.Commit(number, fragment, version):
