@@ -276,18 +276,7 @@ SyncerEvent = (
     | Tick
 )
 SyncerEffect = (
-    Send
-    | ConfirmSent
-    | Merge
-    | Persist
-    | TakeCut
-    | CompleteCut
-    | Retune
-    | Commit
-    | Discard
-    | Expel
-    | Finished
-    | Note
+    Send | ConfirmSent | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
 )
 
 

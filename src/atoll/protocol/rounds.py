@@ -1,8 +1,9 @@
 """The rounds of a run, from opening to commit.
 
 A round's way: *gathering* (gathering.py decides when it ends) → *pulling* its fragment from the frozen members, each
-until its deadline, which begins when the pulls have left → *merging*, in order of t → committed and announced to everyone connected. A round that loses its
-quorum gathers once more; after a second failure it is passed over with the reason.
+until its deadline, which begins when the pulls have left → *merging*, in order of t → committed and announced to
+everyone connected. A round that loses its quorum gathers once more; after a second failure it is passed over with the
+reason.
 
 Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
 up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
