@@ -140,6 +140,13 @@ class Over(Fact, frozen=True):
     """Event: nobody is waited for any more; whatever account is open is closed."""
 
 
+class StoodStill(Fact, frozen=True):
+    """Event: the syncer's own process did nothing for so many seconds (its loop was busy, it was stopped, its machine
+    slept). What learners said meanwhile is still to be read: no silence of theirs counts that it could not hear."""
+
+    seconds: float
+
+
 class RelayWanted(Fact, frozen=True):
     """Event: a newcomer waits at the relay for its peer's state, from this byte on."""
 
@@ -273,6 +280,7 @@ SyncerEvent = (
     | EndAsked
     | Over
     | PullsSent
+    | StoodStill
     | Tick
 )
 SyncerEffect = (

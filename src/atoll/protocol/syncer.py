@@ -171,6 +171,8 @@ class Syncer:
                     self.watch.probe_sent(now, probed)
                 else:
                     self.rounds.pulls_sent(now, number, attempt)
+            case fx.StoodStill(seconds):
+                self.watch.stood_still(now, seconds)
             case fx.Tick():
                 pass
 

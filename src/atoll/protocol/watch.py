@@ -1,7 +1,8 @@
 """Who is silent, who makes no steps, who reports but does not answer.
 
 Rules kept here, each with its test: one that says nothing is gone; one that makes no steps is not waited for; one that
-missed its pulls is asked for a probe, which is merged into nothing, until it answers.
+missed its pulls is asked for a probe, which is merged into nothing, until it answers; none of it is held against a
+learner for a time in which the syncer itself stood still.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class Watch:
 
     def probe_sent(self, now: float, name: str) -> None:
         self.members.learners[name].probed_at = now
+
+    def stood_still(self, now: float, seconds: float) -> None:
+        """Nobody is silent, stalled or late for the time in which the syncer itself heard nothing."""
+        for learner in self.members.learners.values():
+            idle_at = max(learner.last_step_at, learner.idle_at)
+            learner.idle_at = min(now, idle_at + seconds)
+            learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
+        for round_ in self.rounds.open.values():
+            round_.put_off(seconds)
 
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):

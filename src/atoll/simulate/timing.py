@@ -59,6 +59,8 @@ class Timing:
 
     def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
         machine = reign.machine
+        if isinstance(event, fx.StoodStill):
+            self._due = {key: due + event.seconds for key, due in self._due.items()}
         if machine.committed != machine.history.committed:
             said = f"{machine.committed} rounds are behind it, {machine.history.committed} by its records"
             raise Violation("what is decided is written", said)
