@@ -367,3 +367,31 @@ def test_a_new_life_has_taken_none_of_its_samples() -> None:
     learner.handle(2.0, Cut("connection reset"))
     said = learner.handle(9.0, Arrived(replace(welcome, incarnation=2)))
     assert [one.message.position for one in said if isinstance(one, Say) and isinstance(one.message, Progress)] == [0]
+
+
+# ---- the syncer stands still -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [2.0, 6.5, 8.0])
+def test_nobody_is_lost_muted_or_stalled_because_the_syncer_stood_still(seconds: float) -> None:
+    """What was said meanwhile is read one by one; the first of it must not cost the others their place."""
+    world = World(4, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8, lost_after_s=6.0).run_until(round=40)
+    world.reign.stop()
+    world.run_until(seconds=seconds)
+    world.reign.wake_up()
+    world.run_until(seconds=5.0)
+    assert not [kind for kind in ("lost", "muted", "stalled", "again", "passed") if world.said(kind)]
+    assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_a_learner_that_died_while_the_syncer_stood_still_is_lost_in_its_time() -> None:
+    world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8, lost_after_s=6.0).run_until(round=40)
+    world.reign.stop()
+    world.run_until(seconds=3.0)
+    world.end_process(world.islands["learner-2"])
+    world.run_until(seconds=5.0)
+    world.reign.wake_up()
+    woke_at = world.now
+    world.run_until(seconds=10.0)
+    lost = [(at - woke_at, note.data["learner"]) for at, note in world.notes if note.kind == "lost"]
+    assert [name for _, name in lost] == ["learner-2"] and lost[0][0] <= 6.0

@@ -11,6 +11,7 @@ from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
 from atoll.protocol.rounds import SILENT_BEATS
 from atoll.protocol.settings import Settings
+from atoll.simulate.disk import AGAIN_S
 
 
 def test_round_t_takes_fragment_t_mod_p() -> None:
@@ -181,3 +182,54 @@ def test_the_last_steps_of_one_that_has_stopped_are_waited_for_also_when_it_says
     world.hold_up("learner-1", (SILENT_BEATS + 0.9) * world.settings.heartbeat_s)
     world.run_until(round=asked[0] + 1)
     assert "learner-1" in world.members(asked[0])
+
+
+# ---- the disk is full ------------------------------------------------------------------------------------------------
+
+
+def full_for(world: World, seconds: float) -> float:
+    """Nothing can be written for so long; the moment at which it can be again."""
+    world.disk.full = True
+    world.run_until(seconds=seconds)
+    world.disk.full = False
+    return world.now
+
+
+@pytest.mark.parametrize("seconds", [1.3, 2.0, 5.0, 60.0])
+def test_nobody_is_blamed_for_pulls_that_waited_for_the_disk(seconds: float) -> None:
+    world = World(4, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8).run_until(round=40)
+    before = len(world.commits())
+    mended_at = full_for(world, seconds)
+    assert len(world.commits()) == before, "nothing is told that is not durable"
+    world.run_until(seconds=1.0)
+    commits = [at for at, _ in world.commits() if at >= mended_at]
+    assert commits[0] - mended_at <= AGAIN_S + 0.001, "what waited is committed with the first try"
+    assert commits[1] - mended_at <= 0.3, "rounds go on at once"
+    assert not world.said("muted") and not world.said("again") and not world.said("passed")
+    world.run_until(seconds=5.0)
+    assert world.members(world.syncer.committed - 1) == set(world.islands)
+
+
+def test_a_learner_that_does_not_answer_is_still_found_after_the_disk_was_full() -> None:
+    """Its time runs from the moment at which the pull has left."""
+    world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8).run_until(round=40)
+    world.islands["learner-2"].answers = False
+    mended_at = full_for(world, 10.0)
+    assert not world.said("muted")
+    world.run_until(seconds=10.0)
+    assert {note.data["learner"] for note in world.said("muted")} == {"learner-2"}
+    (muted_at,) = [at for at, note in world.notes if note.kind == "muted"]
+    assert muted_at - mended_at <= 4.0
+
+
+def test_one_that_is_mute_is_probed_as_soon_as_the_disk_has_room_and_not_before() -> None:
+    world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8).run_until(round=40)
+    world.islands["learner-2"].answers = False
+    world.run_until(seconds=10.0)
+    assert world.said("muted")
+    mended_at = full_for(world, 30.0)
+    world.islands["learner-2"].answers = True
+    world.run_until(seconds=1.0)
+    probes = [at for at, pull in world.sent(Pull, "learner-2") if pull.probe and at > mended_at - 28.0]
+    assert len(probes) == 1 and probes[0] <= mended_at + AGAIN_S, "one, and it waits for nothing but the disk"
+    assert world.said("probed")

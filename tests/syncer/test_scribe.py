@@ -285,6 +285,7 @@ async def test_a_full_disk_is_waited_for_without_an_alarm_while_it_is_short(monk
 async def test_a_disk_that_stays_full_raises_an_alarm_which_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
     monkeypatch.setattr(scribe_module, "ALARM_S", 0.0)
+    monkeypatch.setattr(scribe_module, "ALARM_AGAIN_S", 0.0)
     async with writing(Disk()) as disk:
         disk.failures = full(2)
         disk.scribe.put([persist(1), note("behind")])
@@ -292,6 +293,18 @@ async def test_a_disk_that_stays_full_raises_an_alarm_which_is_taken_back(monkey
         assert disk.alarms.count("nothing can be committed: no room for segment-000001.log") == 2
         assert disk.alarms[-1] == "" and disk.alarms.count("") == 1
         assert disk.texts() == ["behind"], "and nothing was lost"
+
+
+async def test_a_disk_that_stays_full_is_tried_often_and_told_of_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(scribe_module, "ALARM_S", 0.0)
+    monkeypatch.setattr(scribe_module, "ALARM_AGAIN_S", WAIT_S)
+    async with writing(Disk()) as disk:
+        disk.failures = full(20)
+        disk.scribe.put([persist(1)])
+        await disk.emptied()
+        assert disk.alarms.count("nothing can be committed: no room for segment-000001.log") == 1
+        assert disk.alarms[-1] == ""
 
 
 async def test_a_disk_that_does_not_answer_raises_an_alarm_too(monkeypatch: pytest.MonkeyPatch) -> None:

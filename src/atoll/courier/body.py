@@ -10,7 +10,7 @@ import numpy as np
 
 from atoll.courier.slots import Incoming, Outgoing
 from atoll.fabric.client import Link
-from atoll.fabric.wire import digest
+from atoll.fabric.wire import digest_aside
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
@@ -52,12 +52,13 @@ class Bodies:
         self._running: set[asyncio.Task[None]] = set()
         self._fetching: set[int] = set()
         self._initial: asyncio.Task[None] | None = None
-        self._meet_the_kernels()
+        self._spawn(asyncio.to_thread(self._meet_the_kernels))
         length = self._codec.nbytes(box.layout.largest)
         self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
 
     def _meet_the_kernels(self) -> None:
-        """They are loaded at their first use, and the first pull should not wait for that."""
+        """They are loaded at their first use, and the first pull should not wait for that. Beside the event loop: on a
+        busy machine it takes seconds, and a courier that says nothing for so long is taken for dead."""
         one = np.zeros(1, dtype=np.float32)
         self._codec.encode_delta(one, one, np.zeros(self._codec.nbytes(1), dtype=np.uint8))
 
@@ -102,9 +103,9 @@ class Bodies:
         self._spawn(self._upload(number, attempt, buffer, data))
 
     async def _upload(self, number: int, attempt: int, buffer: ByteArray, data: ByteArray) -> None:
-        mark = digest(data.data)
         name, session = self._start.learner, self._start.session
         try:
+            mark = await digest_aside(data.data)
             await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:
             self._tell(fx.UploadFailed(number, attempt, str(error)))
@@ -122,7 +123,7 @@ class Bodies:
         """Every fragment's base as version 0; one that failed is sent again, until the link is lost or all is there."""
         for fragment in range(self._box.layout.fragments):
             data = self._box.base(fragment).view(np.uint8).data
-            mark = digest(data)
+            mark = await digest_aside(data)
             while self._link.up:
                 try:
                     await self._link.put_initial(self._start.learner, self._start.session, fragment, data, mark, BODY_S)

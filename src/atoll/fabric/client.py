@@ -22,6 +22,7 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
 from atoll.fabric.handshake import Socket
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
@@ -37,10 +38,9 @@ from atoll.fabric.transfer import (
     reason_of,
     showing,
 )
-from atoll.fabric.trouble import told
 from atoll.fabric.way import Way, checked_url, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
-from atoll.protocol.errors import ConfigError, PeerError
+from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
 
 __all__ = ["Link", "checked_url", "get_fragment_once", "get_json", "post_score"]
@@ -108,7 +108,7 @@ class Link:
                 self._urls.append(self._urls.pop(0))
         finally:
             self._idle.set()
-            await self._control.close()
+            await close_session(self._control, self._limits.flush_s)
 
     def send(self, message: FromLearner) -> bool:
         """Whether it is on its way; False says that it is not, and never will be."""
@@ -173,7 +173,7 @@ class Link:
         self.bytes_out += sent
 
     async def close(self) -> None:
-        """Sends what is queued (2 s at most) and ends `run`."""
+        """Sends what is queued (2 s at most), ends `run`, and cuts whatever is still on its way."""
         self._closing.set()
         if self._outbox is not None:
             self._outbox.close()
@@ -184,7 +184,7 @@ class Link:
             pass  # the syncer does not take it: closing the session below cuts the connection
         for session in (self._control, self._bodies):
             if session is not None:
-                await session.close()
+                await close_session(session, self._limits.flush_s)
 
     async def _put(self, url: str, data: memoryview, headers: dict[str, str], deadline_s: float) -> None:
         await put_body(self._for_bodies(), url, data, headers, deadline_s, self._limits)
@@ -213,8 +213,8 @@ class Link:
         except Denied as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
-        except (aiohttp.ClientError, OSError, PeerError) as error:
-            return one_line(f"{self.url} cannot be reached: {told(error)}")
+        except (Unreachable, PeerError) as error:
+            return one_line(f"{self.url} cannot be reached: {error}")
         outbox = Outbox(self._limits.send_queue)
         outbox.put(self._numbered(self._introduced(socket.version)))
         self._outbox = outbox
@@ -229,7 +229,7 @@ class Link:
                 outbox.close(discard=True)
         finally:
             self._outbox = None
-            await socket.close()  # also when this task is cancelled; a closed one stays as it is
+            await close_socket(socket)  # also when this task is cancelled; a closed one stays as it is
         return reason
 
     def _introduced(self, version: int) -> Hello:
@@ -246,7 +246,8 @@ class Link:
         assert self._control is not None
         limits = self._limits
         async with asyncio.timeout(limits.dial_s):
-            socket = await self._control.ws_connect(
+            socket = await dial_socket(
+                self._control,
                 f"{self.url}/v1/control",
                 timeout=aiohttp.ClientWSTimeout(ws_close=limits.flush_s),
                 heartbeat=limits.ping_s,
@@ -258,7 +259,10 @@ class Link:
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         while True:
-            frame = await socket.receive()
+            try:
+                frame = await receive_frame(socket)
+            except Unreachable as error:
+                return f"the control channel failed: {error}"
             if frame.type is not aiohttp.WSMsgType.BINARY:
                 return _ending(socket, frame)
             self.bytes_in += len(frame.data)
@@ -271,9 +275,9 @@ class Link:
             self._on_message(message)
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
-        with suppress(aiohttp.ClientError, OSError):  # closing it tells the reader; a TimeoutError is an OSError
-            await outbox.drain(socket.send_bytes, self._limits.send_s)
-        await socket.close()
+        with suppress(Unreachable, TimeoutError):  # closing it tells the reader
+            await outbox.drain(lambda data: send_frame(socket, data), self._limits.send_s)
+        await close_socket(socket)
 
 
 def _direct(url: str, ticket: str) -> list[Source]:
@@ -294,13 +298,11 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
 
 
 def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
+    return open_session(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
         middlewares=[showing(way), _plain_answers],
         proxy=way.proxy or None,
-        trust_env=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
         ws_response_class=Socket,
     )
 

@@ -25,6 +25,7 @@ from aiohttp import WSMsgType, web
 
 from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.handshake import ServedSocket
 from atoll.fabric.intake import Rejected
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.owners import Owners
@@ -67,7 +68,7 @@ class Control:
         whose, clock = (request[VISITOR].token, request.remote), asyncio.get_running_loop().time
         if not self._hellos.any_left(whose, clock()):
             raise Rejected(429, LATER)
-        socket = web.WebSocketResponse(
+        socket = ServedSocket(
             compress=False,
             autoping=False,
             heartbeat=limits.ping_s,

@@ -12,7 +12,9 @@ from collections.abc import Hashable
 
 from aiohttp import web
 
+from atoll.fabric.calls import next_chunk
 from atoll.fabric.wire import DIGEST_HEADER, Limits, digest_aside, one_line
+from atoll.protocol.errors import Unreachable
 
 
 class Rejected(Exception):
@@ -72,7 +74,7 @@ class Intake:
         try:
             async with asyncio.timeout(min(limits.body_grace_s, limits.body_idle_s)) as deadline:
                 while at < into.nbytes:
-                    chunk, _ = await request.content.readchunk()
+                    chunk = await next_chunk(request.content)
                     if not chunk:
                         raise Rejected(400, f"the body ended after {at} of {into.nbytes} bytes")
                     into[at : at + len(chunk)] = chunk
@@ -86,5 +88,5 @@ class Intake:
                 f"the body came too slowly: {at} of {into.nbytes} bytes in {clock() - start:.1f} s, "
                 f"at least {limits.body_rate} bytes/s are asked for",
             ) from None
-        except (OSError, web.RequestPayloadError) as error:
+        except Unreachable as error:
             raise Rejected(400, f"the connection broke after {at} of {into.nbytes} bytes: {error}") from None

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from atoll.fabric.calls import next_chunk
 from atoll.fabric.guard import VISITOR
 from atoll.fabric.intake import Rejected
 from atoll.fabric.wire import MIB, Limits
+from atoll.protocol.errors import Unreachable
 
 TIME_HEADER = "Atoll-Time"
 LONGEST = 64 * MIB
@@ -51,10 +53,12 @@ class Probe:
         with self._turn(request):
             try:
                 async with asyncio.timeout(self._limits.body_grace_s + size / self._limits.body_rate):
-                    while chunk := (await request.content.readchunk())[0]:
+                    while chunk := await next_chunk(request.content):
                         came += len(chunk)
             except TimeoutError:
                 raise Rejected(408, f"the body came too slowly: {came} of {size} bytes") from None
+            except Unreachable as error:
+                raise Rejected(400, f"the connection broke after {came} of {size} bytes: {error}") from None
         return web.Response(status=204, headers={TIME_HEADER: repr(time.time())})
 
     @contextmanager

@@ -24,12 +24,13 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from atoll.fabric.calls import next_chunk
 from atoll.fabric.desk import Desk
 from atoll.fabric.host import Pace, State, range_start, state_response
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import OFFSET_HEADER, PEER_S, SIZE_HEADER, resumed_at
 from atoll.fabric.wire import DIGEST_HEADER, MIB, Limits
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, Unreachable
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -223,7 +224,7 @@ class Relay:
         pace = Pace(self._limits)
         try:
             while pace.bytes < length:
-                chunk, _ = await pace.wait(request.content.readchunk(), self._limits.body_idle_s)
+                chunk = await pace.wait(next_chunk(request.content), self._limits.body_idle_s)
                 if not chunk:
                     raise Rejected(400, f"the state ended after {pace.bytes} of {length} bytes")
                 pace.bytes += len(chunk)
@@ -231,7 +232,7 @@ class Relay:
                 await stream.give(chunk)
         except TimeoutError:
             raise Rejected(408, f"the state came too slowly: {pace.bytes} of {length} bytes so far") from None
-        except (OSError, web.RequestPayloadError) as error:
+        except Unreachable as error:
             raise Rejected(400, f"the connection broke after {pace.bytes} of {length} bytes: {error}") from None
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from atoll.fabric.calls import next_chunk
 from atoll.fabric.transfer import asked, pieces, sent
 from atoll.fabric.wire import DIGEST_HEADER, SESSION_HEADER, Limits, digest_aside
 from atoll.protocol.errors import PeerError, Unreachable
@@ -168,7 +169,7 @@ async def _get_rest(
             arrival.begin(*_described(response, arrival.at))
             while arrival.at < arrival.size:
                 patience.reschedule(clock() + limits.body_idle_s)
-                arrival.add((await response.content.readchunk())[0])
+                arrival.add(await next_chunk(response.content))
     except TimeoutError:
         raise Unreachable(f"{source.url} was silent for too long, after {arrival.at} bytes") from None
 

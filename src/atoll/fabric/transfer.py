@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from atoll.fabric.calls import next_chunk, open_session, request
 from atoll.fabric.doorway import PLAIN
-from atoll.fabric.trouble import told
 from atoll.fabric.way import Way, way_of
 from atoll.fabric.wire import (
     DIGEST_HEADER,
@@ -40,14 +40,12 @@ _ANSWERS_S = 3.0
 
 def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     """Connections for bodies, apart from the control channel's."""
-    return aiohttp.ClientSession(
+    return open_session(
         connector=aiohttp.TCPConnector(limit=16, keepalive_timeout=limits.keepalive_s / 2, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
         middlewares=[showing(way)],
         proxy=way.proxy or None,
-        trust_env=False,
         auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
         raise_for_status=False,
     )
 
@@ -89,7 +87,7 @@ async def get_body(
         if response.content_length != into.nbytes:
             raise PeerError(f"{url} has {response.content_length} bytes, {into.nbytes} were expected")
         at = 0
-        while chunk := (await response.content.readchunk())[0]:
+        while chunk := await next_chunk(response.content):
             into[at : at + len(chunk)] = chunk
             at += len(chunk)
         found = await digest_aside(into)
@@ -136,8 +134,11 @@ async def post_drain(where: str, learner: str, deadline_s: float = 10.0) -> str:
 
 async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_s: float) -> str:
     async with once(where, "POST", path, deadline_s, msgspec.json.encode(list(words))) as response:
-        answer = msgspec.json.decode(await _bounded(response, _ANSWER_BYTES), type=dict[str, str])
-    return answer.get(key, "")
+        answer = await _json(response)
+    try:
+        return msgspec.convert(answer, dict[str, str]).get(key, "")
+    except msgspec.ValidationError as error:
+        raise PeerError(one_line(f"{path} is not answered as a syncer does: {error}")) from None
 
 
 async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
@@ -202,15 +203,13 @@ async def asked(
     try:
         async with (
             asyncio.timeout(deadline_s),
-            session.request(method, url, headers=headers, data=data, allow_redirects=False) as response,
+            request(session, method, url, headers=headers, data=data) as response,
         ):
             if response.status not in (200, 204, 206):
                 await _complain(response)
             yield response
     except TimeoutError:
         raise Unreachable(f"{method} {url} was not done within {deadline_s:g} s") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise Unreachable(one_line(f"{method} {url} failed: {told(error)}")) from None
 
 
 async def reason_of(response: aiohttp.ClientResponse) -> str:
@@ -232,7 +231,7 @@ async def _complain(response: aiohttp.ClientResponse) -> None:
 
 async def _bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
     data = bytearray()
-    while chunk := (await response.content.readchunk())[0]:
+    while chunk := await next_chunk(response.content):
         data += chunk
         if len(data) > limit:
             raise PeerError(f"{response.url} answered more than {limit} bytes")

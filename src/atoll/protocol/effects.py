@@ -140,6 +140,13 @@ class Over(Fact, frozen=True):
     """Event: nobody is waited for any more; whatever account is open is closed."""
 
 
+class StoodStill(Fact, frozen=True):
+    """Event: the syncer's own process did nothing for so many seconds (its loop was busy, it was stopped, its machine
+    slept). What learners said meanwhile is still to be read: no silence of theirs counts that it could not hear."""
+
+    seconds: float
+
+
 class RelayWanted(Fact, frozen=True):
     """Event: a newcomer waits at the relay for its peer's state, from this byte on."""
 
@@ -158,6 +165,24 @@ class Send(Fact, frozen=True):
 
     learner: str
     message: FromSyncer
+
+
+class ConfirmSent(Fact, frozen=True):
+    """Effect: answer PullsSent. It stands behind the pulls of a round, or behind a learner's probe: they may have
+    waited for the disk, and nobody can answer before they have left."""
+
+    round: int
+    attempt: int
+    probed: str = ""
+    """The learner, where it was a probe."""
+
+
+class PullsSent(Fact, frozen=True):
+    """Event: what ConfirmSent stood behind has left."""
+
+    round: int
+    attempt: int
+    probed: str = ""
 
 
 class Part(Fact, frozen=True):
@@ -254,9 +279,13 @@ SyncerEvent = (
     | DrainAsked
     | EndAsked
     | Over
+    | PullsSent
+    | StoodStill
     | Tick
 )
-SyncerEffect = Send | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
+SyncerEffect = (
+    Send | ConfirmSent | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
+)
 
 
 # ---- the learner --------------------------------------------------------------------------------------------------

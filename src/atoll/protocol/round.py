@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from atoll.protocol.messages import Contribution
@@ -19,7 +20,10 @@ class Seat:
     learner: str
     incarnation: int
     t: int
-    deadline: float
+    deadline_s: float
+    """What its pull may take."""
+    deadline: float = inf
+    """Infinite until the pull has left: a learner can be late only with what it was asked for."""
     state: SeatState = "asked"
     contribution: Contribution | None = None
     why_out: str = ""
@@ -65,13 +69,16 @@ class Round:
         return [self.seats[name] for name in sorted(self.seats) if self.seats[name].state == "given"]
 
     @property
-    def deadline(self) -> float:
-        """The last of its members'."""
-        return max((seat.deadline for seat in self.seats.values()), default=0.0)
-
-    @property
     def asked(self) -> list[Seat]:
         return [seat for seat in self.seats.values() if seat.state == "asked"]
+
+    def put_off(self, seconds: float) -> None:
+        """The syncer stood still for so long: what it waits for has so much more time."""
+        self.frozen_at += seconds
+        for seat in self.seats.values():
+            seat.deadline += seconds
+        self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds
+        self.due_at = None if self.due_at is None else self.due_at + seconds
 
     def again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""

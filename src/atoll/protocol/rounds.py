@@ -1,8 +1,9 @@
 """The rounds of a run, from opening to commit.
 
 A round's way: *gathering* (gathering.py decides when it ends) → *pulling* its fragment from the frozen members, each
-until its deadline → *merging*, in order of t → committed and announced to everyone connected. A round that loses its
-quorum gathers once more; after a second failure it is passed over with the reason.
+until its deadline, which begins when the pulls have left → *merging*, in order of t → committed and announced to
+everyone connected. A round that loses its quorum gathers once more; after a second failure it is passed over with the
+reason.
 
 Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
 up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
-from atoll.protocol.effects import Commit, Merge, Merged, Part
+from atoll.protocol.effects import Commit, ConfirmSent, Merge, Merged, Part
 from atoll.protocol.gathering import OWN_STEPS, Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
@@ -151,7 +152,7 @@ class Rounds:
         round_.reason, round_.live = reason, len(self.members.live())
         for one in ready:
             deadline_s = self.gathering.deadline_of(one)
-            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, now + deadline_s)
+            round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
             pull = Pull(
                 round=round_.t,
                 attempt=round_.attempt,
@@ -160,6 +161,15 @@ class Rounds:
                 deadline_s=deadline_s,
             )
             self.out.send(one.name, pull)
+        self.out.add(ConfirmSent(round_.t, round_.attempt))
+
+    def pulls_sent(self, now: float, number: int, attempt: int) -> None:
+        """They may have waited for the disk; what they may take counts from now on."""
+        round_ = self.open.get(number)
+        if round_ is not None and round_.stage == "pulling" and round_.attempt == attempt:
+            round_.frozen_at = now
+            for seat in round_.asked:
+                seat.deadline = now + seat.deadline_s
 
     # ---- answers ------------------------------------------------------------------------------------------------
 

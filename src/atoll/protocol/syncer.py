@@ -16,6 +16,8 @@ not followed up (`_is_quiet`), so that they cost little.
 
 from __future__ import annotations
 
+from math import inf
+
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.accounts import Accounts
@@ -165,6 +167,13 @@ class Syncer:
             case fx.Over():
                 for learner in self.members.learners.values():
                     self.attendance.close(learner, "the run is over")
+            case fx.PullsSent(number, attempt, probed):
+                if probed:
+                    self.watch.probe_sent(now, probed)
+                else:
+                    self.rounds.pulls_sent(now, number, attempt)
+            case fx.StoodStill(seconds):
+                self.watch.stood_still(now, seconds)
             case fx.Tick():
                 pass
 
@@ -265,7 +274,7 @@ class Syncer:
             if self.phase == "running" and self.assembling.may_open(now, wakes):
                 self.rounds.open_next(now)
             moved = self.rounds.turn(now, wakes)
-        self.wake_at = min([wake for wake in wakes if wake > now], default=None)
+        self.wake_at = min([wake for wake in wakes if now < wake < inf], default=None)
 
     def _help(self, now: float, wakes: list[float]) -> None:
         if self.phase == "running":

@@ -1,12 +1,16 @@
 """Who is silent, who makes no steps, who reports but does not answer.
 
 Rules kept here, each with its test: one that says nothing is gone; one that makes no steps is not waited for; one that
-missed its pulls is asked for a probe, which is merged into nothing, until it answers.
+missed its pulls is asked for a probe, which is merged into nothing, until it answers; none of it is held against a
+learner for a time in which the syncer itself stood still.
 """
 
 from __future__ import annotations
 
+from math import inf
+
 from atoll.protocol import schedule
+from atoll.protocol.effects import ConfirmSent
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Pull
 from atoll.protocol.outbox import Outbox
@@ -41,6 +45,18 @@ class Watch:
             learner.muted = False
             self.out.note("probed", f"{learner.name} answers again", learner)
 
+    def probe_sent(self, now: float, name: str) -> None:
+        self.members.learners[name].probed_at = now
+
+    def stood_still(self, now: float, seconds: float) -> None:
+        """Nobody is silent, stalled or late for the time in which the syncer itself heard nothing."""
+        for learner in self.members.learners.values():
+            idle_at = max(learner.last_step_at, learner.idle_at)
+            learner.idle_at = min(now, idle_at + seconds)
+            learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
+        for round_ in self.rounds.open.values():
+            round_.put_off(seconds)
+
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):
             learner.idle_at = now  # it waits for us, not we for it
@@ -57,7 +73,7 @@ class Watch:
 
     def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
-            learner.probed_at = now
+            learner.probed_at = inf  # until it has left
             copied = self.settings.synchronous and learner.offer >= 0  # one that waits at a hold makes no new copy
             number = learner.offer if copied else self.rounds.aim
             pull = Pull(
@@ -69,4 +85,5 @@ class Watch:
                 probe=True,
             )
             self.out.send(learner.name, pull)
+            self.out.add(ConfirmSent(number, 0, learner.name))
         wakes.append(learner.probed_at + PROBE_EVERY_S)

@@ -21,7 +21,7 @@ from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Started
 
 Entry = tuple[AnyRecord, float | None]
 """A record, and the merged outer gradient that belongs to it."""
-AGAIN_S = 0.5
+AGAIN_S = 0.1
 """Between two tries on a full disk."""
 
 

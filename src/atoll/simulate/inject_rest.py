@@ -101,7 +101,7 @@ def _stop(world: World, fault: Fault) -> bool:
     reign = world.reign
     if not reign.alive or reign.paused:
         return False
-    reign.paused = True
+    reign.stop()
     world.network.silent(reign)
     later(world, fault, lambda: reign.wake_up() if reign.paused and reign.alive else False)
     return True

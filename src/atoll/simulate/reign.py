@@ -38,6 +38,8 @@ class Reign:
         self.now = 0.0
         """What its clock showed at the last event."""
         self.alive, self.paused = True, False
+        self._paused_at = 0.0
+        """By its own clock."""
         self.channels: dict[str, Connection] = {}
         self.theta = theta
         """The committed values; before the run has any, those it will begin with."""
@@ -108,16 +110,22 @@ class Reign:
         return False
 
     def jump(self, seconds: float) -> None:
-        """Its clock goes forward; whatever is due by it now is dealt with."""
+        """Its clock goes forward; it takes that for a time in which it stood still, and looks at what is due now."""
         self.clock.jump(seconds)
         self._alarm = inf
-        self.world.tell(self, fx.Tick())
+        self.world.tell(self, fx.StoodStill(seconds))
+
+    def stop(self) -> None:
+        """It stands still until it is woken up."""
+        self.paused, self._paused_at = True, self.clock.read(self.world.agenda.now)
 
     def wake_up(self) -> None:
         """It runs again, after a while in which it stood still."""
         self.paused = False
         if self.world.disk.claim != self.term and self._writing:
             self.end("another syncer has taken over")
+        stood_s = self.clock.read(self.world.agenda.now) - self._paused_at
+        self.world.tell(self, fx.StoodStill(stood_s))
         events, self._backlog = self._backlog, []
         for event in events:
             self.world.tell(self, event)
@@ -202,6 +210,8 @@ class Reign:
                 if isinstance(message, Pull):
                     self._ask(learner, message)
                 self.world.network.down(self, learner, message)
+            case fx.ConfirmSent(number, attempt, probed):
+                self.world.tell(self, fx.PullsSent(number, attempt, probed))
             case fx.Note():
                 self.world.noted(effect)
             case fx.Discard(learner, number, attempt):

@@ -215,6 +215,8 @@ class Turn:
                 if party.alive and party.link == term:
                     self.party(name).down.append(message)
                     checks.told(self.state, message)
+            case fx.ConfirmSent(number, attempt, probed):
+                self._to_syncer(term, fx.PullsSent(number, attempt, probed))
             case fx.Merge(number):
                 ruler.tasks.append(fx.Merged(number, "digest"))
             case fx.TakeCut(cut):

@@ -59,6 +59,8 @@ class Timing:
 
     def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
         machine = reign.machine
+        if isinstance(event, fx.StoodStill):
+            self._due = {key: due + event.seconds for key, due in self._due.items()}
         if machine.committed != machine.history.committed:
             said = f"{machine.committed} rounds are behind it, {machine.history.committed} by its records"
             raise Violation("what is decided is written", said)
@@ -121,7 +123,8 @@ class Timing:
 
     def asked(self, reign: Reign, learner: str, pull: Pull) -> None:
         if not pull.probe:
-            self._due[learner, pull.round, pull.attempt] = reign.now + pull.deadline_s
+            sent_at = reign.clock.read(reign.world.agenda.now)
+            self._due[learner, pull.round, pull.attempt] = sent_at + pull.deadline_s
 
     def _seats(self, reign: Reign, now: float, round_: Round) -> None:
         for seat in round_.asked:

@@ -21,8 +21,10 @@ from atoll.store.disk import NoRoom
 
 ALARM_S = 5.0
 """A syncer that could not commit for this long raises an alarm."""
-AGAIN_S = 0.5
-"""Between two tries on a full disk."""
+AGAIN_S = 0.1
+"""Between two tries on a full disk: rounds go on so soon after there is room, and a try that fails costs one sync."""
+ALARM_AGAIN_S = 0.5
+"""Between two lines about a disk that stays full."""
 
 T = TypeVar("T")
 Entry = tuple[AnyRecord, memoryview | None]
@@ -121,13 +123,15 @@ class Scribe:
         """Again and again while there is no room; an alarm when it takes long, for whatever reason."""
         loop, slow = asyncio.get_running_loop(), "nothing can be committed: the disk does not answer"
         alarm = loop.call_later(ALARM_S, self._alarm, slow)
+        say_at = alarm.when()
         try:
             while True:
                 try:
                     await work(what)
                     return
                 except NoRoom as error:
-                    if alarm.when() <= loop.time():
+                    if say_at <= loop.time():
+                        say_at = loop.time() + ALARM_AGAIN_S
                         self._alarm(f"nothing can be committed: {error}")
                     await asyncio.sleep(AGAIN_S)
         finally:

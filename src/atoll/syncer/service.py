@@ -48,6 +48,7 @@ from atoll.syncer.model import Model, earlier_terms, first_joiners
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.scribe import Scribe
+from atoll.syncer.standstill import Standstill
 from atoll.syncer.status import Meter, manifest, told
 from atoll.syncer.strangers import Strangers
 from atoll.telemetry.events import EventLog
@@ -80,6 +81,7 @@ class SyncerService:
         self.started = asyncio.Event()
         self._ending = Ending(events, evaluated=evaluated)
         self._strangers = Strangers(events, self._loop.time)
+        self._standstill = Standstill(self._loop, self._look_for_standstill)
         self._scribe = Scribe(
             books.append,
             carry_out=self._carry_out,
@@ -114,6 +116,7 @@ class SyncerService:
             beats = tasks.create_task(beat(self._books, self._run, self._norms))
             await self.server.start()
             self.started.set()
+            self._standstill.start()
             self._handle(fx.Tick())
             await self._ending.finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
@@ -127,6 +130,7 @@ class SyncerService:
             await self.server.stop()
             scribe.cancel()
             beats.cancel()
+            self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
 
@@ -323,7 +327,19 @@ class SyncerService:
     def _handle(self, event: fx.SyncerEvent) -> None:
         if self._machine is None:
             return
+        self._look_for_standstill()
         self._scribe.put(self._machine.handle(self._loop.time(), event))
+        self._wake_at(self._machine.wake_at)
+
+    def _look_for_standstill(self) -> None:
+        """Before anything else is judged by the clock."""
+        now = self._loop.time()
+        stood_s = self._standstill.take_s(now)
+        if not stood_s or self._machine is None:
+            return
+        text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
+        self._events.say("warning", text, {"seconds": round(stood_s, 3)})
+        self._scribe.put(self._machine.handle(now, fx.StoodStill(stood_s)))
         self._wake_at(self._machine.wake_at)
 
     def _wake_at(self, moment: float | None) -> None:
@@ -341,6 +357,8 @@ class SyncerService:
         match effect:
             case fx.Send(learner, message):
                 self._send(learner, message)
+            case fx.ConfirmSent(number, attempt, probed):
+                self._handle(fx.PullsSent(number, attempt, probed))
             case fx.Merge():
                 self._merging.merge(effect)
             case fx.Commit(number, fragment, version):

@@ -13,6 +13,7 @@ from statistics import median
 
 import aiohttp
 
+from atoll.fabric.calls import next_chunk
 from atoll.fabric.probe import LONGEST, TIME_HEADER
 from atoll.fabric.transfer import asked, pieces, sent
 from atoll.observe.doctor.check import Check, brief, size
@@ -57,7 +58,8 @@ async def _trip(session: aiohttp.ClientSession, url: str) -> Trip:
     begun, wall = time.perf_counter(), time.time()
     async with asked(session, "GET", f"{url}/v1/probe/0", DEADLINE_S) as response:
         told = response.headers.get(TIME_HEADER, "")
-        await response.read()
+        while await next_chunk(response.content):
+            pass
     took = time.perf_counter() - begun
     try:
         return Trip(took, float(told) - (wall + took / 2))
@@ -68,7 +70,7 @@ async def _trip(session: aiohttp.ClientSession, url: str) -> Trip:
 async def down(session: aiohttp.ClientSession, url: str) -> Moved:
     async def get(count: int) -> None:
         async with asked(session, "GET", f"{url}/v1/probe/{count}", BODY_DEADLINE_S) as response:
-            while (await response.content.readchunk())[0]:
+            while await next_chunk(response.content):
                 pass
 
     return await _measured(get)
