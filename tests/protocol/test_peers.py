@@ -78,7 +78,7 @@ def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
     world = World(3, present=2, fragments=2, sync_every=2, overlap=1, latency_s=0.4).run_until(round=6)
     peer = world.islands["learner-0"]
     world.pause("learner-1")
-    world.run_until(seconds=15)  # it is not healthy any more
+    world.run_until(seconds=15.6)  # it is not healthy any more
     world.join("learner-2")
     [seek] = said_next(world, Seek)
     at_seek, held_then = list(world.syncer.versions), list(peer.adopted)
