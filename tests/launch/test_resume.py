@@ -250,8 +250,7 @@ def test_a_change_that_cannot_be_is_told_before_anything_is_started(tmp_path: Pa
 
 
 def new_run(old: WrittenRun, cut: int, path: Path, changes: tuple[str, ...] = ()) -> tuple[RunDir, Resume]:
-    out = RunDir.create(path)
-    return out, from_cut(old.dir, cut, out, changes)
+    return from_cut(old.dir, cut, path, changes)
 
 
 def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None:

@@ -146,8 +146,9 @@ class History:
                     self.ended, self.finished = "", False
             case CutDone(cut):
                 self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
-            case Ended(reason, final):
+            case Ended(reason, final, progress):
                 self.ended, self.finished = reason, final
+                self.progress = progress if progress >= 0.0 else self.progress
 
     def _joined(self, record: Joined) -> None:
         known = self.lives.get(record.learner)

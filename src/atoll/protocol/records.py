@@ -208,6 +208,8 @@ class Lent(Record, frozen=True, tag="l"):
 class Ended(Record, frozen=True, tag="ended"):
     reason: str
     final: bool = False
+    progress: float = -1.0
+    """How much of the budget was spent at the very end; below 0: as the last round said."""
 
 
 AnyRecord = (

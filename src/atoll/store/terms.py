@@ -105,6 +105,23 @@ def acquire(folder: Path) -> Reign:
     return _reign_with(folder, lock)
 
 
+def syncer_holding(folder: Path) -> str:
+    """Who serves the run of this journal/ folder now (pid and term); empty: nobody. Nothing is made by asking."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise not_written(error, folder / "lock") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(folder)
+    finally:
+        os.close(descriptor)
+    return ""
+
+
 def claim(folder: Path, term: int) -> bool:
     """Claim a term, durably; False if somebody else has it."""
     path = folder / "terms" / f"{term:06d}"
