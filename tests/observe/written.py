@@ -205,9 +205,9 @@ class WrittenRun:
         self.journal = Journal.begin(self.dir.journal, before.term + 1, disk=LocalDisk())
         self.write(Reigned(before.term + 1, before.offset, before.hash, self.history.committed))
 
-    def end(self) -> None:
-        for final in (False, True):
-            self.write(Ended("24 steps are done", final))
+    def end(self, progress: float = -1.0) -> None:
+        self.write(Ended("24 steps are done"))
+        self.write(Ended("24 steps are done", final=True, progress=progress))
         facts = facts_of_model(self.history.run, self.history.committed, self.history.versions)
         save_model(self.dir.model, self.parameters.tensors(), facts)
         for learner in sorted(self.islands):

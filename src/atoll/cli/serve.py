@@ -29,7 +29,7 @@ from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.runlock import check_not_alive
-from atoll.store.terms import syncer_holding
+from atoll.store.terms import served, syncer_holding
 from atoll.syncer.doors import doors_of, read_tokens
 from atoll.syncer.process import serve
 
@@ -104,6 +104,8 @@ def syncer(
 def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes."""
     run_dir = RunDir.open(folder)
+    if holder := syncer_holding(run_dir.journal):
+        raise served(run_dir.journal, holder)
     check_not_alive(run_dir.path)
     words = tuple(f"{key}={value}" for key, value in rules.items() if value is not None)
     found = plan_resume(run_dir, words)

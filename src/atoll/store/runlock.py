@@ -52,7 +52,7 @@ def check_not_alive(path: Path) -> None:
 
 
 def _alive(path: Path, who: str) -> str:
-    return f"run {path} is alive, {who}: end that one first, or choose another folder with --out; nothing was touched"
+    return f"run {path} is alive, {who}: end it first, or use another folder; nothing of it was touched"
 
 
 def _lock(path: Path) -> int | None:

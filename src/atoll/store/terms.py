@@ -98,11 +98,16 @@ def acquire(folder: Path) -> Reign:
     _make_folders(folder)
     lock = _take_lock(folder)
     if lock is None:
-        raise ConfigError(
-            f"{folder.parent} is served by another syncer ({_holder(folder)}): end that one first, "
-            "or wait for your turn with --standby"
-        )
+        raise served(folder, _holder(folder))
     return _reign_with(folder, lock)
+
+
+def served(folder: Path, holder: str) -> ConfigError:
+    """What a second syncer is told."""
+    return ConfigError(
+        f"{folder.parent} is served by another syncer ({holder}): end that one first, "
+        "or wait for your turn with --standby"
+    )
 
 
 def syncer_holding(folder: Path) -> str:
