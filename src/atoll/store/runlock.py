@@ -18,7 +18,7 @@ from pathlib import Path
 
 from atoll.protocol.errors import ConfigError
 from atoll.store.disk import not_written
-from atoll.store.terms import syncer_holding
+from atoll.store.terms import is_locked, syncer_holding
 
 NAME = "run.lock"
 
@@ -26,33 +26,28 @@ NAME = "run.lock"
 @contextmanager
 def hold_run(path: Path) -> Iterator[None]:
     """Have the whole run in hand; ConfigError, with nothing touched, while somebody else has it."""
+    check_not_alive(path)
     descriptor = _lock(path / NAME)
+    if descriptor is None:  # somebody was faster
+        raise _alive(path, f"pid {_pid(path / NAME)}")
     try:
-        if descriptor is None:
-            raise ConfigError(_alive(path, f"pid {_pid(path / NAME)}"))
-        if holder := syncer_holding(path / "journal"):
-            raise ConfigError(_alive(path, holder))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def check_not_alive(path: Path) -> None:
     """ConfigError while a supervisor or a syncer has this run; nothing is made or changed by asking."""
-    if not (path / NAME).exists():
-        holder = syncer_holding(path / "journal")
-        if holder:
-            raise ConfigError(_alive(path, holder))
-        return
-    with hold_run(path):
-        pass
+    if is_locked(path / NAME):
+        raise _alive(path, f"pid {_pid(path / NAME)}")
+    if holder := syncer_holding(path / "journal"):
+        raise _alive(path, holder)
 
 
-def _alive(path: Path, who: str) -> str:
-    return f"run {path} is alive, {who}: end it first, or use another folder; nothing of it was touched"
+def _alive(path: Path, who: str) -> ConfigError:
+    return ConfigError(f"run {path} is alive, {who}: end it first, or use another folder; nothing of it was touched")
 
 
 def _lock(path: Path) -> int | None:

@@ -111,20 +111,25 @@ def served(folder: Path, holder: str) -> ConfigError:
 
 
 def syncer_holding(folder: Path) -> str:
-    """Who serves the run of this journal/ folder now (pid and term); empty: nobody. Nothing is made by asking."""
+    """Who serves the run of this journal/ folder now (pid and term); empty: nobody."""
+    return _holder(folder) if is_locked(folder / "lock") else ""
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds this lock. Nothing is made or changed by asking."""
     try:
-        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return ""
+        return False
     except OSError as error:
-        raise not_written(error, folder / "lock") from error
+        raise not_written(error, path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(folder)
+        return True
     finally:
         os.close(descriptor)
-    return ""
+    return False
 
 
 def claim(folder: Path, term: int) -> bool:
