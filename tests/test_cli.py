@@ -238,7 +238,7 @@ def test_a_new_run_is_made_of_a_cut_in_a_folder_of_its_own(
     ("command", "said"),
     [
         ("train --resume run --from-cut 3 --out new", "run has no complete cut 3: there are 0, 2, 4"),
-        ("train --resume run --steps 10", "is done (its budget is spent): give it more with --steps or --tokens"),
+        ("train --resume run --steps 10", "has already trained for 10 steps: ask for more with --steps or --tokens"),
         ("train --resume run --quorum 7", "quorum = 7 can never be reached by"),
         ("train --resume run --from-cut 2 --out old", "old already holds a run: choose another folder with --out"),
         ("export run out.safetensors --cut 3", "run has no cut 3; there are: 0, 2, 4"),

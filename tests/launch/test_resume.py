@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.terms import acquire
 from atoll.syncer.books import Books
 from atoll.syncer.recovery import recover
@@ -127,9 +128,27 @@ def test_where_every_cut_is_damaged_each_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_run_without_parameters_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be gone on with: its run has no parameters yet"):
-        plan_resume(WrittenRun(tmp_path / "run").dir)
+def test_a_run_without_parameters_goes_on_from_its_beginning(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    found = plan_resume(run.dir, ("steps=9",))
+    assert (found.cut, found.run, found.reopen, found.changes) == (None, "small", False, ("steps=9",))
+    assert found.remarks == ("the run has no parameters yet: it goes on from its beginning",)
+    run.write(Ended("the operator asked for it", final=True))
+    assert plan_resume(run.dir).reopen
+
+
+def test_a_run_that_nobody_joined_goes_on_with_the_settings_it_has_by_then(tmp_path: Path) -> None:
+    out = RunDir.create(tmp_path / "run")
+    out.journal.mkdir()
+    found = plan_resume(out, ("steps=9",))
+    assert (found.run, found.reopen, found.changes, found.only_end) == ("", False, (), False)
+
+
+def test_a_run_whose_first_cut_is_missing_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 3)
+    shutil.rmtree(run.dir.cuts)
+    with pytest.raises(ConfigError, match="cannot be gone on with: the cut that its journal begins with is missing"):
+        plan_resume(run.dir)
 
 
 def test_a_damaged_journal_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -200,28 +219,71 @@ def test_without_all_its_learners_a_cut_is_not_exact(tmp_path: Path) -> None:
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_steps_are_done_says_what_to_do(tmp_path: Path) -> None:
+def with_budget(run: WrittenRun, **budget: int) -> WrittenRun:
+    run.write(Changed(replace(run.history.settings, **budget), dict(run.history.outer), "a budget"))
+    return run
+
+
+def test_a_smaller_budget_than_was_spent_already_is_refused_with_what_to_do(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"run is done \(its budget is spent\): give it more with --steps") as error:
+    with pytest.raises(ConfigError, match="has already trained for 10 steps: ask for more with --steps") as error:
         plan_resume(run.dir, ("steps=10",))
     assert "\n" not in str(error.value) and str(run.dir.path) in str(error.value)
     assert plan_resume(run.dir, ("steps=12",)).changes == ("steps=12",)
 
 
-def test_a_run_whose_tokens_are_spent_says_so_too(tmp_path: Path) -> None:
+def test_the_same_for_tokens(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     trained = sum(life.total for life in run.history.lives.values())
-    with pytest.raises(ConfigError, match="give it more with --steps or --tokens"):
+    with pytest.raises(ConfigError, match=f"has already trained for {trained:,} tokens: ask for more"):
         plan_resume(run.dir, (f"tokens={trained}",))
     assert plan_resume(run.dir, (f"tokens={trained + 1}",)).cut == 4
 
 
-def test_why_a_run_ended_is_said_when_there_is_nothing_left_to_do(tmp_path: Path) -> None:
-    run = cut_run(tmp_path / "run")
-    run.write(Changed(replace(run.history.settings, steps=8), dict(run.history.outer), "steps=8"))
+@pytest.mark.parametrize("changes", [(), ("steps=8",), ("learners=3",), ("tokens=100000",)])
+def test_a_run_that_spent_its_budget_says_so_and_nothing_is_touched(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    run = with_budget(cut_run(tmp_path / "run"), steps=8)
     run.end()
+    before = every_byte(run.dir.path)
+    with pytest.raises(ConfigError, match=r"is done \(24 steps are done\): give it more with --steps") as error:
+        plan_resume(run.dir, changes)
+    assert "\n" not in str(error.value)
+    assert every_byte(run.dir.path) == before
+
+
+def test_a_budget_that_was_spent_between_two_rounds_is_spent(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    trained = sum(life.total for life in run.history.lives.values())
+    with_budget(run, tokens=trained).end(progress=1.0)
     with pytest.raises(ConfigError, match=r"is done \(24 steps are done\)"):
         plan_resume(run.dir)
+    assert plan_resume(run.dir, (f"tokens={2 * trained}",)).reopen
+
+
+def test_a_spent_run_whose_end_was_cut_off_is_brought_to_its_end(tmp_path: Path) -> None:
+    run = with_budget(cut_run(tmp_path / "run"), steps=8)
+    found = plan_resume(run.dir)
+    assert found.only_end and not found.reopen and "its end was cut off" in found.remarks[0]
+    run.write(Ended("8 steps are done"))
+    found = plan_resume(run.dir)
+    assert found.only_end and not found.reopen and "is done (8 steps are done)" in found.remarks[0]
+    assert plan_resume(run.dir, ("steps=99",)).reopen, "with more budget it goes on"
+
+
+@pytest.mark.parametrize("model", ["missing", "of an earlier round", "of another run", "unreadable"])
+def test_a_spent_run_whose_model_is_not_its_head_gets_it_again(tmp_path: Path, model: str) -> None:
+    run = with_budget(cut_run(tmp_path / "run"), steps=8)
+    run.end()
+    head = run.history
+    if model == "missing":
+        run.dir.model.unlink()
+    elif model == "unreadable":
+        run.dir.model.write_bytes(b"nothing")
+    else:
+        name, round = ("other", head.committed) if "another" in model else (head.run, head.committed - 1)
+        save_model(run.dir.model, run.parameters.tensors(), facts_of_model(name, round, head.versions))
+    found = plan_resume(run.dir)
+    assert found.only_end and "its model.safetensors is not its head" in found.remarks[0]
 
 
 def test_a_run_that_had_ended_is_opened_again(tmp_path: Path) -> None:
@@ -250,8 +312,7 @@ def test_a_change_that_cannot_be_is_told_before_anything_is_started(tmp_path: Pa
 
 
 def new_run(old: WrittenRun, cut: int, path: Path, changes: tuple[str, ...] = ()) -> tuple[RunDir, Resume]:
-    out = RunDir.create(path)
-    return out, from_cut(old.dir, cut, out, changes)
+    return from_cut(old.dir, cut, path, changes)
 
 
 def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None:
@@ -318,6 +379,30 @@ def test_a_learner_that_saved_something_else_than_it_said_keeps_nobody_from_a_ne
 def test_a_cut_without_learners_makes_a_new_run_too(tmp_path: Path) -> None:
     _, found = new_run(begun(tmp_path / "old"), 0, tmp_path / "new")
     assert (found.cut, found.states, found.exact) == (0, {}, False)
+
+
+def test_a_new_run_in_the_old_ones_folder_is_refused_also_by_force(tmp_path: Path) -> None:
+    old = cut_run(tmp_path / "old")
+    before = every_byte(old.dir.path)
+    for out in (old.dir.path, tmp_path / "new" / ".." / "old"):
+        (tmp_path / "new").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match="holds the run that the cut is of: choose another folder"):
+            from_cut(old.dir, 2, out, force=True)
+    assert every_byte(old.dir.path) == before
+
+
+def test_what_lies_where_the_new_run_goes_stays_until_the_cut_is_known_to_be_good(tmp_path: Path) -> None:
+    old, lies_there = cut_run(tmp_path / "old"), cut_run(tmp_path / "new")
+    damage(old, 2)
+    before = every_byte(lies_there.dir.path)
+    for cut in (2, 3):
+        with pytest.raises(AtollError):
+            from_cut(old.dir, cut, lies_there.dir.path, force=True)
+    with pytest.raises(ConfigError, match="has 2 steps behind it, all that the new run is to have"):
+        from_cut(old.dir, 4, lies_there.dir.path, ("steps=2",), force=True)
+    assert every_byte(lies_there.dir.path) == before
+    new, _ = from_cut(old.dir, 4, lies_there.dir.path, force=True)
+    assert recover(new, disk=LocalDisk()) is not None
 
 
 def test_the_old_run_is_left_as_it_was_to_the_byte(tmp_path: Path) -> None:

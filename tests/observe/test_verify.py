@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.observe.written import (
     WrittenRun,
+    cut_run,
     everything,
     flip,
     last_record,
@@ -21,10 +22,11 @@ from tests.observe.written import (
 
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import CutDone, Joined, Merged, Passed, Share
+from atoll.protocol.records import Changed, CutDone, Joined, Merged, Passed, Share
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
+from atoll.store.rundir import save_model
 
 # ---- runs that are well ---------------------------------------------------------------------------------------------
 
@@ -371,3 +373,43 @@ def test_the_first_of_two_wrong_things_is_told(tmp_path: Path) -> None:
     run.round(lambda record: replace(record, version=9))
     flip(folder_of(run.dir.cuts, 4) / "theta-000.bin", 3)
     assert wrong(run).startswith("record 13 ")
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_model_beside_a_newer_journal_is_named_also_where_the_run_goes_on(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.end()
+    well(run)
+    run.write(Changed(run.history.settings, dict(run.history.outer), "the run goes on", reopen=True))
+    well(run)
+    run.join("learner-0")
+    run.lease("learner-0")
+    run.round()
+    text = wrong(run)
+    assert f"{run.dir.model} is not the head of the run: it says it is of round 5, " in text
+    assert "the journal's head is round 6" in text
+    run.dir.model.unlink()
+    well(run)
+
+
+def test_a_model_that_was_never_told_its_round_is_compared_all_the_same(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.end()
+    tensors = {name: values + 1 for name, values in run.parameters.tensors().items()}
+    save_model(run.dir.model, tensors)
+    assert "is not the head of the run: the journal's head is round 5" in wrong(run)
+
+
+def test_a_run_that_comes_to_its_end_while_it_is_verified_is_read_again(tmp_path: Path) -> None:
+    run, left = cut_run(tmp_path / "run"), [1]
+
+    def progress(what: str, count: int) -> None:
+        if what == "rounds made again" and left[0]:
+            left[0] = 0
+            run.round()
+            run.end()
+
+    report = verify_run(run.dir.path, progress=progress)
+    assert report.ok and left == [0], report

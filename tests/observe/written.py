@@ -41,7 +41,7 @@ from atoll.protocol.settings import Settings
 from atoll.store.cuts import LearnerPart, Manifest, digest_of, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
-from atoll.store.rundir import RunDir, save_model
+from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import CutState
 
@@ -211,10 +211,11 @@ class WrittenRun:
         self.journal = Journal.begin(self.dir.journal, before.term + 1, disk=LocalDisk())
         self.write(Reigned(before.term + 1, before.offset, before.hash, self.history.committed))
 
-    def end(self) -> None:
-        for final in (False, True):
-            self.write(Ended("24 steps are done", final, self.history.step))
-        save_model(self.dir.model, self.parameters.tensors())
+    def end(self, progress: float = -1.0) -> None:
+        self.write(Ended("24 steps are done", step=self.history.step))
+        self.write(Ended("24 steps are done", final=True, step=self.history.step, progress=progress))
+        facts = facts_of_model(self.history.run, self.history.committed, self.history.versions)
+        save_model(self.dir.model, self.parameters.tensors(), facts)
         for learner in sorted(self.islands):
             self.gone(learner)
 

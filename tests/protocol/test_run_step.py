@@ -34,7 +34,7 @@ def test_a_run_ends_after_its_steps_also_when_rounds_fall_behind() -> None:
     assert len(paced) < 30, "rounds are to fall behind in this test"
     for island in world.islands.values():
         assert 60 <= island.t <= 60 + 6, "the budget, and what is trained until the end is heard"
-    assert world.syncer.progress == 1.0 and world.syncer.history.is_budget_spent()
+    assert world.syncer.progress == world.syncer.history.progress == 1.0
     [ending] = world.said("ending")
     assert "60 steps are done" in ending.text
 
@@ -203,12 +203,12 @@ def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
 # ---- what is left of a budget --------------------------------------------------------------------------------------
 
 
-def test_whether_a_budget_is_spent_follows_from_the_records() -> None:
+def test_the_end_keeps_the_runs_step_and_what_was_spent() -> None:
     history = History(Begun("run", Settings(learners=1, fragments=2, sync_every=4, steps=5), {}, (), "plan"))
     for record in (Started("a"), Passed(0, 0, "", 0.9, 4.5)):
         history.apply(record)
-    assert not history.is_budget_spent() and (history.step, history.global_step) == (4.5, 4)
+    assert (history.step, history.progress, history.global_step) == (4.5, 0.9, 4)
     history.apply(Ended("5 steps are done", step=5.5))
-    assert history.is_budget_spent() and (history.progress, history.global_step) == (0.9, 4), "told with rounds alone"
-    assert not history.is_budget_spent(msgspec.structs.replace(history.settings, steps=6))
-    assert not history.is_budget_spent(msgspec.structs.replace(history.settings, steps=0))
+    assert (history.step, history.progress) == (5.5, 0.9), "told with rounds alone"
+    history.apply(Ended("5 steps are done", final=True, step=5.5, progress=1.0))
+    assert (history.step, history.progress) == (5.5, 1.0)

@@ -40,7 +40,7 @@ def test_force_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     run.learners.symlink_to(elsewhere)
     (tmp_path / "notes.txt").touch()
     RunDir.create(tmp_path, force=True)
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "learners", "logs", "notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "learners", "logs", "notes.txt", "run.lock"]
     assert (elsewhere / "kept").exists()
     assert not run.log("syncer").exists()
 

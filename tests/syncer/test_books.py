@@ -19,7 +19,19 @@ from atoll.config import Outer
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import CutSaved
-from atoll.protocol.records import AnyRecord, Begun, CutDone, Ended, Gone, Joined, Merged, Reigned, Share, Started
+from atoll.protocol.records import (
+    AnyRecord,
+    Begun,
+    Changed,
+    CutDone,
+    Ended,
+    Gone,
+    Joined,
+    Merged,
+    Reigned,
+    Share,
+    Started,
+)
 from atoll.protocol.settings import Settings
 from atoll.store import atomic
 from atoll.store import disk as disk_module
@@ -461,3 +473,34 @@ def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path)
     assert books.norms("r1") == [[0.5, 0.25], []] and books.norms("r2") == []
     out.norms.write_bytes(b"{torn")
     assert books.norms("r1") == []
+
+
+# ---- the model of an earlier end -------------------------------------------------------------------------------------
+
+
+def test_the_model_of_an_earlier_end_is_gone_before_the_next_round_is_durable(tmp_path: Path) -> None:
+    first = Reigning(tmp_path / "run").start().round(3)
+    first.books.close()
+    again = Reigning(tmp_path / "run")
+    again.out.model.write_bytes(b"the head of round 3")
+    again.write(Ended("the operator asked for it", final=True))
+    again.write(Changed(again.history.settings, {}, "the run goes on", reopen=True))
+    assert again.out.model.exists(), "it is still the head"
+    there: list[bool] = []
+    append = again.books._journal.append
+    again.books._journal.append = lambda *given, **more: (  # type: ignore[method-assign]
+        there.append(again.out.model.exists()),
+        append(*given, **more),
+    )[1]
+    again.round(2)
+    assert there == [False, False]
+
+
+def test_a_model_that_cannot_be_removed_keeps_the_round_from_being_durable(tmp_path: Path) -> None:
+    run = Reigning(tmp_path / "run").start()
+    run.out.model.mkdir()  # cannot be unlinked, by root neither
+    before = run.history.committed
+    with pytest.raises(DiskFailed, match=r"model\.safetensors"):
+        run.round()
+    records = [record for _, record in read(run.out.journal, disk=LocalDisk())]
+    assert not any(isinstance(record, Merged) for record in records) and before == 0

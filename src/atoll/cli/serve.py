@@ -22,11 +22,14 @@ from atoll.config import Config, Service, convert, merged
 from atoll.fabric.certificates import signs_itself
 from atoll.fabric.way import SCHEME, Way, check_bind, host_port, way_of
 from atoll.launch.local import RUNNER, script_arguments
+from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
+from atoll.store.runlock import check_not_alive
+from atoll.store.terms import served, syncer_holding
 from atoll.syncer.doors import doors_of, read_tokens
 from atoll.syncer.process import serve
 
@@ -78,13 +81,19 @@ def syncer(
         "mutual": mutual,
         "front": str(front.absolute()) if front is not None else None,
     }
+    rules = {"learners": learners, "steps": steps, "tokens": tokens, "quorum": quorum}
     if resume is not None or standby is not None:
-        _serve_again(resume or standby, door, waits=standby is not None)
+        if out is not None or config is not None or force or (resume is not None and standby is not None):
+            raise ConfigError(
+                "--resume and --standby name a run that lies there: give one of them, "
+                "and leave --out, --config and --force out"
+            )
+        if resume is not None:
+            _resume(resume, door, rules)
+        elif standby is not None:
+            _stand_by(standby, door, rules)
         return
-    changes: dict[str, dict[str, Any]] = {
-        "protocol": {"learners": learners, "steps": steps, "tokens": tokens, "quorum": quorum},
-        "service": door,
-    }
+    changes: dict[str, dict[str, Any]] = {"protocol": rules, "service": door}
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
     check_door(settings.service)
     run_dir = RunDir.create(out, force=force)
@@ -92,20 +101,53 @@ def syncer(
     _serve(settings, run_dir, None)
 
 
-def _serve_again(folder: Path | None, door: dict[str, Any], *, waits: bool) -> None:
-    """A run that lies there already: at once, or when the syncer that serves it is gone or stands still."""
-    assert folder is not None
+def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) -> None:
+    """Go on with a run that lies there: opened again where it had ended, with what the operator changes."""
+    run_dir = RunDir.open(folder)
+    if holder := syncer_holding(run_dir.journal):
+        raise served(run_dir.journal, holder)
+    check_not_alive(run_dir.path)
+    words = tuple(f"{key}={value}" for key, value in rules.items() if value is not None)
+    found = plan_resume(run_dir, words)
+    document = merged(document_of(run_dir.settings), {"protocol": rules})
+    asked = convert(document, str(run_dir.settings))
+    settings = convert(merged(document, {"service": door}), str(run_dir.settings))
+    check_door(settings.service)
+    if words:  # what was asked for; where it listens this time is no part of that
+        write_atomic(run_dir.settings, asked.toml())
+    run_dir.summary.unlink(missing_ok=True)  # of an earlier end
+    if found.only_end:
+        Console().print(found.remarks[0], soft_wrap=True, highlight=False)
+    _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
+
+
+def _stand_by(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) -> None:
+    """Serve a run when the syncer that serves it now is gone or stands still."""
+    if given := [key for key, value in rules.items() if value is not None]:
+        raise ConfigError(f"--{given[0]} does not go with --standby: change a run that goes on with `atoll set`")
     run_dir = RunDir.open(folder)
     settings = convert(merged(document_of(run_dir.settings), {"service": door}), str(run_dir.settings))
     check_door(settings.service)
+    if not syncer_holding(run_dir.journal) and (head := read_head(run_dir)) is not None and head.finished:
+        raise ConfigError(
+            f"the run in {run_dir.path} is over ({head.ended}), so there is nothing to stand by for: "
+            f"go on with it by atoll syncer --resume {short(run_dir.path)}"
+        )
 
     def waiting() -> None:
         Console().print(f"standing by for the run in {short(run_dir.path)}", soft_wrap=True)
 
-    _serve(settings, run_dir, waiting if waits else None)
+    _serve(settings, run_dir, waiting)
 
 
-def _serve(settings: Config, run_dir: RunDir, standby: Callable[[], None] | None) -> None:
+def _serve(
+    settings: Config,
+    run_dir: RunDir,
+    standby: Callable[[], None] | None,
+    changes: tuple[str, ...] = (),
+    *,
+    reopen: bool = False,
+) -> None:
     console = Console()
 
     def ready(url: str, run: str) -> None:
@@ -114,7 +156,16 @@ def _serve(settings: Config, run_dir: RunDir, standby: Callable[[], None] | None
         for line in invitation(settings.service, url, run):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    code = serve(settings, run_dir, evaluated=False, standby=standby, ready=ready, pages=dashboard.pages)
+    code = serve(
+        settings,
+        run_dir,
+        evaluated=False,
+        changes=changes,
+        reopen=reopen,
+        standby=standby,
+        ready=ready,
+        pages=dashboard.pages,
+    )
     if code:
         raise typer.Exit(code)
     close(run_dir, console, again="atoll syncer")

@@ -28,7 +28,9 @@ from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Begun
 from atoll.store.rundir import RunDir
+from atoll.store.runlock import check_not_alive
 from atoll.store.tapes import read_tape
+from atoll.syncer.process import serve
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
@@ -220,18 +222,29 @@ def _go_on(
         raise ConfigError("--resume goes on in the run's own folder: --out belongs to --from-cut, for a new run")
     words = _words(changes)
     old = RunDir.open(resume)
+    if cut is None:
+        check_not_alive(old.path)
     settings = convert(merged(document_of(old.settings), _kept(changes)), str(old.settings))
     _check_at_home(settings)
     console = Console(stderr=as_json)
     if cut is None:
         run_dir, found = old, plan_resume(old, words)
     else:
-        run_dir = RunDir.create(out, force=force)
-        found = from_cut(old, cut, run_dir, words)
+        run_dir, found = from_cut(old, cut, out, words, force=force)
     for remark in found.remarks:
         console.print(remark, soft_wrap=True, highlight=False)
+    if found.only_end:
+        _bring_to_its_end(settings, run_dir, console, as_json)
+        return
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, breakable=breakable)
+
+
+def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
+    """A run whose budget is spent and whose end was cut off: a syncer alone writes the end and the model."""
+    if code := serve(config, out, evaluated=False):
+        raise typer.Exit(code)
+    close(out, console, as_json)
 
 
 CHANGEABLE = {
@@ -305,6 +318,8 @@ def _train(
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
     tail = EventTail(out.events)
+    if resume is not None:
+        tail.skip_to_end()  # what happened before was told then
     standby = Standby(config, out, breakable=breakable)
     with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
 

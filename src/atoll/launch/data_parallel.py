@@ -17,6 +17,7 @@ from atoll.launch.local import RUNNER
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
+from atoll.store.runlock import hold_run
 from atoll.telemetry.events import EventLog
 
 TICK_S = 0.2
@@ -32,6 +33,10 @@ class DataParallelRun:
 
     async def run(self) -> Report:
         """The summary of the run."""
+        with hold_run(self.out.path):
+            return await self._run_held()
+
+    async def _run_held(self) -> Report:
         write_atomic(self.out.settings, self.config.toml())
         ranks = [self._rank(rank) for rank in range(self.config.protocol.learners)]
         self._reports: list[Report] = []

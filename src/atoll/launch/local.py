@@ -32,6 +32,7 @@ from atoll.launch.resume import Resume
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
+from atoll.store.runlock import hold_run
 from atoll.telemetry.events import EventLog
 from atoll.telemetry.status import RunStatus
 
@@ -91,9 +92,15 @@ class LocalRun:
     """More that the syncer is started with."""
 
     async def run(self) -> None:
-        """Returns when the run has ended well; RunFailed or ConfigError when not."""
+        """Returns when the run has ended well; RunFailed or ConfigError when not. Nothing is touched before the run is
+        ours alone."""
+        with hold_run(self.out.path):
+            await self._run_held()
+
+    async def _run_held(self) -> None:
         write_atomic(self.out.settings, self.config.toml())
         self.out.address.unlink(missing_ok=True)
+        self.out.summary.unlink(missing_ok=True)  # of an earlier end
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             command = ["-m", "atoll.syncer", str(self.out.path), *self._served]
@@ -320,7 +327,10 @@ class LocalRun:
         self._failure = (
             ConfigError(self._refusal)
             if self._refusal
-            else RunFailed(f"every learner died too often; their logs are in {self.out.logs}")
+            else RunFailed(
+                f"every learner died too often; their logs are in {self.out.logs}. "
+                f"Once they are mended, it goes on with: atoll train --resume {self.out.path}"
+            )
         )
         self._order("unscored")
         self._order("end no learner is left")

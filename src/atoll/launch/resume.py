@@ -5,10 +5,21 @@ optimizer, schedules and random states of the newest good cut, but for those who
 begin afresh, and nobody else does. The data goes on where the ledger stands. Where the journal ends with that cut,
 everything is put back exactly as it was. `from_cut` makes a new run out of one cut: there everything is exactly as it
 was then, and what came after it belongs to the old run alone.
+
+How a run ended, and what going on with it means:
+
+| it | goes on |
+| --- | --- |
+| has not begun, or has no parameters yet | from its beginning, in the same folder |
+| was cut off (killed, power, disk) | where the journal ends |
+| was ended with budget left (Ctrl-C, drained, its learners failed, its supervisor gone) | is opened again |
+| spent its budget | with more budget it is opened again; without, one line says so and nothing is touched |
+| spent its budget and was cut off at its end, or its model is not the head | comes to its end, without learners |
 """
 
 from __future__ import annotations
 
+import copy
 import secrets
 import shutil
 from dataclasses import dataclass, field
@@ -17,8 +28,11 @@ from pathlib import Path
 import msgspec
 
 from atoll.protocol import records
+from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
 from atoll.store.cuts import (
     BadCut,
     Manifest,
@@ -34,7 +48,7 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, facts_of_model, read_model_facts
 from atoll.store.terms import acquire
 from atoll.syncer.changes import change
 from atoll.syncer.recovery import CutState
@@ -44,7 +58,7 @@ from atoll.syncer.recovery import CutState
 class Resume:
     cut: int | None
     run: str
-    """The run that goes on."""
+    """The run that goes on; empty: it has not begun."""
     states: dict[str, Path] = field(default_factory=dict)
     """Per learner, its part of the cut."""
     exact: bool = False
@@ -53,13 +67,19 @@ class Resume:
     changes: tuple[str, ...] = ()
     """Settings that the operator changes on the way, as `key=value`."""
     remarks: tuple[str, ...] = ()
+    only_end: bool = False
+    """Its budget is spent and its end was cut off: no learner is needed to bring it to its end."""
 
 
 def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
-    """The newest good cut, and what can be put back from it."""
+    """The newest good cut, and what can be put back from it. ConfigError when there is nothing left to do."""
+    head = read_head(out)
+    if head is None or not head.started:
+        return _plan_beginning(head, changes)
+    if _is_spent(out, head, changes):
+        return _plan_end(out, head)
     remarks: list[str] = []
-    head = _head(out)
-    reopen = _check_budget(out, head, changes)
+    reopen = bool(head.ended)
     for cut in complete_cuts(out.cuts):
         try:
             checked = check_cut(out.cuts, out.learners, cut)
@@ -77,8 +97,8 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
     return Resume(None, head.run, {}, False, reopen, changes, tuple(remarks))
 
 
-def _head(out: RunDir) -> History:
-    """What the journal knows of the run, without its numbers."""
+def read_head(out: RunDir) -> History | None:
+    """What the journal knows of the run, without its numbers; None: it has not begun."""
     remarks: list[str] = []
     for cut in known_cuts(out.cuts):
         try:
@@ -92,22 +112,81 @@ def _head(out: RunDir) -> History:
             remarks.append(f"cut {cut}: {error}")
         else:
             return history
-    raise ConfigError(f"{out.path} cannot be gone on with: {'; '.join(remarks) or 'its run has no parameters yet'}")
+    if not remarks:
+        return _read_beginning(out)
+    raise ConfigError(f"{out.path} cannot be gone on with: {'; '.join(remarks)}")
 
 
-def _check_budget(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
-    """Whether a run that has ended is opened again; ConfigError when there is nothing left to do in it."""
+def _read_beginning(out: RunDir) -> History | None:
+    """Of a run that has no cut: it can have no parameters either."""
+    history: History | None = None
+    for _, record in read(out.journal, disk=LocalDisk()):
+        if history is None and isinstance(record, records.Begun):
+            history = History(record)
+        elif history is None or isinstance(record, records.Started):
+            raise ConfigError(f"{out.path} cannot be gone on with: the cut that its journal begins with is missing")
+        else:
+            history.apply(record)
+    return history
+
+
+def _plan_beginning(head: History | None, changes: tuple[str, ...]) -> Resume:
+    remark = "the run has no parameters yet: it goes on from its beginning"
+    if head is None:  # whoever begins it takes the settings as they are in run.toml by then
+        return Resume(None, "", remarks=(remark,))
+    return Resume(None, head.run, reopen=bool(head.ended), changes=changes, remarks=(remark,))
+
+
+def spent_budget(head: History, settings: Settings) -> str:
+    """Which budget the run has spent under these settings; empty: there is something left to do.
+
+    The rules themselves are asked, so that what a resumed syncer would do at once is known before it is started.
+    """
+    for name, other in (("steps", "tokens"), ("tokens", "steps")):
+        machine = Syncer(History.restore(copy.deepcopy(head.state())))
+        only = msgspec.structs.replace(settings, **{other: 0})
+        machine.handle(0.0, ChangeAsked(only, dict(head.outer), "", reopen=True))
+        if machine.progress >= 1.0:
+            return f"{getattr(settings, name):,} {name}"
+    return ""
+
+
+def _is_spent(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
+    """Whether nothing is left to train; ConfigError where a smaller budget would make it so."""
     asked = change(head, changes)
-    if head.is_budget_spent(asked.settings if asked is not None else None):
+    spent = spent_budget(head, asked.settings if asked is not None else head.settings)
+    if spent and not head.ended and not spent_budget(head, head.settings):
         raise ConfigError(
-            f"the run in {out.path} is done ({head.ended or 'its budget is spent'}): "
+            f"the run in {out.path} has already trained for {spent}: ask for more with --steps or --tokens, "
+            "or leave them out to go on with its own budget"
+        )
+    return bool(spent)
+
+
+def _plan_end(out: RunDir, head: History) -> Resume:
+    """A spent run that came to its end is done; otherwise its end is made up for."""
+    reason = head.ended or "its budget is spent"
+    if head.finished and model_is_head(out, head):
+        raise ConfigError(
+            f"the run in {out.path} is done ({reason}): "
             "give it more with --steps or --tokens, or make a new run of a cut with --from-cut N --out DIR"
         )
-    return bool(head.ended)
+    what = f"its {out.model.name} is not its head" if head.finished else "its end was cut off"
+    remark = f"run {head.run} is done ({reason}), but {what}: it is brought to its end"
+    return Resume(None, head.run, remarks=(remark,), only_end=True)
 
 
-def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) -> Resume:
-    """A new run that begins as the old one was at that cut."""
+def model_is_head(out: RunDir, head: History) -> bool:
+    """Whether the model that lies there says it is of the journal's head."""
+    return facts_of_model(head.run, head.committed, head.versions).items() <= read_model_facts(out.model).items()
+
+
+def from_cut(
+    old: RunDir, cut: int, out: Path | None, changes: tuple[str, ...] = (), *, force: bool = False
+) -> tuple[RunDir, Resume]:
+    """A new run in `out` that begins as the old one was at that cut. Nothing is made or replaced unless it can be."""
+    if out is not None and out.absolute().resolve() == old.path.resolve():
+        raise ConfigError(f"{out} holds the run that the cut is of: choose another folder for the new run with --out")
     if cut not in complete_cuts(old.cuts):
         known = ", ".join(map(str, sorted(complete_cuts(old.cuts)))) or "none"
         raise ConfigError(f"{old.path} has no complete cut {cut}: there are {known}")
@@ -115,6 +194,8 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     manifest = checked.manifest
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
+    _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
+    new = RunDir.create(out, force=force)
     run = secrets.token_hex(4)
     begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
     history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
@@ -132,9 +213,17 @@ def from_cut(old: RunDir, cut: int, new: RunDir, changes: tuple[str, ...] = ()) 
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
-    return Resume(
-        cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, (*checked.remarks(), remark)
-    )
+    remarks = (*checked.remarks(), remark)
+    return new, Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, remarks)
+
+
+def _check_cut_has_budget(old: RunDir, cut: int, then: History, changes: tuple[str, ...]) -> None:
+    asked = change(then, changes)
+    if spent := spent_budget(then, asked.settings if asked is not None else then.settings):
+        raise ConfigError(
+            f"cut {cut} of {old.path} has {spent} behind it, all that the new run is to have: "
+            "give it more with --steps or --tokens, or take an earlier cut"
+        )
 
 
 def _parts(out: RunDir, manifest: Manifest) -> dict[str, Path]:

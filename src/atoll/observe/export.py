@@ -15,7 +15,7 @@ import safetensors.numpy
 from atoll.observe.rebuild import Head, at_cut, newest
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, facts_of_model
 
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
@@ -69,7 +69,6 @@ def _check_out(run: RunDir, out: Path, force: bool) -> None:
 
 def _save(path: Path, head: Head) -> None:
     """Like every model of ours; its metadata says what it is of."""
-    versions = ",".join(map(str, head.versions))
-    metadata = {"format": "pt", "run": head.run, "round": str(head.round), "versions": versions}
+    metadata = {"format": "pt", **facts_of_model(head.run, head.round, head.versions)}
     with staged(path) as draft:
         safetensors.numpy.save_file(head.model.tensors(), draft, metadata=metadata)

@@ -263,10 +263,9 @@ def _effective_h(paced: Iterable[Event]) -> float | None:
 
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:
-    finished = _last(timeline, "finished")
-    if finished is None or "bytes_in" not in finished:
-        return None
-    return _ratio(finished["bytes_in"] + finished["bytes_out"], computed)
+    """Every term that came to an end told its own; a run that was gone on with has several."""
+    told = [event for event in of_kind(timeline, "finished") if "bytes_in" in event]
+    return _ratio(sum(event["bytes_in"] + event["bytes_out"] for event in told), computed) if told else None
 
 
 def _work(told: Event) -> Work:

@@ -26,6 +26,10 @@ class EventTail:
         self._offset = 0
         self._rest = b""
 
+    def skip_to_end(self) -> None:
+        """Pass over all that is there by now."""
+        self._offset = self.path.stat().st_size if self.path.exists() else 0
+
     def read_new(self) -> list[Event]:
         return list(self.new_events())
 

@@ -6,7 +6,7 @@ The first thing that is wrong is named, with its place; what lies behind it is n
     records      versions, members, ledger, leases (audit.py, tallies.py); at a cut's place what the cut holds of them
     cuts         every file by its digest; a learner's that is not as it said is named in a remark (shelf.py)
     parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
-    model        of a finished run: model.safetensors is the last version
+    model        model.safetensors, whenever it is there, is the head that the journal gives
 
 Records are read one at a time, so memory does not grow with the run: what it takes is one copy of the model. Nothing is
 written, so a run that is still going on can be verified; what it does meanwhile is left for the next time.
@@ -29,7 +29,7 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import AnyRecord, Begun, CutDone
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, Tail, read
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
 
 EVERY = 10_000
@@ -94,6 +94,8 @@ class Verification:
         self._way: Way | None = None
         self._end = ORIGIN
         self._records = self._torn_bytes = 0
+        self._read_whole = False
+        """All records that were there are read, and none is wrong."""
         self._terms: set[int] = set()
         """Whose segments hold records that count."""
 
@@ -118,7 +120,14 @@ class Verification:
         self._check_model(self._audit, self._rebuild(self._audit))
 
     def went_on(self) -> bool:
-        return self._shelf.went_on()
+        """Whether the run has written more since it was read: what lies beside the journal may be newer."""
+        return self._shelf.went_on() or (self._read_whole and self._journal_grew())
+
+    def _journal_grew(self) -> bool:
+        try:
+            return next(read(self._run.journal, start=self._end, disk=LocalDisk()), None) is not None
+        except AtollError:
+            return False
 
     # ---- the journal --------------------------------------------------------------------------------------------
 
@@ -136,6 +145,7 @@ class Verification:
                 self._findings.progress("records", self._records)
         self._findings.progress("records", self._records)
         self._tell_segments()
+        self._read_whole = True
 
     def _take(self, position: Position, record: AnyRecord) -> None:
         if self._begun is None:
@@ -208,13 +218,19 @@ class Verification:
         return self._way.model
 
     def _check_model(self, audit: Audit, model: Rebuilt | None) -> None:
-        path = self._run.model
-        if not audit.history.finished or model is None:
+        """Whenever it is there, it is the head: it is removed before the first round after an end is durable."""
+        path, history = self._run.model, audit.history
+        if model is None:
             return
         if not path.exists():
-            self._findings.remark(f"the run is finished, but {path.name} is not there: atoll export makes it again")
+            if history.finished:
+                self._findings.remark(f"the run is finished, but {path.name} is not there: atoll export makes it again")
         elif (wrong := difference(path, model)) is not None:
-            raise Wrong(f"{path}: {wrong}")
+            said = read_model_facts(path).get("round")
+            of = f"it says it is of round {said}, " if said is not None else ""
+            raise Wrong(
+                f"{path} is not the head of the run: {of}the journal's head is round {history.committed}; {wrong}"
+            )
 
     # ---- what was counted ---------------------------------------------------------------------------------------
 

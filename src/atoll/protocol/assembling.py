@@ -25,10 +25,16 @@ class Assembling:
         self._started_at = 0.0
         self._opened = False
         """The first round of this term is open."""
+        self._everybody = False
+        """Those that have left are to come back too."""
 
     def started(self, now: float) -> None:
         """The run has its first parameters."""
         self._started_at = now
+
+    def reopen(self) -> None:
+        """A run that had ended goes on: all its learners have left, and a synchronous run waits for all of them."""
+        self._everybody = True
 
     def may_end(self, now: float, wakes: list[float]) -> bool:
         """Whether everybody is back, or has had the time to."""
@@ -62,6 +68,9 @@ class Assembling:
         live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
         seen = self.members.learners.values()
         known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
-        awaited = self.settings.learners - drained if self.rounds.next == 0 else known
+        if self._everybody:
+            awaited = self.settings.learners
+        else:
+            awaited = self.settings.learners - drained if self.rounds.next == 0 else known
         wakes.append(late_at)
         return len(live) >= awaited or (now >= late_at and bool(live))

@@ -3,7 +3,8 @@
 Rules kept here, each with its test: a run ends when its budget of steps or tokens is spent, when every learner has
 stopped, or when the operator asks; first the last steps are collected (drain.py), then it is finished. Both are durable
 before they are told. A term that finds a run ending lets the learners come back first; one that finds it finished says
-so once more.
+so once more, unless its first event opens the run again. The last record of an end says how much of the budget is
+spent: tokens that came after the last round are in no other record.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class End:
             self.out.send(learner.name, Ending(reason=reason))
 
     def _finish(self, reason: str) -> None:
-        self.out.persist(Ended(reason, final=True, step=self.rounds.step))
+        self.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent()))
         self.course.phase, self.course.reason = "finished", reason
         self.out.note("finishing", f"the run is over: {reason}")
         for learner in self.members.connected():
@@ -113,6 +114,6 @@ class End:
             self.out.add(Finished(self.course.reason))
 
     def reopen(self) -> None:
-        """The operator gave a finished run another budget."""
-        if self.course.phase == "finished":
-            self.course.phase, self.course.reason, self._was_over = "running", "", False
+        """A run that had ended, or had begun to, goes on; the history says so already."""
+        now = Course.of(self.history)
+        self.course.phase, self.course.reason, self._was_over = now.phase, now.reason, False

@@ -116,12 +116,6 @@ class History:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.begun.tensors
 
-    def is_budget_spent(self, settings: Settings | None = None) -> bool:
-        """Whether nothing is left of the run's budget; with `settings`, of the one that they would give it."""
-        budget = settings or self.settings
-        trained = sum(life.before + life.total for life in self.lives.values())
-        return 0 < budget.steps <= self.step or 0 < budget.tokens <= trained
-
     def apply(self, record: AnyRecord) -> None:
         match record:
             case Begun():
@@ -158,8 +152,9 @@ class History:
                     self.ended, self.finished = "", False
             case CutDone(cut):
                 self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
-            case Ended(reason, final, step):
-                self.ended, self.finished, self.step = reason, final, step
+            case Ended(reason, final, step, progress):
+                self.ended, self.finished, self.step = reason, final, max(self.step, step)
+                self.progress = progress if progress >= 0.0 else self.progress
 
     def _joined(self, record: Joined) -> None:
         known = self.lives.get(record.learner)

@@ -213,6 +213,8 @@ class Ended(Record, frozen=True, tag="ended"):
     final: bool = False
     step: float = 0.0
     """The run's step. Without it a term that finds the run ending would take its budget to be less than spent."""
+    progress: float = -1.0
+    """How much of the budget was spent at the very end; below 0: as the last round said."""
 
 
 AnyRecord = (

@@ -130,11 +130,12 @@ class Syncer:
     # ---- what happens -----------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
-        self.end.say_again()
         self._take(now, event)
         if not self._is_quiet(now, event):
             self._advance(now)
         self._only_counted = False
+        # Last: the first event of a term may be the change that opens a finished run again.
+        self.end.say_again()
         return self.out.take()
 
     def _take(self, now: float, event: fx.SyncerEvent) -> None:
@@ -297,4 +298,5 @@ class Syncer:
             room.settings = asked.settings
         if asked.reopen:
             self.end.reopen()
+            self.assembling.reopen()
         self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)

@@ -8,6 +8,7 @@
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
+    run.lock            held by whoever has the whole run in hand (runlock.py)
     standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
@@ -22,16 +23,18 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from safetensors import SafetensorError, safe_open
 
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
+from atoll.store.runlock import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""
@@ -53,7 +56,8 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path | None = None, *, force: bool = False) -> RunDir:
-        """A new, empty run directory; `force` removes the files of a run that lies there already."""
+        """A new, empty run directory; `force` removes the files of a run that lies there already, unless it is alive:
+        then ConfigError names who has it, and nothing of it is touched."""
         run = cls((path or unused_path(time.localtime())).absolute())
         try:
             if run.holds_run() and not force:
@@ -62,7 +66,8 @@ class RunDir:
                     "or replace that run with --force"
                 )
             if run.holds_run():
-                run._clear()
+                with hold_run(run.path):
+                    run._clear()
             run.path.mkdir(parents=True, exist_ok=True)
             run.learners.mkdir(exist_ok=True)
             run.logs.mkdir(exist_ok=True)
@@ -170,9 +175,23 @@ def checked_name(name: str) -> str:
     return name
 
 
-def save_model(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """The tensors as one safetensors file: whole and durable, or not there."""
+def save_model(path: Path, tensors: Mapping[str, np.ndarray[Any, Any]], facts: Mapping[str, str] | None = None) -> None:
+    """The tensors as one safetensors file: whole and durable, or not there. `facts`: of which moment of which run."""
     # safetensors writes the memory as it lies, so it has to lie in C order.
     ready = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     with staged(path) as draft:
-        safetensors.numpy.save_file(ready, draft, metadata={"format": "pt"})
+        safetensors.numpy.save_file(ready, draft, metadata={"format": "pt", **(facts or {})})
+
+
+def facts_of_model(run: str, round: int, versions: Sequence[int]) -> dict[str, str]:
+    """What a model file says of itself in its metadata."""
+    return {"run": run, "round": str(round), "versions": ",".join(map(str, versions))}
+
+
+def read_model_facts(path: Path) -> dict[str, str]:
+    """The same, as a file has it; empty where there is none, or it says nothing or cannot be read."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        return {}

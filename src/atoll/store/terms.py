@@ -98,11 +98,38 @@ def acquire(folder: Path) -> Reign:
     _make_folders(folder)
     lock = _take_lock(folder)
     if lock is None:
-        raise ConfigError(
-            f"{folder.parent} is served by another syncer ({_holder(folder)}): end that one first, "
-            "or wait for your turn with --standby"
-        )
+        raise served(folder, _holder(folder))
     return _reign_with(folder, lock)
+
+
+def served(folder: Path, holder: str) -> ConfigError:
+    """What a second syncer is told."""
+    return ConfigError(
+        f"{folder.parent} is served by another syncer ({holder}): end that one first, "
+        "or wait for your turn with --standby"
+    )
+
+
+def syncer_holding(folder: Path) -> str:
+    """Who serves the run of this journal/ folder now (pid and term); empty: nobody."""
+    return _holder(folder) if is_locked(folder / "lock") else ""
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds this lock. Nothing is made or changed by asking."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise not_written(error, path) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def claim(folder: Path, term: int) -> bool:

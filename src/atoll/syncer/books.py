@@ -17,7 +17,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, CutDone, Reigned
+from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,
@@ -59,6 +59,8 @@ class Books:
         reign.beat()
         after = self.recovered.end if self.recovered else None
         self._journal = Journal.begin(out.journal, reign.term, after=after, disk=self._disk)
+        self._model_gone = False
+        """No model of an earlier end is left in the run's folder."""
         self._kept: list[tuple[int, int]] = []
         """Per cut of late, the term and payload file from which it needs payloads; the newest last."""
         self._needless: tuple[int, int] | None = None
@@ -111,10 +113,25 @@ class Books:
     def append(self, entries: Sequence[Entry]) -> None:
         """Beside the event loop, one at a time: the journal belongs to whoever appends."""
         with self._writing:
+            if any(isinstance(record, Merged) for record, _ in entries):
+                self._remove_model()
             self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
             if (before := self._needless) is not None:
                 self._needless = None
                 self._journal.trim(*before)
+
+    def _remove_model(self) -> None:
+        """The model that an earlier end wrote is the journal's head only until the next round: it goes before that
+        round is durable, so that no moment leaves an old model beside a newer journal."""
+        if self._model_gone:
+            return
+        try:
+            if self._out.model.exists():
+                self._out.model.unlink(missing_ok=True)
+                LocalDisk().sync(self._out.path)
+        except OSError as error:
+            raise not_written(error, self._out.model) from error
+        self._model_gone = True
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 

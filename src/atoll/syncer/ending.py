@@ -59,7 +59,9 @@ class Ending:
 
     def say(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
         """`traffic`: bytes that came in and went out."""
-        learners = machine.members.learners.values() if machine is not None else ()
+        # Of a learner that an earlier term knew and this one never heard, that term has told more than is known here.
+        known = machine.members.learners.values() if machine is not None else ()
+        learners = [one for one in known if one.joined_at]
         data: dict[str, object] = {
             "reason": self._reason,
             "learners": [

@@ -24,11 +24,12 @@ from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
-from atoll.store.rundir import RunDir, save_model
+from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.store.terms import Reign, Turn, acquire
 from atoll.syncer.books import Books
 from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.scribe import DEPOSED, Deposed
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog, parse
 
@@ -67,7 +68,8 @@ def serve(
             disk=disk,
         )
         begin = Beginning(changes, reopen, ready or (lambda url, run: None), pages(out) if pages is not None else None)
-        asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
+        if standby is None or not _ended_well(out, books):
+            asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
         books.close()
     except* AtollError as errors:
         error = _first(errors)
@@ -102,6 +104,19 @@ def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> Reign:
     return reign
 
 
+def _ended_well(out: RunDir, books: Books) -> bool:
+    """Whether the syncer that a standby stood by for brought the run to its end: everybody has left and the model is
+    there. To serve it again would only say the end once more, of learners that this term never heard."""
+    if books.recovered is None or not books.recovered.history.finished:
+        return False
+    history = books.recovered.history
+    facts = facts_of_model(history.run, history.committed, history.versions)
+    if any(life.open for life in history.lives.values()) or not facts.items() <= read_model_facts(out.model).items():
+        return False
+    print(f"the run in {out.path} is over: {history.ended}", flush=True)
+    return True
+
+
 @dataclass(frozen=True)
 class Beginning:
     """What is done once the service is there."""
@@ -126,7 +141,9 @@ async def _serve(
             loop.add_signal_handler(number, service.end, OPERATOR)
 
         def save(parameters: Parameters) -> None:
-            save_model(out.model, dict(parameters.tensors()))
+            if books.fenced():  # its head may be an old one by now
+                raise Deposed(DEPOSED)
+            save_model(out.model, dict(parameters.tensors()), service.model_facts())
 
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(save))

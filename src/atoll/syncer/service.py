@@ -34,6 +34,7 @@ from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
 from atoll.protocol.syncer import Syncer
+from atoll.store.rundir import facts_of_model
 from atoll.syncer.beat import beat
 from atoll.syncer.books import Books
 from atoll.syncer.changes import change
@@ -114,6 +115,9 @@ class SyncerService:
             self._tasks = tasks
             scribe = tasks.create_task(self._scribe.run())
             beats = tasks.create_task(beat(self._books, self._run, self._norms))
+            # What the operator changed (a run that is opened again, more steps) is durable before anybody hears of
+            # this term: its supervisor starts the next one without saying it again.
+            await self._scribe.emptied()
             await self.server.start()
             self.started.set()
             self._standstill.start()
@@ -133,6 +137,11 @@ class SyncerService:
             self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
+
+    def model_facts(self) -> dict[str, str]:
+        """What the finished model is of."""
+        machine = self._begun()
+        return facts_of_model(self._run, machine.committed, machine.versions)
 
     def _norms(self) -> list[list[float]]:
         return self._screen.snapshot() if self._machine is not None and self._machine.committed else []

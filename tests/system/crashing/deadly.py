@@ -103,7 +103,7 @@ def _lay(fuse: Fuse) -> None:
     _around(fuse, disk.Growing, "datasync", lambda self: f"{self.path.name.partition('-')[0]}.sync")
     _around(fuse, cuts, "write_atomic", lambda path, data: path.name)
     _around(fuse, journal.Journal, "trim", lambda self, term, file: "trim")
-    _around(fuse, process, "save_model", lambda path, tensors: "model")
+    _around(fuse, process, "save_model", lambda path, tensors, facts: "model")
 
 
 def _around(fuse: Fuse, owner: Any, name: str, what: Callable[..., str]) -> None:

@@ -30,6 +30,7 @@ from atoll.launch.local import RUNNER, TRAINING_NICE
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
+from atoll.store.runlock import hold_run
 from atoll.telemetry.events import EventLog
 
 TICK_S = 0.02
@@ -80,6 +81,10 @@ class BaselineRun(ABC):
         self._struck = 0
 
     async def run(self) -> Summary:
+        with hold_run(self.out.path):
+            return await self._run_held()
+
+    async def _run_held(self) -> Summary:
         write_atomic(self.out.settings, self.config.toml())
         (self.out.path / "groups").mkdir(exist_ok=True)
         with Appender(self.out.events) as sink:

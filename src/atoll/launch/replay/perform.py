@@ -27,6 +27,7 @@ from atoll.store.atomic import write_atomic
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal
 from atoll.store.rundir import RunDir, save_model
+from atoll.store.runlock import hold_run
 from atoll.store.tapes import read_tape
 from atoll.store.terms import acquire
 from atoll.syncer.parameters import Parameters
@@ -42,6 +43,10 @@ class Performance:
 
     def run(self) -> dict[str, Any]:
         """Its summary. RunFailed when the tape could not be followed to its end."""
+        with hold_run(self.out.path):
+            return self._run_held()
+
+    def _run_held(self) -> dict[str, Any]:
         began = time.monotonic()
         lines = read_tape(self.tape)
         write_atomic(self.out.settings, self.config.toml())

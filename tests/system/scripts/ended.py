@@ -1,0 +1,41 @@
+"""A straight line in 20 ms per step, with a scorer of its own: what the table of ends and resumes trains.
+
+Options: --trouble FILE (ends with a sentence while the file is there), --deaf FILE (goes on when the run has ended,
+while the file is there).
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import atoll
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--trouble", type=Path)
+parser.add_argument("--deaf", type=Path)
+said = parser.parse_args()
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - 2 * x - 1) ** 2).mean()
+
+
+held_out = torch.randn(64, 4)
+atoll.evaluate(model, lambda model: loss_of(model, held_out).item())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+with atoll.Learner(model, optimizer) as learner:
+    while not learner.done or (said.deaf is not None and said.deaf.exists()):
+        loss = loss_of(model, torch.randn(16, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        learner.step(tokens=16, loss=loss)
+        if said.trouble is not None and said.trouble.exists():
+            sys.exit(f"{said.trouble} is there: take it away")
