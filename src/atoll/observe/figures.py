@@ -7,6 +7,9 @@ from collections.abc import Sequence
 NONE = "–"
 """Shown where there is no figure yet."""
 
+CAUSES = {"overlap": "by overlap", "missed": "in missed rounds", "crash": "lost with a process"}
+"""Why tokens are in no version."""
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -54,6 +54,7 @@ class Round:
     grace_s: float = 0.0
     deadline: float = 0.0
     live: int = 0
+    """Learners alive and recovered when it was frozen: members, and those that are not ready or muted."""
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)

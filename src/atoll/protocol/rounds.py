@@ -15,11 +15,11 @@ from __future__ import annotations
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, Merge, Merged, Part
+from atoll.protocol.figures import RecentSamples, Spread
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.pace import Recent
 from atoll.protocol.round import Round, Seat
 from atoll.protocol.settings import Settings
 from atoll.protocol.weights import limited, telling, weight
@@ -42,12 +42,17 @@ class Rounds:
         """Rounds behind us, empty ones included: the syncer's t."""
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
-        self._since = Recent(RECENT)
+        self._since = RecentSamples(RECENT)
 
     @property
     def effective_h(self) -> float | None:
         """Median learner steps between two syncs of a fragment, of late."""
-        return self._since.median
+        return self._since.spread.median
+
+    @property
+    def steps_between_syncs(self) -> Spread:
+        """Learner steps between two syncs of a fragment, of late."""
+        return self._since.spread
 
     @property
     def global_step(self) -> int:
@@ -145,7 +150,9 @@ class Rounds:
         self.gathering.froze(now, round_)
         deadline_s = self.gathering.deadline_s
         round_.stage, round_.frozen_at, round_.deadline = "pulling", now, now + deadline_s
-        round_.reason, round_.live = reason, len(self.members.live())
+        round_.reason = reason
+        alive = self.members.alive(heard_since=now - SILENT_BEATS * self.settings.heartbeat_s)
+        round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, one.included_t)
             one.included_t = one.t
