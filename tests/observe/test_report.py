@@ -168,7 +168,7 @@ def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path
     document = {"algorithm": "data-parallel", "rounds": 3, "learners": 2, "tokens": fates, "wall_s": 2.0}
     (folder / "summary.json").write_text(json.dumps(document | {"validation_loss_end": 3.0}))
     run = read(folder, now=LATER)
-    assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["learners"] == {}
+    assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["per_learner"] == {}
     assert losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
     assert "30" in shown(page(folder))
 

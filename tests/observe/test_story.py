@@ -22,7 +22,7 @@ def test_bad_figures_become_warnings(events: list[Event]) -> None:
     summary = summarise(events)
     summary |= {"effective_h": 2.0, "participation": 0.4, "validation_loss_start": None, "refusals": 0}
     summary["settings"] |= {"learners": 3}
-    summary["learners"]["b"]["rounds"] = 0
+    summary["per_learner"]["b"]["rounds"] = 0
     warnings = " ".join(sentence for sentence in story(summary) if sentence.startswith(WARNING))
     for words in (
         "synced every 2 learner steps, where 4 were asked for",

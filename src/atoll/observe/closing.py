@@ -50,7 +50,7 @@ def print_closing(
 
 
 def _figures(summary: Summary, width: int) -> Table:
-    tokens, learners = summary["tokens"], summary["learners"]
+    tokens, learners = summary["tokens"], summary["per_learner"]
     facts = [
         ("goodput", percent(summary["goodput"])),
         ("rounds", f"{summary['rounds']:,}"),

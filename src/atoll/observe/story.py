@@ -28,7 +28,7 @@ def last_sample(events: Iterable[Event]) -> str | None:
 
 
 def _work(summary: Summary) -> str:
-    learners: dict[str, Any] = summary["learners"]
+    learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
     return (
         f"{_number(len(learners), 'learner')} made {_number(steps, 'step')} on {count(summary['tokens']['computed'])} "
@@ -100,7 +100,7 @@ def _validation(summary: Summary) -> str:
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
-    settings, learners = summary["settings"], summary["learners"]
+    settings, learners = summary["settings"], summary["per_learner"]
     found = []
     if summary["rounds"] == 0:
         found.append("no round was committed: the model is what it was at the start.")

@@ -25,7 +25,7 @@ FATES = {
 def summary(run: Run) -> Html:
     figures, tokens = run.summary, run.summary["tokens"]
     meant = figures["settings"].get("sync_every") or 0
-    steps = sum(learner["steps"] for learner in figures["learners"].values())
+    steps = sum(learner["steps"] for learner in figures["per_learner"].values())
     start, end = figures["validation_loss_start"], figures["validation_loss_end"]
     facts = [
         ("goodput", percent(figures["goodput"]), "of learner time went into steps"),
@@ -45,7 +45,7 @@ def summary(run: Run) -> Html:
 
 
 def _story(run: Run) -> list[Html]:
-    if not run.summary["rounds"] or not run.summary["learners"]:
+    if not run.summary["rounds"] or not run.summary["per_learner"]:
         return []
     sentences = [plain(one) for one in story(run.summary, run.timeline)]
     told = " ".join(one for one in sentences if not one.startswith(WARNING))
@@ -67,7 +67,7 @@ def learners(run: Run) -> Html:
             str(one["incarnations"]),
             span(one["longest_absence_s"]),
         )
-        for name, one in run.summary["learners"].items()
+        for name, one in run.summary["per_learner"].items()
     ]
     return table(columns, rows) if rows else paragraph("No learner joined.")
 
