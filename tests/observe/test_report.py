@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_summary(events: list[Event], tmp_path: Pat
     seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
     for words in ("goodput 68 %", "uptime 100 %", "liveness 90 %", "participation 86 %", "effective H 4.0"):
         assert words in seen
-    assert "steps between two syncs, of 4" in seen and "from 5.500" in seen and "2.250" in seen
+    assert "steps a sync, of 4; mean 4.0, p95 5" in seen and "from 5.500" in seen and "2.250" in seen
     assert "bytes per token" in seen and "10.0" in seen and "longest gap" in seen and "2.0 s" in seen
 
 

@@ -57,10 +57,10 @@ def _figures(summary: Summary, width: int) -> Table:
         ("uptime", percent(summary["uptime"])),
         ("participation", percent(summary["participation"])),
         ("liveness", percent(summary["liveness"])),
-        ("effective H", decimal(summary["effective_h"], 1)),
+        ("effective H", _effective_h(summary)),
         ("tokens", count(tokens["computed"])),
         ("longest gap", span(summary["longest_gap_s"])),
-        ("merged", percent(summary["merged_share"])),
+        ("merged share", percent(summary["merged_share"])),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
         ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
@@ -78,6 +78,12 @@ def _figures(summary: Summary, width: int) -> Table:
     for first in range(0, len(facts), beside):
         table.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return table
+
+
+def _effective_h(summary: Summary) -> str:
+    """Median, mean and 95th percentile."""
+    median, mean, p95 = (summary[f"effective_h{which}"] for which in ("", "_mean", "_p95"))
+    return NONE if median is None else f"{decimal(median, 1)} (mean {decimal(mean, 1)}, p95 {decimal(p95, 0)})"
 
 
 def _course(start: float | None, end: float | None) -> str:

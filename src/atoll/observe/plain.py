@@ -62,6 +62,7 @@ def status_line(status: RunStatus) -> str:
         f"{len(status.members)} of {here} learners in it",
         f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
         f"goodput {percent(status.goodput)}",
+        f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
         f"validation {decimal(status.validation_loss)}",
         f"left {clock(status.left_s) if status.left_s is not None else NONE}",

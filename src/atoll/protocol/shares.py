@@ -93,14 +93,11 @@ class ShareWatch:
     def _judge(self, learner: Learner, window: Window, share: float, others: float) -> None:
         window.low_looks = window.low_looks + 1 if share < LOW * others else 0
         if not window.alarm and window.low_looks >= LOW_LOOKS:
-            window.alarm = (
-                f"only {share:.0%} of the last work of {learner.name} was merged, {others:.0%} of the others': "
-                "the rest is thrown away"
-            )
+            window.alarm = f"only {share:.0%} of {learner.name}'s last work was merged, {others:.0%} of the others'"
             self._tell(learner, window.alarm, share, others, over=False)
         elif window.alarm and share >= RECOVERED * others:
             window.alarm = ""
-            text = f"the work of {learner.name} is merged again: {share:.0%} of it, {others:.0%} of the others'"
+            text = f"{share:.0%} of {learner.name}'s last work was merged again, {others:.0%} of the others'"
             self._tell(learner, text, share, others, over=True)
 
     def _tell(self, learner: Learner, text: str, share: float, others: float, *, over: bool) -> None:
@@ -116,7 +113,7 @@ class ShareWatch:
         for name in [name for name, window in self._windows.items() if window.alarm]:
             learner = self.members.learners[name]
             if not learner.connected or not _is_of(self._windows[name], learner):
-                text = f"{name}, whose work was thrown away, is gone or has started over"
+                text = f"{name}, of whose work little was merged, is gone or has started over"
                 self.out.note("low_share", text, learner, over=True)
                 del self._windows[name]
 

@@ -24,7 +24,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | low_share | syncer | learner, share, others, over: its work is merged far less than the others', or is again |
 | score | syncer | round, loss, cpu_s, sample |
 | ending | syncer | |
-| finished | syncer | reason, learners (learner, t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
+| finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
