@@ -57,10 +57,12 @@ def _figures(summary: Summary, width: int) -> Table:
         ("uptime", percent(summary["uptime"])),
         ("participation", percent(summary["participation"])),
         ("liveness", percent(summary["liveness"])),
-        ("effective H", _effective_h(summary)),
+        ("effective H", decimal(summary["effective_h"], 1)),
         ("tokens", count(tokens["computed"])),
-        ("longest gap", span(summary["longest_gap_s"])),
+        ("its mean, p95", f"{decimal(summary['effective_h_mean'], 1)}, {decimal(summary['effective_h_p95'], 0)}"),
         ("merged share", percent(summary["merged_share"])),
+        ("longest gap", span(summary["longest_gap_s"])),
+        ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
         ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
@@ -80,10 +82,12 @@ def _figures(summary: Summary, width: int) -> Table:
     return table
 
 
-def _effective_h(summary: Summary) -> str:
-    """Median, mean and 95th percentile."""
-    median, mean, p95 = (summary[f"effective_h{which}"] for which in ("", "_mean", "_p95"))
-    return NONE if median is None else f"{decimal(median, 1)} (mean {decimal(mean, 1)}, p95 {decimal(p95, 0)})"
+def _dropped(summary: Summary) -> str:
+    """By overlap and in missed rounds."""
+    causes, computed = summary["tokens"].get("dropped_by_cause"), summary["tokens"]["computed"]
+    if not causes or not computed:
+        return NONE
+    return ", ".join(percent(causes[name] / computed) for name in ("overlap", "missed"))
 
 
 def _course(start: float | None, end: float | None) -> str:
