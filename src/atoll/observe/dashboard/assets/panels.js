@@ -67,11 +67,10 @@ function tile([name]) {
 function shares(run) {
   const now = run.now, alive = now.learners.filter((one) => one.state !== "gone").length;
   const share = now.expected ? alive / now.expected : null;
-  const since = now.term > 1 ? `in term ${now.term}` : "since the first parameters";
+  const since = now.term > 1 ? `in term ${now.term}` : "so far";
   bar("alive", share, `now, ${alive} of ${now.expected} · ${percent(now.liveness)} ${since}`);
   const round = run.rounds.at(-1);
-  const last = round ? ` · last round ${now.members.length} of ${round[4]}` : "";
-  bar("part", now.participation, `over the last rounds${last}`);
+  bar("part", now.participation, round ? `of late · last round ${now.members.length} of ${round[4]}` : "");
   bar("good", now.goodput, since);
   const known = now.learners.filter((one) => one.merged_share !== null).sort((a, b) => a.merged_share - b.merged_share);
   bar("merged", now.merged_share, known.length > 1 ? `least: ${known[0].learner}, ${percent(known[0].merged_share)}` : "");
