@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.protocol.figures import merged_share
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
 FRAGMENTS = 24
@@ -206,6 +207,10 @@ class PretendedRun:
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             fates={"computed": tokens, "merged": merged, "dropped": dropped, "lost": lost, "in_flight": in_flight},
+            dropped_by_cause={"overlap": dropped - dropped // 6, "missed": dropped // 6, "crash": lost},
+            merged_share=merged_share(merged, tokens, in_flight),
+            effective_h_mean=24.4,
+            effective_h_p95=29.0,
             versions=tuple((self.round + FRAGMENTS - 1 - fragment) // FRAGMENTS for fragment in range(FRAGMENTS)),
         )
 
@@ -221,4 +226,5 @@ class PretendedRun:
                 loss=one.loss,
                 version_round=self.round - 1 - one.behind,
                 in_last_round=one.name in self.members,
+                merged_share=0.94 - 0.04 * abs(one.speed - 1.0),
             )

@@ -26,5 +26,5 @@ def train(arguments: list[str], out: Path | None = None, cores: str = "") -> dic
 
 def steps_of(summary: dict[str, Any]) -> list[int]:
     """Steps of every learner over all its lives."""
-    learners = summary["learners"]
+    learners = summary.get("per_learner")
     return [one["steps"] for one in learners.values()] if isinstance(learners, dict) else []

@@ -101,7 +101,7 @@ def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> No
     place.adopts(0, version=4, value=9.0)
     place.step(change=1.0)
     took, copy = place.partner.told()
-    assert took == Took(0, Adopted(0, 4, t=1, dropped=10), epoch=0)
+    assert took == Took(0, Adopted(0, 4, t=1, dropped=10, missed=10), epoch=0)
     assert copy == Copy(1, 0, 0, t=1, steps=0, tokens=0, base=4, epoch=0)
     assert place.box.outgoing(1, 0).tolist() == [9.0]
 
@@ -213,7 +213,7 @@ def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
     assert not place.boundary.held(place.t)
     place.adopts(0, version=0, value=5.0)
     place.step()
-    assert place.partner.told() == [Took(0, Adopted(0, 0, t=2, dropped=10), epoch=1)]
+    assert place.partner.told() == [Took(0, Adopted(0, 0, t=2, dropped=10, missed=10), epoch=1)]
 
 
 def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:
@@ -334,3 +334,14 @@ def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None
     place.boundary.take_base()
     assert place.w["w0"].tolist() == [8.0]
     assert place.w["w1"].tolist() == [3.0], "a base that is being written is nobody's value"
+
+
+def test_what_an_adoption_drops_is_told_by_cause(place: Place) -> None:
+    place.boundary.obey(OwnOrder())
+    for _ in range(3):
+        place.step()
+    place.adopts(0, version=1, value=9.0, held_tokens=20)
+    place.adopts(1, version=1, value=9.0)
+    place.step()
+    assert place.box.dropped.tolist() == [20, 40]
+    assert place.box.missed.tolist() == [0, 40], "version 1 of fragment 0 holds its first two steps"

@@ -101,6 +101,7 @@ def a_learner(number: int, state: str = "training", loss: float | None = 1.7934)
         loss=loss,
         version_round=-1 if state == "joining" else 1203,
         in_last_round=state == "training",
+        merged_share=0.91 - 0.01 * number,
     )
 
 
@@ -124,6 +125,11 @@ def a_status(phase: str = "training", learners: int = 4, loss: float | None = 1.
         "members": () if waiting else tuple(x.learner for x in crowd if x.in_last_round),
         "reason": "" if waiting else "every live learner reported",
         "effective_h": None if waiting else 24.0,
+        "effective_h_mean": None if waiting else 24.31,
+        "effective_h_p95": None if waiting else 31.0,
+        "merged_share": None if waiting else 0.897,
+        "fates": {"computed": 1000, "merged": 880, "dropped": 90, "lost": 11, "in_flight": 19},
+        "dropped_by_cause": {"overlap": 80, "missed": 10, "crash": 11},
         "grace_s": 0.0123,
         "participation": None if waiting else 0.968,
         "goodput": None if waiting else 0.934,

@@ -399,6 +399,11 @@ def test_every_figure_is_there(status: Status) -> None:
     assert by_label["atoll_fragment_version"] == {("0",): 4, ("1",): 3}
     assert by_label["atoll_learners"][("gone",)] == 1 and by_label["atoll_learner_up"][("learner-3",)] == 0
     assert (found["atoll_received_bytes"].samples[0].value, found["atoll_sent_bytes"].samples[0].value) == (5, 6)
+    assert by_label["atoll_dropped_tokens"] == {("overlap",): 80, ("missed",): 10, ("crash",): 11}
+    assert by_label["atoll_learner_merged_share_ratio"][("learner-3",)] == pytest.approx(0.88)
+    assert set(by_label["atoll_learner_low_share_alarm"].values()) == {0}
+    steps = [found[f"atoll_effective_h_{which}steps"].samples[0].value for which in ("", "mean_", "p95_")]
+    assert steps == [24.0, 24.31, 31.0] and found["atoll_merged_share_ratio"].samples[0].value == 0.897
     assert found["atoll_liveness_ratio"].samples[0].value == 0.5 and found["atoll_alarm"].samples[0].value == 1
 
 

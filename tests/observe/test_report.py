@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_summary(events: list[Event], tmp_path: Pat
     seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
     for words in ("goodput 68 %", "uptime 100 %", "liveness 90 %", "participation 86 %", "effective H 4.0"):
         assert words in seen
-    assert "steps between two syncs, of 4" in seen and "from 5.500" in seen and "2.250" in seen
+    assert "steps a sync, of 4; mean 4.0, p95 5" in seen and "from 5.500" in seen and "2.250" in seen
     assert "bytes per token" in seen and "10.0" in seen and "longest gap" in seen and "2.0 s" in seen
 
 
@@ -168,7 +168,7 @@ def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path
     document = {"algorithm": "data-parallel", "rounds": 3, "learners": 2, "tokens": fates, "wall_s": 2.0}
     (folder / "summary.json").write_text(json.dumps(document | {"validation_loss_end": 3.0}))
     run = read(folder, now=LATER)
-    assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["learners"] == {}
+    assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["per_learner"] == {}
     assert losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
     assert "30" in shown(page(folder))
 

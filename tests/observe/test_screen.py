@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -55,7 +56,7 @@ def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], widt
     screen.update(status(learners=8), notes)
     shown = text_of(screen, width)
     for words in (
-        *("first", "63 %", "1:04 gone", "0:38 left", "1,203", "24 fragments", "93 %", "97 %", "24.0 (set 24)"),
+        *("first", "63 %", "1:04 gone", "0:38 left", "1,203 · step 1,203", "93 %", "97 %", "24.0 (set 24)"),
         *("12 ms · quorum 1", "1.83", "9.9M · 84.1k/s", "every live learner reported", "2: learner-0 and learner-1"),
         *("learner-7", "learner-2 #2", "quarantined", "gone", "joining", "stalled", "muted", "stopped", "tokens/s"),
         *("0:40  killed", "0:46  recovered", "1:00  score", "✓"),
@@ -67,6 +68,32 @@ def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
     screen = Screen(console(80))
     screen.update(status(learners=8, loss=10.1234, round=123_456, validation_round=123_450, quorum=8))
     assert "…" not in text_of(screen, 80)
+
+
+def test_what_became_of_the_work_is_plain(status: Status) -> None:
+    screen = Screen(console(80))
+    screen.update(status())
+    shown = " ".join(text_of(screen, 80).split())
+    for words in (
+        "merged share 90 %",
+        "participation 97 %",
+        "steps a sync median 24.0 · mean 24.3 · p95 31",
+        "not merged 8 % by overlap · 1 % in missed rounds · 1 % by crashes",
+    ):
+        assert words in shown, words
+    row = next(line for line in text_of(screen, 80).splitlines() if "learner-3" in line and "training" in line)
+    assert "88 %" in row
+
+
+def test_a_learner_whose_work_is_thrown_away_is_an_alarm(status: Status) -> None:
+    screen, now = Screen(console(80, height=24)), status(learners=8)
+    told = "only 31 % of learner-3's last work was merged, 91 % of the others'"
+    learners = tuple(
+        msgspec.structs.replace(one, alarm=told if one.learner == "learner-3" else "") for one in now.learners
+    )
+    screen.update(msgspec.structs.replace(now, learners=learners))
+    shown = text_of(screen, 80).splitlines()
+    assert sum(f"ALARM: {told}" in line for line in shown) == 1 and len(shown) <= 23
 
 
 def test_it_is_never_higher_than_the_terminal(status: Status, notes: list[Event]) -> None:
@@ -127,8 +154,8 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
         "   0:00  waiting for the first parameters, 4 learners here",
         "   0:00  recovered   learner-0 has the run's parameters after 0.4 s",
         "   0:01  joined      learner-2 joined as incarnation 1",
-        "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · 84.1k tokens/s · "
-        "validation 1.83 · left 0:38",
+        "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · merged 90 % · "
+        "84.1k tokens/s · validation 1.83 · left 0:38",
     ]
 
 

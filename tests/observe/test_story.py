@@ -10,23 +10,38 @@ def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
     assert told == [
         "2 learners made 24 steps on 240 tokens in 10 s; 68 % of learner time went into steps.",
         "b was killed 4.0 s in and was contributing again 2.0 s after its restart.",
-        "7 rounds with 86 % of the live learners in them; the longest pause between two was 2.0 s (median 1.5 s).",
-        "Of the tokens, 81 % were merged into the model, 8 % were dropped when a learner adopted a newer version "
-        "and 10 % were lost with a learner.",
+        "7 rounds with 86 % of the learners alive in them (participation); "
+        "the longest pause between two was 2.0 s (median 1.5 s).",
+        "Of the tokens, 81 % were merged into the model (merged share), 8 % were dropped when a learner adopted a "
+        "newer version and 10 % were lost with a process.",
         "Validation loss of the global model went from 5.50 to 2.25 nats per byte.",
         "Warning: 1 contribution refused (the last: not finite).",
     ]
+
+
+def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]) -> None:
+    causes = {"overlap": 15, "missed": 5, "crash": 25}
+    tokens = {"computed": 240, "merged": 195, "dropped": 20, "lost": 25, "in_flight": 0}
+    fates = {"dropped_by_cause": causes, **tokens}
+    shares = {"a": {**fates, "merged_share": 0.9}, "b": {**fates, "merged_share": 0.4}}
+    events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "fates": shares}
+    low = {"at": 1009.0, "kind": "low_share", "learner": "b", "over": False, "text": "only 31 % of b's last work"}
+    events.insert(-3, low)
+    told = " ".join(story(summarise(events), events))
+    assert "8 % were dropped when a learner adopted a newer version (6 % by overlap, 2 % in missed rounds)" in told
+    assert "By learner, from 40 % (b) to 90 % (a) were merged." in told
+    assert f"{WARNING}b was merged less than the others for a while (the last: only 31 % of b's last work)" in told
 
 
 def test_bad_figures_become_warnings(events: list[Event]) -> None:
     summary = summarise(events)
     summary |= {"effective_h": 2.0, "participation": 0.4, "validation_loss_start": None, "refusals": 0}
     summary["settings"] |= {"learners": 3}
-    summary["learners"]["b"]["rounds"] = 0
+    summary["per_learner"]["b"]["rounds"] = 0
     warnings = " ".join(sentence for sentence in story(summary) if sentence.startswith(WARNING))
     for words in (
         "synced every 2 learner steps, where 4 were asked for",
-        "only 40 % of the live learners",
+        "only 40 % of the learners alive",
         "b never contributed",
         "never scored",
         "only 2 of 3 learners ever joined",

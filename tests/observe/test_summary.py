@@ -25,6 +25,8 @@ BY_HAND: dict[str, Any] = {
     "liveness": (10 + 4 + 4) / (2 * 10),  # b from 2 to 6 and from 8 to 12
     "participation": round((1 + 1 + 1 + 1 + 0.5 + 1 + 0.5) / 7, 6),
     "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
+    "effective_h_mean": 4.0,
+    "effective_h_p95": 5.0,
     "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "in_flight": 0},
     "rounds": 7,
     "rounds_passed": 1,
@@ -44,8 +46,12 @@ BY_HAND: dict[str, Any] = {
     "wall_s": 10.0,
     "total_s": 13.0,
     "settings": {"learners": 2, "fragments": 2, "sync_every": 4},
-    "learners": {
+    "per_learner": {
         "a": {
+            "merged_share": None,
+            "tokens_by_fate": None,
+            "participation": round(6 / 7, 6),
+            "muted_s": 0.0,
             "steps": 14,
             "tokens": 140,
             "busy_s": 9.0,
@@ -56,6 +62,10 @@ BY_HAND: dict[str, Any] = {
             "longest_absence_rounds": 1,
         },
         "b": {
+            "merged_share": None,
+            "tokens_by_fate": None,
+            "participation": round(5 / 6, 6),  # of the rounds while it was there
+            "muted_s": 0.0,
             "steps": 6 + 4,
             "tokens": 60 + 40,
             "busy_s": 4.5,
@@ -109,7 +119,7 @@ def test_a_lost_connection_that_comes_back_loses_no_tokens(events: list[Event], 
     back = say(10.7, "joined", learner="a", incarnation=1)
     summary = summarise([*events, lost, back])
     assert summary["tokens"] == BY_HAND["tokens"]
-    assert summary["learners"]["a"]["busy_s"] == 9.0
+    assert summary["per_learner"]["a"]["busy_s"] == 9.0
     assert summary["liveness"] == pytest.approx((9.8 + 4 + 4) / 20)
 
 
@@ -117,9 +127,9 @@ def test_a_process_out_of_quarantine_keeps_its_counters(events: list[Event], say
     fenced = say(10.2, "quarantined", learner="b", incarnation=2)
     again = say(10.8, "recovered", learner="b", incarnation=3)
     summary = summarise([*events, fenced, again])
-    assert summary["learners"]["b"]["tokens"] == 100
-    assert summary["learners"]["b"]["busy_s"] == 4.5
-    assert summary["learners"]["b"]["incarnations"] == 3
+    assert summary["per_learner"]["b"]["tokens"] == 100
+    assert summary["per_learner"]["b"]["busy_s"] == 4.5
+    assert summary["per_learner"]["b"]["incarnations"] == 3
 
 
 def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -> None:
@@ -131,6 +141,31 @@ def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -
     assert tokens["dropped"] == 0
     assert tokens["computed"] == 95 + 60 + 15  # a and the second b: what was merged of them
     assert tokens["computed"] == tokens["merged"] + tokens["lost"] + tokens["in_flight"]
+
+
+def test_what_the_ledger_said_at_the_end_is_told_of_every_learner(events: list[Event]) -> None:
+    causes = {"overlap": 15, "missed": 5, "crash": 25}
+    fates = {"computed": 140, "merged": 120, "dropped": 20, "lost": 0, "in_flight": 0, "dropped_by_cause": causes}
+    tokens = {"computed": 240, "merged": 195, "dropped": 20, "lost": 25, "in_flight": 0}
+    events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "fates": {"a": {**fates, "merged_share": 6 / 7}}}
+    summary = summarise(events)
+    assert summary["tokens"] == {**tokens, "dropped_by_cause": causes}
+    assert summary["per_learner"]["a"]["merged_share"] == round(6 / 7, 6)
+    assert summary["per_learner"]["a"]["tokens_by_fate"] == fates
+    assert summary["per_learner"]["b"]["merged_share"] is None, "the ledger does not know it"
+
+
+def test_the_muted_stay_in_the_denominator_and_their_time_is_told(events: list[Event], say: Say) -> None:
+    muted = [
+        say(3.5, "muted", learner="b", incarnation=1),
+        say(8.6, "muted", learner="b", incarnation=2),
+        say(9.6, "probed", learner="b", incarnation=2),
+        say(11.0, "muted", learner="a", incarnation=1),
+    ]
+    learners = summarise(sorted([*events, *muted], key=lambda event: float(event["at"])))["per_learner"]
+    assert learners["b"]["muted_s"] == pytest.approx(2.6 + 1.0), "the first ends with its process"
+    assert learners["a"]["muted_s"] == 1.0, "to the end of the training part"
+    assert learners["b"]["participation"] == BY_HAND["per_learner"]["b"]["participation"]
 
 
 def test_a_kill_without_a_return_has_no_recovery_time(events: list[Event]) -> None:
@@ -154,4 +189,4 @@ def test_nothing_at_all_is_a_summary_of_nothing() -> None:
     summary = summarise([])
     assert summary.keys() == BY_HAND.keys()
     assert summary["goodput"] is None and summary["effective_h"] is None and summary["longest_gap_s"] is None
-    assert summary["rounds"] == 0 and summary["learners"] == {}
+    assert summary["rounds"] == 0 and summary["per_learner"] == {}

@@ -198,7 +198,8 @@ class WrittenRun:
         again = -1
         if self.history.leases is not None:
             again = self.history.leases.merged_to(learner, island.incarnation)
-        honest = Gone(learner, island.incarnation, island.t, *msgspec.structs.astuple(fate), again_from=again)
+        fates = msgspec.structs.asdict(fate)
+        honest = Gone(learner, island.incarnation, island.t, **fates, again_from=again)
         told = replace(honest, **changes)
         self.raw(told)
         if told == honest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import le
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.protocol.figures import after_adoption
 from atoll.protocol.ledger import Fate, Ledger, LedgerState, Totals
 from atoll.protocol.records import Gone, Joined, Merged, Share
 
@@ -23,7 +25,7 @@ def share(tokens: int, total: int, base: int = 0, learner: str = "a", incarnatio
 
 
 def gone(fate: Fate, learner: str = "a", incarnation: int = 1) -> Gone:
-    return Gone(learner, incarnation, 0, fate.total, fate.dropped, fate.lost)
+    return Gone(learner, incarnation, 0, fate.total, fate.dropped, fate.lost, missed=fate.missed)
 
 
 def a_ledger(fragments: int = 2, origin: int | None = 0) -> Ledger:
@@ -174,7 +176,7 @@ def test_what_was_in_flight_is_lost_with_its_learner() -> None:
     ledger = a_ledger()
     ledger.merged(round_of(0, 1, share(80, total=80)))
     fate = ledger.closing("a", 1)
-    assert fate == Fate(100, dropped=(0, 0), lost=(20, 100))
+    assert fate == Fate(100, dropped=(0, 0), lost=(20, 100), missed=(0, 0))
     assert "lost" not in fates(ledger), "asking changes nothing"
     ledger.closed(gone(fate))
     assert fates(ledger) == {"computed": (100, 100), "merged": (80, 0), "lost": (20, 100)}
@@ -184,7 +186,7 @@ def test_a_learner_that_dies_before_it_reports_what_it_gave_is_accounted_for() -
     ledger = a_ledger()
     ledger.merged(round_of(0, 2, share(90, total=150, base=1)))
     fate = ledger.closing("a", 1)
-    assert fate == Fate(150, dropped=(60, 0), lost=(0, 150))
+    assert fate == Fate(150, dropped=(60, 0), lost=(0, 150), missed=(0, 0))
     ledger.closed(gone(fate))
     assert fates(ledger) == {"computed": (150, 150), "merged": (90, 0), "dropped": (60, 0), "lost": (0, 150)}
 
@@ -210,7 +212,7 @@ def test_what_is_lost_is_never_negative() -> None:
     ledger.merged(round_of(0, 5, share(80, total=80)))
     assert ledger.reported("a", 1, 110, (10, 110), (100, 0), (4, 0)) is None
     fate = ledger.closing("a", 1)
-    assert fate == Fate(110, dropped=(30, 0), lost=(0, 110))
+    assert fate == Fate(110, dropped=(30, 0), lost=(0, 110), missed=(0, 0))
 
 
 def test_reports_after_the_end_are_passed_over() -> None:
@@ -220,6 +222,53 @@ def test_reports_after_the_end_are_passed_over() -> None:
     assert ledger.reported("a", 1, 500, (7, 8), (9, 0), (0, 0)) is None
     assert ledger.reported("nobody", 1, 500, (7, 8), (9, 0), (0, 0)) is None
     assert ledger.state() == before
+
+
+# ---- why it is in no version, and whose it was ----------------------------------------------------------------------
+
+
+def test_what_is_dropped_is_told_by_cause() -> None:
+    """Fragment 0: 80 of 120 were in the version. Fragment 1: a version that holds none of its steps."""
+    ledger = a_ledger()
+    ledger.merged(round_of(0, 1, share(80, total=80)))
+    assert ledger.reported("a", 1, 120, (0, 0), (40, 120), (1, 1), (0, 120)) is None
+    assert ledger.totals().missed == (0, 120)
+    assert ledger.totals().by_cause() == {"overlap": 20, "missed": 60, "crash": 0}
+    assert ledger.reported("a", 1, 130, (10, 10), (40, 120), (1, 1), (0, 120)) is None
+    ledger.closed(gone(ledger.closing("a", 1)))
+    assert ledger.totals().by_cause() == {"overlap": 20, "missed": 60, "crash": 10}
+
+
+def test_what_was_merged_after_all_was_not_missed() -> None:
+    ledger = a_ledger()
+    assert ledger.reported("a", 1, 110, (10, 110), (100, 0), (4, 0), (100, 0)) is None
+    ledger.closed(gone(ledger.closing("a", 1)))
+    ledger.merged(round_of(0, 5, share(80, total=80)))
+    expected = {"computed": (110, 110), "merged": (80, 0), "dropped": (30, 0), "missed": (30, 0), "lost": (0, 110)}
+    assert fates(ledger) == expected | {"lost": (0, 110)}
+
+
+def test_every_learner_has_its_own_share_over_all_its_lives() -> None:
+    ledger = a_ledger()
+    ledger.joined("b", 1, 0)
+    assert ledger.by_learner()["b"].merged_share() is None, "nothing of it has a fate"
+    ledger.merged(round_of(0, 1, share(100, total=100)))
+    ledger.merged(round_of(1, 1, share(100, total=100)))
+    assert ledger.by_learner()["a"].merged_share() == 1.0
+    ledger.closed(gone(ledger.closing("a", 1)))
+    ledger.joined("a", 2, 0)
+    assert ledger.reported("a", 2, 50, (50, 50), (0, 0), (1, 1)) is None
+    assert ledger.by_learner()["a"].merged_share() == 1.0, "what is in flight counts for nothing yet"
+    assert ledger.reported("a", 2, 60, (0, 0), (60, 60), (2, 2), (60, 60)) is None
+    assert ledger.by_learner()["a"].merged_share() == 200 / 320
+    again = Ledger.restore(ledger.state())
+    assert again.by_learner() == ledger.by_learner()
+
+
+def test_a_state_of_before_there_were_causes_can_be_read() -> None:
+    old = msgspec.msgpack.encode(((((5, 5),) * 2 + ((0, 0),) * 3), ()))
+    ledger = Ledger.restore(msgspec.msgpack.decode(old, type=LedgerState))
+    assert ledger.totals().missed == (0, 0) and ledger.by_learner() == {}
 
 
 # ---- where an account begins ----------------------------------------------------------------------------------------
@@ -232,11 +281,11 @@ def test_a_process_that_starts_over_goes_on_counting_and_the_steps_in_between_ar
     ledger.joined("a", 2, origin=100)
     assert ledger.reported("a", 2, 140, (10, 0), (0, 10), (-1, 7)) is None
     expected = {"computed": (140, 140), "dropped": (30, 40), "lost": (100, 100), "in_flight": (10, 0)}
-    assert fates(ledger) == expected
-    assert ledger.closing("a", 2) == Fate(140, dropped=(30, 40), lost=(10, 0))
+    assert fates(ledger) == expected | {"missed": (30, 30)}, "of what it had in between, no version held a step"
+    assert ledger.closing("a", 2) == Fate(140, dropped=(30, 40), lost=(10, 0), missed=(30, 30))
     ledger.merged(round_of(1, 8, share(15, total=160, base=7, incarnation=2)))
     expected = {"computed": (160, 160), "merged": (0, 15), "dropped": (30, 45), "lost": (100, 100)}
-    assert fates(ledger) == expected | {"in_flight": (30, 0)}
+    assert fates(ledger) == expected | {"in_flight": (30, 0), "missed": (30, 30)}
 
 
 def test_tokens_that_belong_to_another_run_are_not_ours() -> None:
@@ -315,6 +364,7 @@ class Trainer:
     total: int = 0
     open: list[set[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     own: list[tuple[int, int, frozenset[int]]] = field(default_factory=list)
     """Per fragment, the version its last contribution went into, the base it was made on, and its tokens."""
@@ -327,6 +377,7 @@ class Trainer:
     def start_over(self) -> None:
         self.open = [set() for _ in range(self.fragments)]
         self.dropped, self.held = [0] * self.fragments, [-1] * self.fragments
+        self.missed = [0] * self.fragments
         self.own = [(-1, -1, frozenset())] * self.fragments
         self.mail.clear()
 
@@ -337,14 +388,17 @@ class Trainer:
 
     def report(self) -> None:
         tokens = tuple(map(len, self.open))
-        self.mail.append((self.name, self.incarnation, self.total, tokens, tuple(self.dropped), tuple(self.held)))
+        dropped, held, missed = tuple(self.dropped), tuple(self.held), tuple(self.missed)
+        self.mail.append((self.name, self.incarnation, self.total, tokens, dropped, held, missed))
 
     def adopt(self, fragment: int, version: int, carry: bool) -> None:
         """The version says which of the own tokens it contains; of the others none or all stay."""
         merged, _, mine = self.own[fragment]
         inside = mine if self.held[fragment] < merged <= version else frozenset()
         stays = self.open[fragment] - inside if carry and self.held[fragment] >= 0 else set()
-        self.dropped[fragment] += len(self.open[fragment]) - len(inside) - len(stays)
+        counters = (self.dropped[fragment], self.missed[fragment])
+        dropped, missed = after_adoption(len(self.open[fragment]), len(inside), len(stays), *counters)
+        self.dropped[fragment], self.missed[fragment] = dropped, missed
         self.open[fragment], self.held[fragment] = set(stays), version
 
 
@@ -381,7 +435,11 @@ class Run:
         getattr(self, what)(self.trainers[name], fragment % self.fragments, number)
         totals = self.ledger.totals()
         assert not any(totals.balance())
-        assert min(totals.lost + totals.dropped + totals.in_flight) >= 0
+        assert min(totals.lost + totals.dropped + totals.in_flight + totals.missed) >= 0
+        assert all(map(le, totals.missed, totals.dropped))
+        own = self.ledger.by_learner().values()
+        assert not any(rest for one in own for rest in one.balance())
+        assert tuple(map(sum, zip(*(one.merged for one in own), strict=True))) == totals.merged
         assert totals.merged == tuple(map(len, self.merged))
 
     def step(self, who: Trainer, fragment: int, number: int) -> None:

@@ -96,6 +96,27 @@ def test_a_mute_learner_is_probed_and_lives_again() -> None:
     assert "learner-2" in world.members(world.syncer.committed - 1)
 
 
+def test_who_is_muted_or_not_ready_stays_in_the_denominator_of_participation() -> None:
+    world = World(4, fragments=4, sync_every=4, step_s=[1.0, 1.0, 1.0, 3.0]).run_until(round=4)
+    world.islands["learner-2"].answers = False
+    world.run_until(seconds=20)
+    assert world.said("muted"), "or nothing is shown here"
+    last = world.round_note(world.syncer.committed - 1)
+    assert last["live"] == 4 and len(last["members"]) < 4
+    assert "learner-2" not in {member["learner"] for member in last["members"]}
+
+
+def test_a_machine_that_stands_and_one_that_makes_no_steps_are_not_missed_in_a_round() -> None:
+    world = World(4, fragments=4, sync_every=4, lost_after_s=60.0, stalled_after_s=5.0).run_until(round=4)
+    world.pause("learner-1")
+    world.hold_up("learner-2", 60.0)
+    world.run_until(seconds=30)
+    learners = world.syncer.members.learners
+    assert learners["learner-1"].connected and learners["learner-2"].connected, "or nothing is shown here"
+    last = world.round_note(world.syncer.committed - 1)
+    assert last["live"] == 2
+
+
 def test_a_slow_link_is_learned_even_when_every_first_pull_misses_its_deadline() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=1.5, step_s=2.0).run_until(seconds=300)
     assert len(world.commits()) > 20

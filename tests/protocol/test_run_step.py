@@ -197,7 +197,7 @@ def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
             none = (0, 0)
             said = Progress(t=claim, steps=none, tokens=none, versions=none, tokens_total=10 * claim, incarnation=1)
             syncer.handle(t + 0.1, fx.Received(name, msgspec.structs.replace(said, dropped=none, counted=none)))
-    assert syncer.phase == "running" and 0 < syncer.rounds.step <= (19 if learners == 3 else 10 * APART)
+    assert syncer.phase == "running" and 0 < syncer.rounds.step <= (19 if learners == 3 else (19 + APART * 20) / 2)
 
 
 # ---- what is left of a budget --------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_the_rules_a_run_may_choose(run: Run, options: tuple[str, ...]) -> None:
     ).ended()
     summary = json.loads(run.stdout)
     assert summary == run.summary
-    assert summary["rounds"] > 0 and all(learner["rounds"] > 0 for learner in summary["learners"].values())
+    assert summary["rounds"] > 0 and all(learner["rounds"] > 0 for learner in summary["per_learner"].values())
     if "--tokens" in options:
         assert summary["reason"] == "the budget of 6,000 tokens is spent"
         assert summary["tokens"]["computed"] >= 6000

@@ -25,6 +25,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
+from atoll.protocol.figures import after_adoption
 from atoll.protocol.learner import Learner
 from atoll.protocol.messages import Contribution
 from atoll.protocol.records import Begun
@@ -48,7 +49,8 @@ class Rogue:
         self._codec = make_codec(begun.settings.codec)
         fragments = begun.settings.fragments
         self._t = self._total = 0
-        self._steps, self._tokens, self._dropped = [0] * fragments, [0] * fragments, [0] * fragments
+        self._steps, self._tokens = [0] * fragments, [0] * fragments
+        self._dropped, self._missed = [0] * fragments, [0] * fragments
         self._held = [-1] * fragments
         self._dice = np.random.default_rng(0)
         self._reads: dict[int, fx.Read] = {}
@@ -118,7 +120,8 @@ class Rogue:
 
     def _stepped(self) -> fx.Stepped:
         counters = (tuple(self._steps), tuple(self._tokens), self._total)
-        return fx.Stepped(self._t, *counters, busy_s=self._t * self.step_s, dropped=tuple(self._dropped))
+        dropped, missed = tuple(self._dropped), tuple(self._missed)
+        return fx.Stepped(self._t, *counters, busy_s=self._t * self.step_s, dropped=dropped, missed=missed)
 
     def _adopt_arrived(self) -> None:
         waiting = any(step <= self._t for step in self._holds.values())
@@ -126,11 +129,12 @@ class Rogue:
             if order.step <= self._t or waiting or min(self._held) < 0:
                 self._adopts.remove(order)
                 f = order.fragment
-                self._dropped[f] += self._tokens[f] - order.held_tokens
+                counters = (self._dropped[f], self._missed[f])
+                self._dropped[f], self._missed[f] = after_adoption(self._tokens[f], order.held_tokens, 0, *counters)
                 self._held[f], self._steps[f], self._tokens[f] = order.version, 0, 0
                 for number in [n for n in self._holds if n % len(self._held) == f and n <= order.round]:
                     del self._holds[number]
-                self._tell(fx.Adopted(f, order.version, self._t, 0, 0, self._dropped[f]))
+                self._tell(fx.Adopted(f, order.version, self._t, 0, 0, self._dropped[f], self._missed[f]))
 
     # ---- the shipped rules, and what they want ---------------------------------------------------------------------
 
@@ -161,7 +165,8 @@ class Rogue:
             case fx.Forget():
                 fragments = len(self._held)
                 self._held, self._adopts, self._reads, self._holds = [-1] * fragments, [], {}, {}
-                self._steps, self._tokens, self._dropped = [0] * fragments, [0] * fragments, [0] * fragments
+                self._steps, self._tokens = [0] * fragments, [0] * fragments
+                self._dropped, self._missed = [0] * fragments, [0] * fragments
             case fx.Own():
                 self._held = [0] * len(self._held)
             case fx.Await():

@@ -84,11 +84,12 @@ def goodput(
         ),
     ] = None,
 ) -> None:
-    """What a cluster gives under failures: goodput, uptime, participation, tokens, and where the lost time went.
+    """What a cluster gives under failures: goodput, uptime, participation, merged share, tokens, where time is lost.
 
     Chips fail, slices leave and return, learners scale down and up or stand still; between them the shipped protocol
     runs the rounds. M = 1 is one data-parallel job over all chips, without and with elasticity. Intervals are for the
-    mean, 95 %, over the seeds.
+    mean, 95 %, over the seeds. Merged is the share of the work done that got into the model, of all learners
+    and of the slowest one; speed.spread=1 makes the slowest learner take twice as long as the fastest.
 
     Examples:
 
@@ -97,6 +98,8 @@ def goodput(
       atoll simulate goodput --profile spot --learners 1,4,8,16 --chips 512
 
       atoll simulate goodput --set preemption.every_s=21600 --plot goodput.html
+
+      atoll simulate goodput --learners 4 --chips 150k --rounds 400 --set speed.spread=1
     """
     one_form(json_, csv_)
     for file in (plot, timeline):

@@ -29,6 +29,7 @@ from atoll.mailbox.channel import (
     ToTraining,
 )
 from atoll.protocol.effects import Adopted
+from atoll.protocol.figures import after_adoption
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import RULES, Owned
 from atoll.protocol.tape import Adopted as AdoptedEntry
@@ -152,13 +153,15 @@ class Boundary:
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
         adopt(self._own[f], self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
-        self._box.dropped[f] += int(self._box.tokens[f]) - order.held_tokens - tokens
+        counters = (int(self._box.dropped[f]), int(self._box.missed[f]))
+        dropped, missed = after_adoption(int(self._box.tokens[f]), order.held_tokens, tokens, *counters)
+        self._box.dropped[f], self._box.missed[f] = dropped, missed
         self._box.steps[f], self._box.tokens[f] = steps, tokens
         self._box.adopted[f] = order.version
         for round in [r for r, hold in self._holds.items() if hold.fragment == f and r <= order.round]:
             del self._holds[round]
         self._tape.add(AdoptedEntry(self._t, f, order.version, RULES[order.rule], order.copy_t))
-        adopted = Adopted(f, order.version, self._t, steps, tokens, int(self._box.dropped[f]))
+        adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
         self._partner.send(Took(order.slot, adopted, self.epoch))
 
     def held(self, t: int) -> bool:
@@ -197,7 +200,8 @@ class Boundary:
     def _forget(self, epoch: int) -> None:
         self.epoch = epoch
         self._box.adopted[:] = -1
-        self._box.steps[:] = self._box.tokens[:] = self._box.dropped[:] = 0  # another life's account
+        for row in (self._box.steps, self._box.tokens, self._box.dropped, self._box.missed):
+            row[:] = 0  # another life's account
         for round in list(self._reads):
             self._cancel_read(round)
         for transfer, order in self._arriving:

@@ -57,6 +57,7 @@ def describe_place(
             "steps": box.steps.tolist(),
             "tokens": box.tokens.tolist(),
             "dropped": box.dropped.tolist(),
+            "missed": box.missed.tolist(),
             "adopted": box.adopted.tolist(),
             "base_version": box.base_version.tolist(),
             "base": [torch.from_numpy(box.base(fragment)) for fragment in fragments],
@@ -76,6 +77,7 @@ def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
     """
     for name in ("steps", "tokens", "dropped", "adopted", "base_version"):
         getattr(box, name)[:] = state[name]
+    box.missed[:] = state.get("missed", 0)  # cuts of earlier versions do not tell
     for fragment, base in enumerate(state["base"]):
         box.base(fragment)[:] = base.numpy()
     box.run = run or state["run"]

@@ -82,11 +82,12 @@ class Shared:
         """There are steps that no version holds yet."""
         return self.box is not None and bool(self.box.steps.any())
 
-    def counters(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Steps, tokens and dropped tokens of every fragment."""
+    def counters(self) -> dict[str, tuple[int, ...]]:
+        """Steps, tokens, and dropped and missed tokens of every fragment."""
         if (box := self.box) is None:
-            return (), (), ()
-        return tuple(box.steps.tolist()), tuple(box.tokens.tolist()), tuple(box.dropped.tolist())
+            return {"steps": (), "tokens": (), "dropped": (), "missed": ()}
+        rows = {"steps": box.steps, "tokens": box.tokens, "dropped": box.dropped, "missed": box.missed}
+        return {name: tuple(row.tolist()) for name, row in rows.items()}
 
     def close(self) -> None:
         if self.boundary is not None:

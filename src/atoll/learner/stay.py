@@ -237,16 +237,17 @@ class Stay:
             self._partner.send(Step(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
 
     def _counted(self) -> Stepped:
-        steps, tokens, dropped = self.shared.counters()
+        rows = self.shared.counters()
         return Stepped(
             t=self._tally.t,
-            steps=steps,
-            tokens=tokens,
+            steps=rows["steps"],
+            tokens=rows["tokens"],
             tokens_total=self._tally.tokens,
             busy_s=round(self._tally.busy_s, 6),
             loss=self._tally.loss,
             stopped=self._stopped,
-            dropped=dropped,
+            dropped=rows["dropped"],
+            missed=rows["missed"],
             position=self._feed.position,
             leaving=self._preemption.asked,
         )

@@ -33,7 +33,7 @@ from atoll.protocol.settings import Settings
 
 PAGE = 4096
 COUNTS = ("incarnation", "term")
-PER_FRAGMENT = ("steps", "tokens", "dropped", "adopted", "base_version")
+PER_FRAGMENT = ("steps", "tokens", "dropped", "missed", "adopted", "base_version")
 RUN_BYTES = 64
 SPARE_BYTES = 256 * 2**20
 """Left to everybody else when a learner reserves more slots."""
@@ -126,7 +126,7 @@ class Mailbox:
             os.close(fd)
             raise _too_little(need, have) from error
         box = Mailbox(fd, layout, plan)
-        box.steps[:] = box.tokens[:] = box.dropped[:] = 0
+        box.steps[:] = box.tokens[:] = box.dropped[:] = box.missed[:] = 0
         box.adopted[:] = box.base_version[:] = -1
         return box
 
@@ -169,6 +169,11 @@ class Mailbox:
     def dropped(self) -> npt.NDArray[np.int64]:
         """Tokens that adoptions overwrote and no version contains, per fragment. Written by the training process."""
         return self._fragments["dropped"]
+
+    @property
+    def missed(self) -> npt.NDArray[np.int64]:
+        """Of `dropped`: overwritten by versions that held none of its steps. Written by the training process."""
+        return self._fragments["missed"]
 
     @property
     def adopted(self) -> npt.NDArray[np.int64]:

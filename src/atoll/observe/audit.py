@@ -14,6 +14,8 @@ Rules checked here, besides those of tallies.py:
 
 from __future__ import annotations
 
+from operator import gt
+
 import msgspec
 
 from atoll.config import Outer
@@ -277,6 +279,9 @@ def _check_balance(whose: str, totals: Totals) -> None:
 def _check_ledger(ours: LedgerState, theirs: LedgerState) -> None:
     if theirs.closed != ours.closed:
         raise Wrong(f"its ledger is not what the records up to there give: {_first_field(ours, theirs, 'closed')}")
+    for learner, told in theirs.by_learner.items():
+        if learner not in ours.by_learner or _is_more(told, ours.by_learner[learner]):
+            raise Wrong(f"its ledger is not what the records up to there give: more of {learner} than is known")
     due = {(one.learner, one.incarnation): one for one in ours.open}
     found = {(one.learner, one.incarnation): one for one in theirs.open}
     if due.keys() != found.keys():
@@ -295,6 +300,12 @@ def _check_ledger(ours: LedgerState, theirs: LedgerState) -> None:
     except ValueError as error:
         raise Wrong("its ledger cannot be added up: accounts of other fragments than the run's") from error
     _check_balance("its ledger", totals)
+
+
+def _is_more(told: Totals, known: Totals) -> bool:
+    """A cut of an earlier version knows nothing of single learners, and those after it know less than the records."""
+    rows = ((told.computed, known.computed), (told.merged, known.merged))
+    return any(len(ours) != len(theirs) or any(map(gt, theirs, ours)) for theirs, ours in rows)
 
 
 def _first_field(ours: object, theirs: object, name: str) -> str:

@@ -50,7 +50,7 @@ def print_closing(
 
 
 def _figures(summary: Summary, width: int) -> Table:
-    tokens, learners = summary["tokens"], summary["learners"]
+    tokens, learners = summary["tokens"], summary["per_learner"]
     facts = [
         ("goodput", percent(summary["goodput"])),
         ("rounds", f"{summary['rounds']:,}"),
@@ -59,8 +59,10 @@ def _figures(summary: Summary, width: int) -> Table:
         ("liveness", percent(summary["liveness"])),
         ("effective H", decimal(summary["effective_h"], 1)),
         ("tokens", count(tokens["computed"])),
+        ("its mean, p95", f"{decimal(summary['effective_h_mean'], 1)}, {decimal(summary['effective_h_p95'], 0)}"),
+        ("merged share", percent(summary["merged_share"])),
         ("longest gap", span(summary["longest_gap_s"])),
-        ("merged", percent(summary["merged_share"])),
+        ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
         ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
@@ -78,6 +80,14 @@ def _figures(summary: Summary, width: int) -> Table:
     for first in range(0, len(facts), beside):
         table.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return table
+
+
+def _dropped(summary: Summary) -> str:
+    """By overlap and in missed rounds."""
+    causes, computed = summary["tokens"].get("dropped_by_cause"), summary["tokens"]["computed"]
+    if not causes or not computed:
+        return NONE
+    return ", ".join(percent(causes[name] / computed) for name in ("overlap", "missed"))
 
 
 def _course(start: float | None, end: float | None) -> str:

@@ -64,13 +64,20 @@ def _over_sizes(title: str, cells: Sequence[Cell], text: Callable[[Cell], str]) 
 
 
 def _behind(title: str, cells: Sequence[Cell]) -> Table:
-    made = table(title, "method", "M", "in rounds %", "H", "tokens/h", "lost, % of the time")
+    spread = any(cell.merged_share_slowest is not None for cell in cells)
+    shares = ("merged %", "slowest %") if spread else ()
+    made = table(title, "method", "M", "in rounds %", *shares, "H", "tokens/h", "lost, % of the time")
     made.columns[-1].justify = "left"
     for cell in cells:
-        inside = "" if cell.participation is None else f"{100 * cell.participation:.0f}"
         steps = "" if cell.effective_h is None else f"{cell.effective_h:.0f}"
-        made.add_row(NAMES[cell.method], str(cell.learners), inside, steps, short(cell.tokens_per_hour), losses(cell))
+        merged = (_percent(cell.merged_share), _percent(cell.merged_share_slowest)) if spread else ()
+        figures = (_percent(cell.participation), *merged, steps, short(cell.tokens_per_hour))
+        made.add_row(NAMES[cell.method], str(cell.learners), *figures, losses(cell))
     return made
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}"
 
 
 def losses(cell: Cell) -> str:

@@ -13,6 +13,7 @@ from atoll.telemetry.events import Event
 NOTABLE = {
     "alarm": "bold red",
     "unbalanced": "bold red",
+    "low_share": "bold red",
     "chaos": "bold",
     "fault": "bold red",
     "mended": "dim",

@@ -56,12 +56,13 @@ def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
         return f"{clock(0):>7}  waiting for the first parameters, {len(status.learners)} learners here"
-    here = sum(learner.state != "gone" for learner in status.learners)
+    here = max(len(status.members), sum(learner.state != "gone" for learner in status.learners))
     parts = [
         f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
         f"{len(status.members)} of {here} learners in it",
         f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
         f"goodput {percent(status.goodput)}",
+        f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
         f"validation {decimal(status.validation_loss)}",
         f"left {clock(status.left_s) if status.left_s is not None else NONE}",

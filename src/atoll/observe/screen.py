@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import NONE, clock, count, decimal, listing, percent, plain, span, sparkline
+from atoll.observe.figures import NONE, causes_of, clock, count, decimal, listing, percent, plain, span, sparkline
 from atoll.observe.notes import Notebook
 from atoll.observe.plain import PlainLines
 from atoll.observe.tail import EventTail
@@ -33,6 +33,8 @@ WIDE = 100
 LABEL = len("participation")
 """Labels at the left take this much, so that all the rows line up."""
 SPARKS = 10
+ALARMS = 4
+"""Lines of them at most."""
 OFF_H = 0.15
 """An effective H further off than this is shown as a warning."""
 
@@ -111,9 +113,11 @@ def choose(console: Console) -> Screen | PlainLines:
 def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:
     title = Text.assemble(("Atoll", "bold"), f" · {plain(status.run)}")
     phase = Text(status.phase, _PHASES.get(status.phase, ""))
-    alarm = [Text(f"ALARM: {plain(status.alarm)}", "bold white on red")] if status.alarm else []
+    alarms = [status.alarm, *(one.alarm for one in status.learners)]
+    alarm = [Text(f"ALARM: {plain(text)}", "bold white on red") for text in alarms if text][:ALARMS]
     notice = [Text(plain(status.notice), "yellow")] if status.notice else []
-    body = Group(*alarm, *notice, _progress(status), Text(), _facts(status, scores, width), _last_round(status))
+    room = [] if alarm or notice else [Text()]  # their lines come in its place, so that the learners stay on the screen
+    body = Group(*alarm, *notice, _progress(status), *room, _facts(status, scores, width), _last_round(status))
     title.append(" · ").append_text(phase)
     return Panel(body, title=title, title_align="left", width=width, padding=(0, 1), box=box.ROUNDED)
 
@@ -138,15 +142,15 @@ def _progress(status: RunStatus) -> Table:
 
 def _facts(status: RunStatus, scores: Sequence[float], width: int) -> Table:
     facts: list[Fact] = [
-        ("round", Text(f"{count(status.round)} · {status.fragments} fragments")),
+        ("round", Text(f"{count(status.round)} · step {count(status.global_step)}")),
         ("goodput", _share(status.goodput, 0.8)),
         ("tokens", Text(f"{count(status.tokens)} · {count(status.tokens_per_s)}/s")),
         ("effective H", _effective_h(status)),
         ("participation", _share(status.participation, 0.5)),
         ("validation", _validation(status, scores)),
         ("grace", _grace(status)),
+        ("merged share", _share(status.merged_share, 0.8)),
         ("median gap", Text(span(status.median_gap_s))),
-        ("step", Text(count(status.global_step))),
     ]
     beside = 3 if width >= WIDE else 2
     if beside == 2:
@@ -165,6 +169,10 @@ def _last_round(status: RunStatus) -> Table:
     grid.add_column(style="dim", no_wrap=True, width=LABEL)
     grid.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
     members = f"{len(status.members)}: {plain(listing(status.members, 5))}" if status.members else NONE
+    if status.effective_h_mean is not None:
+        grid.add_row("steps a sync", Text(_steps_between(status)))
+    if computed := status.fates.get("computed"):
+        grid.add_row("not merged", Text(" · ".join(causes_of(status.dropped_by_cause, computed))))
     grid.add_row("members", Text(members))
     grid.add_row("closed", Text(plain(status.reason) or NONE))
     return grid
@@ -185,6 +193,11 @@ def _effective_h(status: RunStatus) -> Text:
     return Text.assemble((decimal(status.effective_h, 1), "yellow" if off else "green"), f" (set {status.sync_every})")
 
 
+def _steps_between(status: RunStatus) -> str:
+    median, mean = decimal(status.effective_h, 1), decimal(status.effective_h_mean, 1)
+    return f"median {median} · mean {mean} · p95 {decimal(status.effective_h_p95, 0)}"
+
+
 def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
     if status.validation_loss is None:
         return Text("not scored yet", "dim")
@@ -199,8 +212,9 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("learner", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("state", no_wrap=True, min_width=13)
-    for name in ("step", "tokens/s", "loss", "adopted"):
-        table.add_column(name, justify="right", no_wrap=True, width=12 if width >= WIDE else 8)
+    for name, narrow in (("step", 5), ("tokens/s", 8), ("loss", 5), ("adopted", 7)):
+        table.add_column(name, justify="right", no_wrap=True, width=12 if width >= WIDE else narrow)
+    table.add_column("merged", justify="right", no_wrap=True, width=6)
     table.add_column("in last", justify="center", no_wrap=True)
     for learner in learners:
         mark, colour = _STATES.get(learner.state, ("?", ""))
@@ -211,6 +225,7 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
             count(learner.tokens_per_s) if learner.state == "training" else NONE,
             decimal(learner.loss),
             count(learner.version_round) if learner.version_round >= 0 else NONE,
+            Text(percent(learner.merged_share), "bold red" if learner.alarm else ""),
             Text("✓", "green") if learner.in_last_round else Text("·", "dim"),
             style="dim" if learner.state == "gone" else "",
         )

@@ -28,7 +28,7 @@ def last_sample(events: Iterable[Event]) -> str | None:
 
 
 def _work(summary: Summary) -> str:
-    learners: dict[str, Any] = summary["learners"]
+    learners: dict[str, Any] = summary["per_learner"]
     steps = sum(learner["steps"] for learner in learners.values())
     return (
         f"{_number(len(learners), 'learner')} made {_number(steps, 'step')} on {count(summary['tokens']['computed'])} "
@@ -71,7 +71,8 @@ def _gaps(summary: Summary) -> str:
     if summary["median_gap_s"] is None:
         return ""
     return (
-        f"{_number(summary['rounds'], 'round')} with {percent(summary['participation'])} of the live learners in them; "
+        f"{_number(summary['rounds'], 'round')} with {percent(summary['participation'])} of the learners alive in them "
+        f"(participation); "
         f"the longest pause between two was {span(summary['longest_gap_s'])} (median {span(summary['median_gap_s'])})."
     )
 
@@ -80,16 +81,34 @@ def _merging(summary: Summary) -> str:
     tokens = summary["tokens"]
     if not tokens["computed"]:
         return ""
-    fates = [f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _FATES if tokens[fate]]
-    return f"Of the tokens, {listing(fates)}." if fates else ""
+    fates = [f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _fates(tokens) if tokens[fate]]
+    return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
-_FATES = (
-    ("merged", "were merged into the model"),
-    ("dropped", "were dropped when a learner adopted a newer version"),
-    ("lost", "were lost with a learner"),
-    ("in_flight", "were on their way when the account ends"),
-)
+def _fates(tokens: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    causes = tokens.get("dropped_by_cause") or {}
+    told = ", ".join(
+        f"{percent(causes[name] / tokens['computed'])} {words}" for name, words in _CAUSES if name in causes
+    )
+    return (
+        ("merged", "were merged into the model (merged share)"),
+        ("dropped", f"were dropped when a learner adopted a newer version{f' ({told})' if told else ''}"),
+        ("lost", "were lost with a process"),
+        ("in_flight", "were on their way when the account ends"),
+    )
+
+
+_CAUSES = (("overlap", "by overlap"), ("missed", "in missed rounds"))
+
+
+def _by_learner(summary: Summary) -> str:
+    """From the least to the most merged."""
+    known = {name: one["merged_share"] for name, one in summary["per_learner"].items()}
+    shares = sorted((share, name) for name, share in known.items() if share is not None)
+    if len(shares) < 2:
+        return ""
+    (least, low), (most, high) = shares[0], shares[-1]
+    return f" By learner, from {percent(least)} ({low}) to {percent(most)} ({high}) were merged."
 
 
 def _validation(summary: Summary) -> str:
@@ -100,7 +119,7 @@ def _validation(summary: Summary) -> str:
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
-    settings, learners = summary["settings"], summary["learners"]
+    settings, learners = summary["settings"], summary["per_learner"]
     found = []
     if summary["rounds"] == 0:
         found.append("no round was committed: the model is what it was at the start.")
@@ -114,7 +133,11 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if configured and effective is not None and abs(effective / configured - 1) > 0.15:
         found.append(f"a fragment was synced every {effective:g} learner steps, where {configured} were asked for.")
     if summary["participation"] is not None and summary["participation"] < 0.5:
-        found.append(f"a round had only {percent(summary['participation'])} of the live learners in it on average.")
+        found.append(f"a round had only {percent(summary['participation'])} of the learners alive in it on average.")
+    neglected = {event["learner"]: event["text"] for event in events if event["kind"] == "low_share"}
+    found += [
+        f"{name} was merged less than the others for a while (the last: {text})." for name, text in neglected.items()
+    ]
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
         last = f" (the last: {reasons[-1]})" if reasons else ""

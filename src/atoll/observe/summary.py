@@ -11,15 +11,18 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | merged_share | fragment-tokens merged over fragment-tokens computed |
 | uptime | share of that time in which at least one learner was stepping: alive and recovered |
 | liveness | mean share of the M learners alive (joined, and not gone) |
-| participation | mean over rounds of members over learners alive and recovered at that moment |
-| effective_h | median learner steps between two syncs of a fragment |
+| participation | mean over rounds of members over learners alive and recovered at that moment, the muted included |
+| effective_h, _mean, _p95 | learner steps between two syncs of a fragment: median, mean, 95th percentile |
 | tokens | by fate: computed = merged + dropped + lost + in_flight. From the ledger; without it, from the events |
+| tokens.dropped_by_cause | overlap + missed = dropped, crash = lost; missing where no ledger told |
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
 | validation_loss_start, _end | of the global model, by the evaluator, whose CPU seconds are evaluator_cpu_s |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
-| learners | per learner, over all its incarnations; longest_absence_s also counts the time before its first round |
+| per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
+rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time
+before its first round |
 
 M is the number of learners the run is meant for, or the most that were alive at once where more joined. Figures that
 nothing in the events supports are null, never guessed.
@@ -27,14 +30,17 @@ nothing in the events supports are null, never guessed.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from atoll.observe.presence import Presence, Span
+from atoll.observe.presence import Presence, Span, stays
+from atoll.protocol.figures import Spread, participation, spread
+from atoll.protocol.ledger import FATES
 from atoll.telemetry.events import Event
 
 Summary = dict[str, Any]
@@ -73,6 +79,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     closing = _last(timeline, "finished") or {}
     ending = _last(timeline, "ending") or closing
     wall = part.length
+    steps = steps_between_syncs(paced)
+    causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
     return {
         "run": header.get("run"),
         "data_digest": plan.get("data") or None,
@@ -82,9 +90,11 @@ def summarise(events: Iterable[Event]) -> Summary:
         "merged_share": _ratio(_merged_fragment_tokens(rounds), fragments * tokens["computed"]),
         "uptime": _ratio(presence.stepping_s(), wall),
         "liveness": _ratio(presence.alive_s(), allocated * wall),
-        "participation": _round(_mean([len(r["members"]) / r["live"] for r in rounds if r.get("live")])),
-        "effective_h": _effective_h(paced),
-        "tokens": tokens,
+        "participation": _round(_mean([participation(len(r["members"]), r["live"]) for r in rounds if r.get("live")])),
+        "effective_h": steps.median,
+        "effective_h_mean": _round(steps.mean),
+        "effective_h_p95": steps.p95,
+        "tokens": {**tokens, **causes},
         "rounds": len(rounds),
         "rounds_passed": len(of_kind(timeline, "passed")),
         "restarts": len(of_kind(timeline, "restarted")),
@@ -99,7 +109,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "median_gap_s": _round(median(gaps) if gaps else None),
         "wall_s": _round(wall),
         "total_s": _round(timeline[-1]["at"] - timeline[0]["at"] if timeline else 0.0),
-        "learners": per_learner(timeline, work, part),
+        "per_learner": per_learner(timeline, work, part, closing.get("fates") or {}),
         "settings": settings,
     }
 
@@ -181,7 +191,7 @@ def lives(events: Iterable[Event]) -> set[Life]:
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
     told = (_last(timeline, "finished") or {}).get("tokens")
     if told is not None:
-        return {name: int(told[name]) for name in ("computed", "merged", "dropped", "lost", "in_flight")}
+        return {name: int(told[name]) for name in FATES}
     lost: dict[Life, float] = {}
     gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
@@ -227,17 +237,26 @@ def recoveries(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
     return found
 
 
-def per_learner(timeline: Sequence[Event], work: dict[Life, Work], part: Span) -> dict[str, dict[str, Any]]:
+def per_learner(
+    timeline: Sequence[Event], work: dict[Life, Work], part: Span, fates: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """`fates`: what the ledger says of each of them at the end."""
     rounds, paced, seen = of_kind(timeline, "round"), paced_rounds(timeline), lives(timeline)
+    present, muted_s = rounds_present(timeline), muted_seconds(timeline, part)
     answer: dict[str, dict[str, Any]] = {}
     for learner in sorted({name for name, _ in work}):
         mine = [w for (name, _), w in work.items() if name == learner]
         inside = [any(m["learner"] == learner for m in r["members"]) for r in rounds]
         there = [any(m["learner"] == learner for m in r["members"]) for r in paced]
         moments = [part.start, *(r["at"] for r, yes in zip(paced, there, strict=True) if yes), part.end]
+        told = fates.get(learner, {})
         answer[learner] = {
+            "merged_share": _round(told.get("merged_share")),
             "steps": sum(w.steps for w in mine),
             "tokens": sum(w.tokens for w in mine),
+            "tokens_by_fate": {name: told[name] for name in (*FATES, "dropped_by_cause")} if told else None,
+            "participation": _ratio(sum(inside), max(sum(inside), present[learner])),
+            "muted_s": _round(muted_s[learner]),
             "busy_s": _round(sum(w.busy_s for w in mine)),
             "rounds": sum(inside),
             "share": _ratio(sum(inside), len(rounds)),
@@ -257,9 +276,32 @@ def _merged_fragment_tokens(rounds: Iterable[Event]) -> int:
     return sum(member["tokens"] for event in rounds for member in event["members"])
 
 
-def _effective_h(paced: Iterable[Event]) -> float | None:
-    since = [m["since"] for r in paced for m in r["members"] if m.get("since") is not None]
-    return float(median(since)) if since else None
+def steps_between_syncs(paced: Iterable[Event]) -> Spread:
+    return spread([m["since"] for r in paced for m in r["members"] if m.get("since") is not None])
+
+
+def rounds_present(timeline: Sequence[Event]) -> Counter[str]:
+    """Per learner, the rounds that were made while it was there: recovered, and not gone."""
+    found: Counter[str] = Counter()
+    moments = [event["at"] for event in of_kind(timeline, "round")]
+    for learner, span in stays(timeline, ("recovered",), moments[-1] if moments else 0.0):
+        found[learner] += bisect_right(moments, span.end) - bisect_left(moments, span.start)
+    return found
+
+
+def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
+    """Per learner, how long it reported but did not answer: from `muted` until it answers again or is gone."""
+    found: dict[str, float] = defaultdict(float)
+    since: dict[str, float] = {}
+    for event in of_kind(timeline, "muted", "probed", "lost", "left", "quarantined"):
+        learner = event["learner"]
+        if event["kind"] == "muted":
+            since.setdefault(learner, event["at"])
+        elif learner in since:
+            found[learner] += Span(since.pop(learner), event["at"]).within(part).length
+    for learner, start in since.items():
+        found[learner] += Span(start, max(start, part.end)).within(part).length
+    return found
 
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from operator import gt
 
 from atoll.observe.findings import Wrong
 from atoll.protocol.history import State
@@ -107,6 +108,8 @@ class Tallies:
     def _check_fates(self, who: str, tally: Tally, record: Gone) -> None:
         if len(record.dropped) != self.fragments or len(record.lost) != self.fragments:
             raise Wrong(f"{who} is gone with the fates of {len(record.lost)} fragments, the run has {self.fragments}")
+        if record.missed and (len(record.missed) != self.fragments or any(map(gt, record.missed, record.dropped))):
+            raise Wrong(f"{who} is gone with {record.missed} missed of {record.dropped} dropped")
         if record.total < tally.total:
             raise Wrong(f"{who} is gone with {record.total} tokens, but a contribution told of {tally.total}")
         computed = record.total - tally.origin

@@ -7,7 +7,7 @@ out from then on, with a word at the end: training never stops for a picture of 
 | name | what |
 | --- | --- |
 | validation/loss | of the global model, at the round that was scored |
-| run/goodput, participation, liveness | shares, as on the screen |
+| run/goodput, participation, liveness, merged_share | shares, as on the screen |
 | run/tokens, tokens_per_s, effective_h, grace_s, median_gap_s | the same |
 | loss/NAME, tokens_per_s/NAME | of each learner that trains |
 """
@@ -30,7 +30,8 @@ from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
 EVERY_S = 2.0
-_RUN = ("goodput", "participation", "liveness", "tokens", "tokens_per_s", "effective_h", "grace_s", "median_gap_s")
+_SHARES = ("goodput", "participation", "liveness", "merged_share")
+_RUN = (*_SHARES, "tokens", "tokens_per_s", "effective_h", "grace_s", "median_gap_s")
 
 
 class Tracker(Protocol):

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from atoll.observe.audit import Audit
-from atoll.observe.figures import count, span
+from atoll.observe.figures import CAUSES, count, percent, span
 from atoll.observe.findings import Findings, Progress, Wrong
 from atoll.observe.parameters import Way, difference
 from atoll.observe.rebuild import Rebuilt
 from atoll.observe.shelf import Shelf
 from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, Begun, CutDone
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, Tail, read
@@ -56,12 +57,16 @@ class Report:
         """A short table."""
         facts = self.facts
         fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]
+        causes = [f"{count(tokens)} {CAUSES[cause]}" for cause, tokens in facts["dropped_by_cause"].items()]
+        shares = [f"{name} {percent(one['merged_share'])}" for name, one in facts["per_learner"].items()]
         return [
             ("run", facts["run"] or "has not begun"),
             ("records", f"{facts['records']:,} of {facts['terms']} terms"),
             ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over"),
             ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
             ("tokens", ", ".join(fates) or "none"),
+            ("not merged", ", ".join(causes) or "none"),
+            ("merged share", ", ".join(shares) or "none"),
             ("cuts", ", ".join(map(str, facts["cuts"])) or "none"),
             ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit"),
             ("took", span(facts["seconds"])),
@@ -252,8 +257,16 @@ class Verification:
             "contributions": audit.tallies.contributions if audit else 0,
             "fragment_tokens": totals.fragment_tokens() if totals else {},
             "tokens": totals.whole() if totals else {},
+            "dropped_by_cause": totals.by_cause() if totals else {},
+            "per_learner": _per_learner(audit.history.ledger) if audit else {},
             "finished": audit.history.finished if audit else False,
             "cuts": sorted(self._shelf.complete),
             "torn_bytes": self._torn_bytes,
             "rebuilt_rounds": self._way.rounds if self._way else 0,
         }
+
+
+def _per_learner(ledger: Ledger) -> dict[str, dict[str, Any]]:
+    """Of an account that is open only what records tell is known: what it dropped stands in none of them."""
+    found = sorted(ledger.by_learner().items())
+    return {name: {"merged_share": fates.merged_share(), "tokens": fates.whole()} for name, fates in found}

@@ -62,12 +62,19 @@ class Accounts:
             position=learner.position,
             again_from=again,
             reason=reason,
+            missed=fate.missed,
         )
         self.out.persist(record)
 
     def reported(self, learner: Learner, report: Progress) -> None:
         wrong = self.history.ledger.reported(
-            learner.name, learner.incarnation, report.tokens_total, report.tokens, report.dropped, report.counted
+            learner.name,
+            learner.incarnation,
+            report.tokens_total,
+            report.tokens,
+            report.dropped,
+            report.counted,
+            report.missed,
         )
         if wrong is not None:
             self._alarm(learner, wrong)

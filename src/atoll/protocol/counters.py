@@ -48,17 +48,16 @@ def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
     """The counters after an adoption."""
     if not stepped.steps:
         return stepped
-    steps, tokens, dropped = (
-        list(stepped.steps),
-        list(stepped.tokens),
-        list(stepped.dropped) or [0] * len(stepped.steps),
-    )
-    steps[adopted.fragment], tokens[adopted.fragment] = adopted.steps, adopted.tokens
-    dropped[adopted.fragment] = adopted.dropped
-    return msgspec.structs.replace(stepped, steps=tuple(steps), tokens=tuple(tokens), dropped=tuple(dropped))
+    rows = {}
+    for name in ("steps", "tokens", "dropped", "missed"):
+        row = list(getattr(stepped, name)) or [0] * len(stepped.steps)
+        row[adopted.fragment] = getattr(adopted, name)
+        rows[name] = tuple(row)
+    return msgspec.structs.replace(stepped, **rows)
 
 
 def forgotten(stepped: Stepped, fragments: int) -> Stepped:
     """The counters of another life, which has taken none of its samples yet."""
     zeros = (0,) * fragments
-    return msgspec.structs.replace(stepped, steps=zeros, tokens=zeros, dropped=zeros, position=min(0, stepped.position))
+    rows = {"steps": zeros, "tokens": zeros, "dropped": zeros, "missed": zeros}
+    return msgspec.structs.replace(stepped, **rows, position=min(0, stepped.position))

@@ -316,6 +316,8 @@ class Stepped(Fact, frozen=True):
     dropped: tuple[int, ...] = ()
     position: int = -1
     leaving: bool = False
+    missed: tuple[int, ...] = ()
+    """Of `dropped`: overwritten by versions that held none of its steps."""
 
 
 class Told(Fact, frozen=True):
@@ -355,7 +357,9 @@ class Adopted(Fact, frozen=True):
     steps: int = 0
     tokens: int = 0
     dropped: int = 0
-    """Tokens of this fragment that it overwrote so far, in all."""
+    """Tokens of this fragment that it overwrote so far, in all …"""
+    missed: int = 0
+    """… and of those, the ones overwritten by versions that held none of its steps."""
 
 
 class Fetched(Fact, frozen=True):

@@ -23,6 +23,7 @@ from atoll.protocol.round import Seat
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
 from atoll.protocol.scrutiny import Scrutiny
+from atoll.protocol.shares import ShareWatch
 from atoll.protocol.strikes import Strikes
 from atoll.protocol.watch import Watch
 
@@ -43,6 +44,7 @@ class Hearing:
         self.course, self.members, self.accounts, self.rounds = course, members, accounts, rounds
         self.watch, self.peers, self.attendance, self.strikes, self.out = watch, peers, attendance, strikes, out
         self.scrutiny = Scrutiny(members, accounts)
+        self.shares = ShareWatch(members, out)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -61,6 +63,8 @@ class Hearing:
             return False
         self.members.report(now, learner, said, self.rounds.furthest)
         self.accounts.reported(learner, said)
+        if self.course.phase == "running":
+            self.shares.reported(learner)
         if not said.seeking:
             self.peers.gave_up(learner)
         if learner.state == "joining" and self.course.phase != "empty" and self._has_recovered(said):

@@ -3,7 +3,9 @@
 A token counts once for each of the P fragments, as a fragment-token, and each of those has exactly one fate:
 
     merged      in a committed version
-    dropped     overwritten by an adoption, or trained on before its learner had the run's parameters
+    dropped     overwritten by an adoption, or trained on before its learner had the run's parameters. Of these,
+                `missed` were overwritten by a version that holds none of its learner's steps, the others by one that
+                does: they were made between reading the copy and adopting the version (overlap)
     lost        gone with its incarnation
     in flight   in a learner's model and in no version yet
 
@@ -20,7 +22,8 @@ with one and the same `begin` for all fragments and all reports of an incarnatio
 - merged, dropped, lost and in flight add up to computed at every moment, for every fragment. Steps that nobody was told
   of before a crash are in no account;
 - what is lost is never negative, and a contribution that is merged after its learner is gone is merged, not lost;
-- closed accounts are added up: the state is one entry for every open account, however long the run.
+- closed accounts are added up, over all and by learner: the state is one entry for every open account and for every
+  learner's name, however long the run.
 
 Replaying the records Joined, Merged and Gone gives the same accounts, except that reports are in no record: the next
 report of every learner makes up for that.
@@ -31,14 +34,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from msgspec.structs import replace
+from msgspec import field
+from msgspec.structs import force_setattr, replace
 
+from atoll.protocol.figures import merged_share
 from atoll.protocol.records import Gone, Merged, Record, Share
 
 T = TypeVar("T")
 
 Counts = tuple[int, ...]
 """Fragment-tokens, one number per fragment."""
+
+FATES = ("computed", "merged", "dropped", "lost", "in_flight")
+"""All that were computed, then what became of them."""
 
 
 class Totals(Record, frozen=True):
@@ -49,6 +57,12 @@ class Totals(Record, frozen=True):
     dropped: Counts
     lost: Counts
     in_flight: Counts
+    missed: Counts = ()
+    """Of `dropped`: the learner had missed the round that it adopted the version of. The rest is overlap."""
+
+    def __post_init__(self) -> None:
+        if not self.missed:  # written by a version that did not tell
+            force_setattr(self, "missed", (0,) * len(self.computed))
 
     def balance(self) -> Counts:
         """Computed, less all that is known to have become of it: zero."""
@@ -57,7 +71,10 @@ class Totals(Record, frozen=True):
 
     def fragment_tokens(self) -> dict[str, int]:
         """Over all fragments."""
-        return {name: sum(getattr(self, name)) for name in self.__struct_fields__}
+        return {name: sum(getattr(self, name)) for name in FATES}
+
+    def merged_share(self) -> float | None:
+        return merged_share(sum(self.merged), sum(self.computed), sum(self.in_flight))
 
     def whole(self) -> dict[str, int]:
         """In tokens. Parts of a token are rounded so that the fates still add up to what was computed."""
@@ -69,6 +86,12 @@ class Totals(Record, frozen=True):
             so_far += count
         return tokens
 
+    def by_cause(self) -> dict[str, int]:
+        """Why tokens are in no version: overlap and missed make up what is dropped, crash is what is lost."""
+        whole = self.whole()
+        missed = min(whole["dropped"], sum(self.missed) // len(self.computed))
+        return {"overlap": whole["dropped"] - missed, "missed": missed, "crash": whole["lost"]}
+
 
 class Fate(Record, frozen=True):
     """What the record Gone says of an account that is closed."""
@@ -76,6 +99,7 @@ class Fate(Record, frozen=True):
     total: int
     dropped: Counts
     lost: Counts
+    missed: Counts
 
 
 class Pending(Record, frozen=True):
@@ -100,6 +124,12 @@ class Account(Record, frozen=True):
     dropped: Counts
     tokens: Counts
     pending: tuple[Pending | None, ...]
+    missed: Counts = ()
+    """Of `dropped`, as it last reported."""
+
+    def __post_init__(self) -> None:
+        if not self.missed:
+            force_setattr(self, "missed", (0,) * len(self.merged))
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -119,7 +149,9 @@ class Account(Record, frozen=True):
         still = [p if p and held < p.version else None for p, held in zip(self.pending, versions, strict=True)]
         return replace(self, pending=tuple(still))
 
-    def counted(self, total: int, tokens: Sequence[int], dropped: Sequence[int]) -> tuple[Account, str | None]:
+    def counted(
+        self, total: int, tokens: Sequence[int], dropped: Sequence[int], missed: Sequence[int]
+    ) -> tuple[Account, str | None]:
         """With the counters of a report; and what does not balance in it, if anything does not."""
         adopted = [m - u for m, u in zip(self.merged, self._unadopted(), strict=True)]
         sums = [a + d + c for a, d, c in zip(adopted, dropped, tokens, strict=True)]
@@ -132,8 +164,8 @@ class Account(Record, frozen=True):
                     f"+ {tokens[fragment]} since its last adoption make {told}"
                 )
         origin = begin if self.origin is None else self.origin
-        tokens, dropped = tuple(tokens), tuple(dropped)
-        return replace(self, origin=origin, begin=begin, total=total, tokens=tokens, dropped=dropped), None
+        counters = {"tokens": tuple(tokens), "dropped": tuple(dropped), "missed": tuple(missed)}
+        return replace(self, origin=origin, begin=begin, total=total, **counters), None
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
@@ -166,12 +198,15 @@ class Account(Record, frozen=True):
             return Totals(self.merged, self.merged, none, none, none)
         skipped = self.begin - self.origin if self.begin is not None else 0
         left = [c - u for c, u in zip(self.tokens, self._unadopted(), strict=True)]
+        dropped = tuple(d + skipped + min(0, rest) for d, rest in zip(self.dropped, left, strict=True))
+        missed = [known + skipped + min(0, rest) for known, rest in zip(self.missed, left, strict=True)]
         return Totals(
             computed=(self.total - self.origin,) * len(self.merged),
             merged=self.merged,
-            dropped=tuple(d + skipped + min(0, rest) for d, rest in zip(self.dropped, left, strict=True)),
+            dropped=dropped,
             lost=none,
             in_flight=tuple(max(0, rest) for rest in left),
+            missed=tuple(max(0, min(known, d)) for known, d in zip(missed, dropped, strict=True)),
         )
 
     def _unadopted(self) -> list[int]:
@@ -183,12 +218,15 @@ class LedgerState(Record, frozen=True):
 
     closed: Totals
     open: tuple[Account, ...]
+    by_learner: dict[str, Totals] = field(default_factory=dict)
+    """Those that are closed, by learner. Empty in cuts of earlier versions."""
 
 
 class Ledger:
     def __init__(self, fragments: int) -> None:
         self._none = (0,) * fragments
         self._closed = Totals(*[self._none] * 5)
+        self._closed_of: dict[str, Totals] = {}
         self._open: dict[tuple[str, int], Account] = {}
 
     def joined(self, learner: str, incarnation: int, origin: int | None = None) -> None:
@@ -206,12 +244,13 @@ class Ledger:
         tokens: Sequence[int],
         dropped: Sequence[int],
         versions: Sequence[int],
+        missed: Sequence[int] = (),
     ) -> str | None:
         """What does not balance, if anything does not. `versions`: the adoptions that these counters know of."""
         account = self._open.get((learner, incarnation))
         if account is None or account.is_older(total, versions):
             return None
-        account, wrong = account.adopted(versions).counted(total, tokens, dropped)
+        account, wrong = account.adopted(versions).counted(total, tokens, dropped, missed or self._none)
         if wrong is None:
             self._open[learner, incarnation] = account
         return wrong
@@ -234,29 +273,24 @@ class Ledger:
                 given = account.given(record.fragment, record.version, share)
                 self._open[share.learner, share.incarnation] = given
             else:
-                self._found(record.fragment, share.tokens)
-
-    def _found(self, fragment: int, tokens: int) -> None:
-        """It was under way when its account was closed: counted as lost, or as dropped where it had adopted since."""
-        lost = min(tokens, self._closed.lost[fragment])
-        self._closed = replace(
-            self._closed,
-            merged=_plus(self._closed.merged, fragment, tokens),
-            lost=_plus(self._closed.lost, fragment, -lost),
-            dropped=_plus(self._closed.dropped, fragment, lost - tokens),
-        )
+                self._closed = _found(self._closed, record.fragment, share.tokens)
+                if (own := self._closed_of.get(share.learner)) is not None:
+                    self._closed_of[share.learner] = _found(own, record.fragment, share.tokens)
 
     def closing(self, learner: str, incarnation: int, total: int = 0) -> Fate:
         """What the record Gone is to say. `total`: of its newest contribution under way, which may be merged yet."""
         account = self._open[learner, incarnation].at_least(total)
         fates = account.fates()
-        return Fate(account.total, fates.dropped, fates.in_flight)
+        return Fate(account.total, fates.dropped, fates.in_flight, fates.missed)
 
     def closed(self, record: Gone) -> None:
         """Its numbers are final; reports that still come are passed over."""
         merged = self._open.pop((record.learner, record.incarnation)).merged
         computed = tuple(map(sum, zip(merged, record.dropped, record.lost, strict=True)))
-        self._closed = _sum(self._closed, Totals(computed, merged, record.dropped, record.lost, self._none))
+        fates = Totals(computed, merged, record.dropped, record.lost, self._none, record.missed)
+        self._closed = _sum(self._closed, fates)
+        before = self._closed_of.get(record.learner)
+        self._closed_of[record.learner] = fates if before is None else _sum(before, fates)
 
     @property
     def open(self) -> Mapping[tuple[str, int], Account]:
@@ -266,17 +300,38 @@ class Ledger:
     def totals(self) -> Totals:
         return _sum(self._closed, *(account.fates() for account in self._open.values()))
 
+    def by_learner(self) -> dict[str, Totals]:
+        """The same for every learner, over all its incarnations."""
+        found = dict(self._closed_of)
+        for account in self._open.values():
+            before, fates = found.get(account.learner), account.fates()
+            found[account.learner] = fates if before is None else _sum(before, fates)
+        return found
+
     # ---- as a cut carries it ------------------------------------------------------------------------------------
 
     def state(self) -> LedgerState:
-        return LedgerState(self._closed, tuple(self._open[key] for key in sorted(self._open)))
+        return LedgerState(self._closed, tuple(self._open[key] for key in sorted(self._open)), dict(self._closed_of))
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
         ledger = cls(len(state.closed.computed))
-        ledger._closed = state.closed
+        ledger._closed, ledger._closed_of = state.closed, dict(state.by_learner)
         ledger._open = {(account.learner, account.incarnation): account for account in state.open}
         return ledger
+
+
+def _found(closed: Totals, fragment: int, tokens: int) -> Totals:
+    """It was under way when its account was closed: counted as lost, or as dropped where it had adopted since."""
+    lost = min(tokens, closed.lost[fragment])
+    missed = min(tokens - lost, closed.missed[fragment])  # adopted without it, as it seemed then
+    return replace(
+        closed,
+        merged=_plus(closed.merged, fragment, tokens),
+        lost=_plus(closed.lost, fragment, -lost),
+        dropped=_plus(closed.dropped, fragment, lost - tokens),
+        missed=_plus(closed.missed, fragment, -missed),
+    )
 
 
 def _sum(*parts: Totals) -> Totals:

@@ -238,6 +238,11 @@ class Membership:
     def live(self) -> list[Learner]:
         return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
 
+    def alive(self, heard_since: float) -> list[str]:
+        """Alive and recovered: the denominator of participation. The muted and those that are not ready count; who
+        makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands)."""
+        return [one.name for one in self.reachable() if not one.stalled and one.last_heard >= heard_since]
+
     def reachable(self) -> list[Learner]:
         """Live, or muted, or stalled: all that could have last steps to give."""
         return [one for one in self._by_name if one.state == "training"]

@@ -41,7 +41,7 @@ NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
     "Lease": frozenset({"incarnation"}),
-    "Progress": frozenset({"leaving"}),
+    "Progress": frozenset({"leaving", "missed"}),
     "Welcome": frozenset({"protocol"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
@@ -122,6 +122,8 @@ class Progress(Message, frozen=True):
     """What its training process was told since the last report (tape.py)."""
     leaving: bool = False
     """It was asked to leave: that its loop ends says nothing of the run."""
+    missed: Row = ()
+    """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: not told."""
 
 
 class Heartbeat(Message, frozen=True):

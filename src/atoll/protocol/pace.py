@@ -13,7 +13,6 @@ run no report moves it: there the schedule says at which step each round is (sch
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import dataclass, field
 
 APART = 16.0
@@ -85,25 +84,3 @@ def median(values: list[float]) -> float:
     """Of what is in order already."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
-
-
-class Recent:
-    """The newest so many samples, and their median at any time."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._samples: deque[int] = deque()
-        self._sorted: list[int] = []
-
-    def add(self, sample: int) -> None:
-        self._samples.append(sample)
-        insort(self._sorted, sample)
-        if len(self._samples) > self._most:
-            del self._sorted[bisect_left(self._sorted, self._samples.popleft())]
-
-    @property
-    def median(self) -> float | None:
-        half, odd = divmod(len(self._sorted), 2)
-        if not self._sorted:
-            return None
-        return self._sorted[half] if odd else (self._sorted[half - 1] + self._sorted[half]) / 2

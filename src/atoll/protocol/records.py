@@ -167,6 +167,9 @@ class Gone(Record, frozen=True, tag="gone"):
     again_from: int = -1
     """Samples from this position on are issued again; none of them is in any version."""
     reason: str = ""
+    missed: tuple[int, ...] = ()
+    """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: an earlier version of
+    Atoll, which did not tell."""
 
 
 class Changed(Record, frozen=True, tag="changed"):

@@ -26,6 +26,7 @@ def progress_of(
         stopped=last.stopped,
         incarnation=incarnation,
         dropped=last.dropped or zeros,
+        missed=last.missed if any(last.missed) else (),
         counted=tuple(versions.counted),
         position=last.position,
         seeking=seeking,

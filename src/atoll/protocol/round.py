@@ -58,6 +58,7 @@ class Round:
     """When the last contribution came; misses do not count, or each would stretch the next deadline."""
     grace_s: float = 0.0
     live: int = 0
+    """Learners alive and recovered when it was frozen: members, and those that are not ready or muted."""
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)

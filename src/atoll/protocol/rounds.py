@@ -16,11 +16,11 @@ from __future__ import annotations
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, ConfirmSent, Merge, Merged, Part
+from atoll.protocol.figures import RecentSamples, Spread
 from atoll.protocol.gathering import OWN_STEPS, Gathering
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.pace import Recent
 from atoll.protocol.round import Round, Seat
 from atoll.protocol.settings import Settings
 from atoll.protocol.weights import limited, telling, weight
@@ -43,12 +43,17 @@ class Rounds:
         """Rounds behind us, empty ones included: the syncer's t."""
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
-        self._since = Recent(RECENT)
+        self._since = RecentSamples(RECENT)
 
     @property
     def effective_h(self) -> float | None:
         """Median learner steps between two syncs of a fragment, of late."""
-        return self._since.median
+        return self._since.spread.median
+
+    @property
+    def steps_between_syncs(self) -> Spread:
+        """Learner steps between two syncs of a fragment, of late."""
+        return self._since.spread
 
     @property
     def step(self) -> float:
@@ -148,8 +153,9 @@ class Rounds:
 
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
-        round_.stage, round_.frozen_at = "pulling", now
-        round_.reason, round_.live = reason, len(self.members.live())
+        round_.stage, round_.frozen_at, round_.reason = "pulling", now, reason
+        alive = self.members.alive(heard_since=now - SILENT_BEATS * self.settings.heartbeat_s)
+        round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
             deadline_s = self.gathering.deadline_of(one)
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)

@@ -24,7 +24,9 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
     rows = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
     if {*map(len, rows)} != {fragments}:
         return f"a report of {len(report.steps)} fragments in a run of {fragments}"
-    counted = (report.steps, report.tokens, report.dropped, (report.t, report.tokens_total))
+    if report.missed and (len(report.missed) != fragments or any(map(gt, report.missed, report.dropped))):
+        return "a report in which more was missed than dropped"
+    counted = (report.steps, report.tokens, report.dropped, report.missed or (0,), (report.t, report.tokens_total))
     places = (report.versions, report.counted, (report.offer, report.aims, report.position))
     if min(map(min, counted)) < 0 or min(map(min, places)) < -1:
         return "a report with counters below zero"

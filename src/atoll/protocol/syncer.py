@@ -27,6 +27,7 @@ from atoll.protocol.beginning import Beginning
 from atoll.protocol.course import Course, Phase
 from atoll.protocol.cut import Cuts
 from atoll.protocol.ending import End
+from atoll.protocol.figures import Spread
 from atoll.protocol.grace import Estimates
 from atoll.protocol.hearing import Hearing
 from atoll.protocol.history import History
@@ -110,6 +111,11 @@ class Syncer:
     @property
     def effective_h(self) -> float | None:
         return self.rounds.effective_h
+
+    @property
+    def steps_between_syncs(self) -> Spread:
+        """Behind `effective_h`: median, mean and 95th percentile, of late."""
+        return self.rounds.steps_between_syncs
 
     @property
     def estimates(self) -> Estimates:

@@ -27,6 +27,7 @@ conduct.py what learners do, drains.py what a drain promises, campaign.py those 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import le
 from typing import TYPE_CHECKING, Any
 
 from atoll.protocol import effects as fx
@@ -233,6 +234,9 @@ class Invariants:
         totals = reign.machine.history.ledger.totals()
         if any(totals.balance()):
             raise Violation("ledger balances", f"{totals}", fragment=fragment)
+        own = [fates.merged for fates in reign.machine.history.ledger.by_learner().values()]
+        if not all(map(le, totals.missed, totals.dropped)) or tuple(map(sum, zip(*own, strict=True))) != totals.merged:
+            raise Violation("ledger balances", f"{totals}, by learner {own} merged", fragment=fragment)
         if (much := too_much(self.world, reign)) is not None:
             raise Violation("bounded memory", much)
 

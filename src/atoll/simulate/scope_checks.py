@@ -5,6 +5,7 @@ Records are judged when they become durable, messages when they leave, machines 
 
 from __future__ import annotations
 
+from operator import le
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
@@ -153,6 +154,7 @@ def syncer_is_sound(state: State, ruler: Ruler) -> None:
     totals = machine.history.ledger.totals()
     holds(not any(totals.balance()), "the ledger balances", str(totals))
     holds(min(map(min, (totals.merged, totals.dropped, totals.lost, totals.in_flight))) >= 0, "no fate is negative")
+    holds(all(map(le, totals.missed, totals.dropped)), "what was missed was dropped", str(totals))
     holds(machine.versions == machine.history.versions, "what is decided is written", "versions")
     holds(machine.committed == machine.history.committed, "what is decided is written", "rounds")
     fragments = [round_.fragment for round_ in machine.rounds.open.values()]

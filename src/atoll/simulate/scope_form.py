@@ -50,6 +50,7 @@ TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
     *("weights", "usual"),  # of what was given; of a life that is judged later than any search looks
+    *("missed", "_windows"),  # why tokens were dropped, and what of late was merged: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }
 COUNTS = {"clock", "due", "interval", "step", "_anchored_at", "_anchors", "_places", "_sorted", "datasets"}

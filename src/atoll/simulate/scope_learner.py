@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.protocol import effects as fx
+from atoll.protocol.figures import after_adoption
 from atoll.protocol.learner import Learner
 from atoll.protocol.messages import FromLearner, Range
 
@@ -26,6 +27,7 @@ class Island:
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
     leases: list[Range] = field(default_factory=list)
     taken: int = 0
@@ -62,7 +64,8 @@ class Island:
 
     def _forget(self) -> None:
         zeros = [0] * self.fragments
-        self.steps, self.tokens, self.dropped = list(zeros), list(zeros), list(zeros)
+        self.steps, self.tokens = list(zeros), list(zeros)
+        self.dropped, self.missed = list(zeros), list(zeros)
         self.adopted = [-1] * self.fragments
         self.reads, self.holds, self.inbox = {}, {}, []
         self.leases, self.taken = [], 0
@@ -201,6 +204,7 @@ class Island:
             tokens_total=self.total,
             stopped=self.stopped,
             dropped=tuple(self.dropped),
+            missed=tuple(self.missed),
             position=self.taken,
         )
 
@@ -233,8 +237,9 @@ class Island:
     def _adopt(self, now: float, adopt: fx.Adopt) -> None:
         """By overwriting: the steps that the version does not contain are dropped."""
         f = adopt.fragment
-        self.dropped[f] += self.tokens[f] - adopt.held_tokens
+        counters = (self.dropped[f], self.missed[f])
+        self.dropped[f], self.missed[f] = after_adoption(self.tokens[f], adopt.held_tokens, 0, *counters)
         assert self.dropped[f] >= 0, "more was said to be merged than was there"
         self.adopted[f], self.steps[f], self.tokens[f] = adopt.version, 0, 0
         self.holds = {n: step for n, step in self.holds.items() if n % self.fragments != f or n > adopt.round}
-        self.hear(now, fx.Adopted(f, adopt.version, self.t, 0, 0, self.dropped[f]))
+        self.hear(now, fx.Adopted(f, adopt.version, self.t, 0, 0, self.dropped[f], self.missed[f]))

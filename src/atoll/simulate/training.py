@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
+from atoll.protocol.figures import after_adoption
 from atoll.simulate.data import Leased
 from atoll.simulate.leaving import Leaving
 
@@ -62,6 +63,7 @@ class Training:
         self.steps: list[int] = []
         self.tokens: list[int] = []
         self.dropped: list[int] = []
+        self.missed: list[int] = []
         self._zero()
         self.leased: Leased | None = None
         self.reads: dict[int, fx.Read] = {}
@@ -91,6 +93,7 @@ class Training:
     def _zero(self) -> None:
         self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments
         self.dropped = [0] * self.fragments
+        self.missed = [0] * self.fragments
 
     def hear(self, event: fx.LearnerEvent) -> object:
         """The courier is told."""
@@ -256,6 +259,7 @@ class Training:
             tokens_total=self.tokens_total,
             stopped=self.stopped,
             dropped=tuple(self.dropped),
+            missed=tuple(self.missed),
             position=self.leased.position if self.leased is not None else -1,
             leaving=bool(self.leaving.why),
         )
@@ -301,13 +305,14 @@ class Training:
             tokens = self.tokens[f] - (copy.fact.tokens if copy else 0)
         else:
             self.theta[f] = value
-        dropped = self.tokens[f] - adopt.held_tokens - tokens
-        self.world.adopted(self, adopt, value, self.dropped[f] + dropped)
-        self.dropped[f] += dropped
+        counters = (self.dropped[f], self.missed[f])
+        dropped, missed = after_adoption(self.tokens[f], adopt.held_tokens, tokens, *counters)
+        self.world.adopted(self, adopt, value, dropped)
+        self.dropped[f], self.missed[f] = dropped, missed
         self.base[f], self.adopted[f] = value, adopt.version
         self.steps[f], self.tokens[f] = steps, tokens
         for key in [key for key, made in self.copies.items() if key[0] == f and made.fact.base < adopt.version]:
             del self.copies[key]  # it was made on another base
         for number in [n for n in self.holds if n % self.fragments == f and n <= adopt.round]:
             del self.holds[number]
-        self.hear(fx.Adopted(f, adopt.version, self.t, steps, tokens, self.dropped[f]))
+        self.hear(fx.Adopted(f, adopt.version, self.t, steps, tokens, dropped, missed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from atoll.protocol.ledger import Totals
 from atoll.protocol.syncer import Syncer
 from atoll.telemetry.events import EventLog
 
@@ -62,6 +63,7 @@ class Ending:
         # Of a learner that an earlier term knew and this one never heard, that term has told more than is known here.
         known = machine.members.learners.values() if machine is not None else ()
         learners = [one for one in known if one.joined_at]
+        ledger = machine.history.ledger if machine is not None else None
         data: dict[str, object] = {
             "reason": self._reason,
             "learners": [
@@ -74,8 +76,15 @@ class Ending:
                 }
                 for one in learners
             ],
-            "tokens": machine.history.ledger.totals().whole() if machine is not None else None,
+            "tokens": ledger.totals().whole() if ledger is not None else None,
+            "dropped_by_cause": ledger.totals().by_cause() if ledger is not None else None,
+            "fates": {name: _fates(one) for name, one in sorted(ledger.by_learner().items())} if ledger else {},
             "bytes_in": traffic[0],
             "bytes_out": traffic[1],
         }
         self._events.say("finished", "the run is finished", data)
+
+
+def _fates(totals: Totals) -> dict[str, object]:
+    """Of one learner, over all its lives."""
+    return {**totals.whole(), "dropped_by_cause": totals.by_cause(), "merged_share": totals.merged_share()}

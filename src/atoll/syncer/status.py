@@ -14,6 +14,8 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.wire import Score
 from atoll.numerics.fragments import Plan
+from atoll.protocol.figures import participation, spread
+from atoll.protocol.ledger import Totals
 from atoll.protocol.membership import Learner
 from atoll.protocol.syncer import Syncer
 from atoll.telemetry.status import LearnerStatus, RunStatus
@@ -57,7 +59,7 @@ class Meter:
             self._began = at
         elif kind == "round":
             self._commits.append(at)
-            self._shares.append(len(data["members"]) / max(1, data["live"]))
+            self._shares.append(participation(len(data["members"]), data["live"]))
             known = self._versions.setdefault(data["fragment"], deque(maxlen=BEHIND))
             known.append((data["version"], data["round"]))
         elif kind in ("lost", "left"):
@@ -92,7 +94,10 @@ class Meter:
         """`traffic`: bytes that came in and went out so far."""
         elapsed = (self._ended or now) - self._began if self._began else 0.0
         known = sorted(machine.members.learners.items()) if machine else []
-        learners = tuple(self._learner(now, one, machine) for _, one in known)
+        fates = machine.history.ledger.by_learner() if machine else {}
+        learners = tuple(self._learner(now, one, machine, fates.get(one.name)) for _, one in known)
+        totals = machine.history.ledger.totals() if machine else None
+        steps = machine.steps_between_syncs if machine else spread(())
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
@@ -110,7 +115,9 @@ class Meter:
             quorum=settings.quorum,
             members=machine.last_members if machine else (),
             reason=machine.last_reason if machine else "",
-            effective_h=machine.effective_h if machine else None,
+            effective_h=steps.median,
+            effective_h_mean=steps.mean,
+            effective_h_p95=steps.p95,
             grace_s=machine.grace_s if machine else 0.0,
             participation=sum(self._shares) / len(self._shares) if self._shares else None,
             goodput=self._goodput(machine, elapsed) if machine and elapsed > 0 else None,
@@ -128,7 +135,9 @@ class Meter:
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
             bytes_out=traffic[1],
-            fates=machine.history.ledger.totals().whole() if machine else {},
+            fates=totals.whole() if totals else {},
+            dropped_by_cause=totals.by_cause() if totals else {},
+            merged_share=totals.merged_share() if totals else None,
             versions=tuple(machine.versions) if machine else (),
             codec=settings.codec,
             overlap=settings.overlap,
@@ -144,7 +153,7 @@ class Meter:
         busy_s = self._busy_before + sum({**past, **now}.values())
         return min(1.0, busy_s / (max(self._learners, 1) * elapsed))
 
-    def _learner(self, now: float, one: Learner, machine: Syncer | None) -> LearnerStatus:
+    def _learner(self, now: float, one: Learner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
         return LearnerStatus(
             learner=one.name,
@@ -156,6 +165,8 @@ class Meter:
             loss=one.loss,
             version_round=self._adopted(one),
             in_last_round=one.name in machine.last_members,
+            merged_share=fates.merged_share() if fates is not None else None,
+            alarm=machine.hearing.shares.alarm(one) if one.connected else "",
         )
 
     def _adopted(self, one: Learner) -> int:

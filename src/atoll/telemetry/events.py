@@ -21,13 +21,17 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
 | renewed | syncer | the syncer shows a new certificate |
 | unbalanced | syncer | learner: what it reports does not fit the ledger |
+| low_share | syncer | learner, share, others, over: its work is merged far less than the others', or is again |
 | score | syncer | round, loss, cpu_s, sample |
-| ending, finished | syncer | finished: reason, learners (learner, t, tokens, busy_s), tokens, bytes_in, bytes_out |
+| ending | syncer | |
+| finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
 
-A member of a round has learner, incarnation, t, steps, tokens, weight, base and since (its steps since the last sync).
+`live` of a round: learners alive and recovered when it was frozen. A member of a round has learner, incarnation, t,
+steps, tokens, weight, base and since (its steps since the last sync). `fates`: per learner, its tokens by fate,
+dropped_by_cause and merged_share.
 """
 
 from __future__ import annotations

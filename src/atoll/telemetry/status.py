@@ -17,6 +17,10 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     version_round: int
     """The newest round whose version it has adopted; −1 for none."""
     in_last_round: bool
+    merged_share: float | None = None
+    """Fragment-tokens merged over those computed, of all its lives; what is in flight counts for nothing yet."""
+    alarm: str = ""
+    """What is wrong with it; empty: nothing."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +42,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Why the last round closed when it did."""
     effective_h: float | None
+    """Median learner steps between two syncs of a fragment, of late …"""
     grace_s: float
     participation: float | None
     goodput: float | None
@@ -65,6 +70,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """… and sent, since it started."""
     fates: dict[str, int] = {}
     """Tokens computed, and of those merged, dropped, lost and in flight."""
+    dropped_by_cause: dict[str, int] = {}
+    """overlap and missed make up what is dropped, crash is what is lost."""
+    merged_share: float | None = None
+    """Fragment-tokens merged over those computed; what is in flight counts for nothing yet."""
+    effective_h_mean: float | None = None
+    """… their mean …"""
+    effective_h_p95: float | None = None
+    """… and what 95 % of them do not exceed."""
     versions: tuple[int, ...] = ()
     """Of every fragment."""
     codec: str = "bf16"

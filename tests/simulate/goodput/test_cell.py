@@ -55,6 +55,19 @@ def test_nobody_waits_whatever_happens_to_the_others() -> None:
     assert outcome.rounds.effective_h == pytest.approx(24, abs=3)
 
 
+def test_learners_of_spread_speeds_have_their_own_merged_share() -> None:
+    """A quarter slower: of its work a bit less is merged than of the others', and it is told apart from the mean."""
+    profile = with_values(CALM, {"speed.spread": 0.25, "speed.jitter": 0.01})
+    one = msgspec.structs.replace(job("decoupled", 4, 150_000, hours=6, rounds=300), profile=profile)
+    outcome = run(one)
+    assert outcome.rounds is not None and len(outcome.rounds.shares) == 4
+    assert all(share is not None and 0.0 < share < 1.0 for share in outcome.rounds.shares)
+    found = gather(one, [outcome])
+    assert found.merged_share_slowest == outcome.rounds.shares[-1]
+    assert found.merged_share_mean == fmean([share for share in outcome.rounds.shares if share is not None])
+    assert found.merged_share == outcome.rounds.merged_share
+
+
 def mixed(method: cell.Method, overlap: int) -> Outcome:
     """The slowest learner 18 % slower, 10 % jitter."""
     profile = with_values(CALM, {"speed.spread": 0.18, "speed.jitter": 0.1, "rules.overlap": overlap})
@@ -166,7 +179,7 @@ def test_a_cell_gathers_its_seeds() -> None:
     assert found.seeds == 4 and found.goodput_interval is not None
     assert found.goodput_interval[0] < found.goodput < found.goodput_interval[1]
     assert found.goodput + sum(found.lost.values()) == pytest.approx(1.0)
-    assert found.participation is None and found.effective_h is None
+    assert found.participation is None and found.effective_h is None and found.merged_share_slowest is None
     assert found.tokens_per_hour == pytest.approx(found.goodput * 1_200_000 * 500 * 3600)
 
 

@@ -40,8 +40,11 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("rounds", "Rounds committed.", status.round),
         ("goodput_ratio", "Learner-seconds spent stepping over those allocated.", status.goodput),
         ("liveness_ratio", "Mean share of the M learners alive.", status.liveness),
-        ("participation_ratio", "Mean share of the live learners in a round.", status.participation),
+        ("participation_ratio", "Mean share of the learners alive and recovered in a round.", status.participation),
+        ("merged_share_ratio", "Fragment-tokens merged over those whose fate is known.", status.merged_share),
         ("effective_h_steps", "Median learner steps between two syncs of a fragment.", status.effective_h),
+        ("effective_h_mean_steps", "The mean of the same.", status.effective_h_mean),
+        ("effective_h_p95_steps", "The 95th percentile of the same.", status.effective_h_p95),
         ("sync_every_steps", "H: the same, as set.", status.sync_every),
         ("grace_seconds", "How long a round waits beyond its quorum.", status.grace_s),
         ("round_gap_seconds", "Median time between two commits.", status.median_gap_s),
@@ -61,6 +64,8 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
     yield CounterMetricFamily("atoll_sent_bytes", "Bodies and messages to learners.", value=status.bytes_out)
     fates = ((fate, status.fates[fate]) for fate in FATES if fate in status.fates)
     yield _labelled("ledger_tokens", "What became of the tokens computed.", "fate", fates)
+    causes = status.dropped_by_cause.items()
+    yield _labelled("dropped_tokens", "Why tokens are in no version.", "cause", causes)
     versions = ((str(fragment), version) for fragment, version in enumerate(status.versions))
     yield _labelled("fragment_version", "Newest version.", "fragment", versions)
 
@@ -79,6 +84,11 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
     yield each("incarnation", "Which life of it this is.", ((one, one.incarnation) for one in all_of_them))
     yield each("tokens_per_second", "Its speed.", ((one, one.tokens_per_s) for one in all_of_them))
     yield each("loss", "Its training loss.", ((one, one.loss) for one in all_of_them))
+    yield each(
+        "merged_share_ratio", "Of its fragment-tokens, merged.", ((one, one.merged_share) for one in all_of_them)
+    )
+    alarms = ((one, 1.0 if one.alarm else 0.0) for one in all_of_them)
+    yield each("low_share_alarm", "1 while its work is merged far less than the others'.", alarms)
     behind = ((one, rounds_behind(status, one.version_round)) for one in all_of_them)
     yield each("rounds_behind", "Rounds since the newest it holds.", behind)
 

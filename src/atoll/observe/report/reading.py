@@ -81,14 +81,14 @@ def _figures(timeline: Sequence[Event], told: dict[str, Any]) -> Summary:
     folded = summarise(timeline)
     if told and not any(event["kind"] in ("run", "round") for event in timeline):
         folded |= {key: value for key, value in told.items() if key in folded}
-        folded["learners"] = folded["learners"] if isinstance(folded["learners"], dict) else {}
+        folded["per_learner"] = folded["per_learner"] if isinstance(folded["per_learner"], dict) else {}
     return folded
 
 
 def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
     """Of those who were stepping when the events end, nobody said how long and on what."""
     summary |= {"goodput": None, "merged_share": None}
-    summary["learners"] = {name: {**one, "busy_s": None} for name, one in summary["learners"].items()}
+    summary["per_learner"] = {name: {**one, "busy_s": None} for name, one in summary["per_learner"].items()}
 
 
 def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: float) -> State:

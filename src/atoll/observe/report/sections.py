@@ -9,7 +9,7 @@ from atoll.observe.report.faults import faults
 from atoll.observe.report.html import Html, cards, folded, heading, join, note, paragraph, table, verbatim
 from atoll.observe.report.reading import Run
 from atoll.observe.story import WARNING, last_sample, story
-from atoll.observe.summary import of_kind
+from atoll.observe.summary import Summary, of_kind
 from atoll.telemetry.versions import versions
 
 MOST_FAULTS = 500
@@ -17,25 +17,29 @@ MOST_FAULTS = 500
 FATES = {
     "merged": "in the model",
     "dropped": "given up when a learner adopted a newer version",
-    "lost": "gone with a learner",
+    "lost": "gone with a process: a crash, or a learner that was given up",
     "in_flight": "on their way when the account ends",
+}
+CAUSES = {
+    "overlap": "made between reading the copy that was merged and adopting the version",
+    "missed": "overwritten by a version that holds none of the learner's steps",
 }
 
 
 def summary(run: Run) -> Html:
     figures, tokens = run.summary, run.summary["tokens"]
     meant = figures["settings"].get("sync_every") or 0
-    steps = sum(learner["steps"] for learner in figures["learners"].values())
+    steps = sum(learner["steps"] for learner in figures["per_learner"].values())
     start, end = figures["validation_loss_start"], figures["validation_loss_end"]
     facts = [
         ("goodput", percent(figures["goodput"]), "of learner time went into steps"),
         ("uptime", percent(figures["uptime"]), "somebody was stepping"),
         ("liveness", percent(figures["liveness"]), "of the learners were alive"),
-        ("participation", percent(figures["participation"]), "of the live were in a round"),
-        ("effective H", decimal(figures["effective_h"], 1), f"steps between two syncs, of {meant}" if meant else ""),
+        ("participation", percent(figures["participation"]), "of those alive were in a round"),
+        ("effective H", decimal(figures["effective_h"], 1), _steps_between(figures, int(meant))),
         ("rounds", f"{figures['rounds']:,}", f"{figures['rounds_passed']} passed over"),
         ("tokens", count(tokens["computed"]), f"in {steps:,} steps" if steps else ""),
-        ("merged", percent(figures["merged_share"]), "of fragment-tokens"),
+        ("merged share", percent(figures["merged_share"]), "of fragment-tokens"),
         ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),
         ("validation loss", decimal(end, 3), "never scored" if start is None else f"from {decimal(start, 3)}"),
         ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
@@ -44,8 +48,15 @@ def summary(run: Run) -> Html:
     return join([cards(facts), *_story(run)])
 
 
+def _steps_between(figures: Summary, meant: int) -> str:
+    """What stands beside the median."""
+    mean, p95 = figures.get("effective_h_mean"), figures.get("effective_h_p95")
+    asked = f"steps a sync, of {meant}" if meant else "steps a sync"
+    return asked if mean is None else f"{asked}; mean {decimal(mean, 1)}, p95 {decimal(p95, 0)}"
+
+
 def _story(run: Run) -> list[Html]:
-    if not run.summary["rounds"] or not run.summary["learners"]:
+    if not run.summary["rounds"] or not run.summary["per_learner"]:
         return []
     sentences = [plain(one) for one in story(run.summary, run.timeline)]
     told = " ".join(one for one in sentences if not one.startswith(WARNING))
@@ -55,19 +66,24 @@ def _story(run: Run) -> list[Html]:
 
 
 def learners(run: Run) -> Html:
-    columns = ("learner", "steps", "tokens", "stepping", "rounds", "in rounds", "incarnations", "longest absence")
+    columns = (
+        *("learner", "steps", "tokens", "merged share", "stepping", "rounds", "participation", "muted", "incarnations"),
+        "longest absence",
+    )
     rows = [
         (
             plain(name),
             f"{one['steps']:,}",
             count(one["tokens"]),
+            percent(one.get("merged_share")),
             span(one["busy_s"]),
             f"{one['rounds']:,}",
-            percent(one["share"]),
+            percent(one.get("participation")),
+            span(one.get("muted_s")),
             str(one["incarnations"]),
             span(one["longest_absence_s"]),
         )
-        for name, one in run.summary["learners"].items()
+        for name, one in run.summary["per_learner"].items()
     ]
     return table(columns, rows) if rows else paragraph("No learner joined.")
 
@@ -104,6 +120,10 @@ def ledger(run: Run) -> Html:
     tokens, computed = run.summary["tokens"], run.summary["tokens"]["computed"]
     rows = [
         (name.replace("_", " "), f"{tokens[name]:,}", _share(tokens[name], computed), FATES[name]) for name in FATES
+    ]
+    causes = tokens.get("dropped_by_cause") or {}
+    rows[2:2] = [
+        (f"– {name}", f"{causes[name]:,}", _share(causes[name], computed), CAUSES[name]) for name in CAUSES if causes
     ]
     rows.append(("computed", f"{computed:,}", _share(computed, computed), "all of them, each with one fate"))
     return join([table(("fate", "tokens", "share", ""), rows, words=(0, 3)), _fragments(run)])

@@ -166,6 +166,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     participation: float | None
     participation_interval: tuple[float, float] | None
     effective_h: float | None
+    merged_share: float | None
+    """Fragment-tokens merged over those computed, of all learners together …"""
+    merged_share_mean: float | None
+    """… the mean of the learners' own …"""
+    merged_share_slowest: float | None
+    """… and that of the learner with the longest steps."""
     tokens_per_hour: float
     tokens_per_hour_interval: tuple[float, float] | None
     failures_per_hour: float
@@ -181,6 +187,7 @@ def gather(job: Job, outcomes: Sequence[Outcome]) -> Cell:
     tokens = [one.tokens_per_hour for one in outcomes]
     inside = [r.participation for r in rounds if r.participation is not None]
     steps = [r.effective_h for r in rounds if r.effective_h is not None]
+    each = [r.shares[: job.learners] for r in rounds]  # from the fastest to the slowest, then those that are scavenged
     reasons = {reason for t in tallies for reason in t.lost}
     return Cell(
         method=job.method,
@@ -194,12 +201,20 @@ def gather(job: Job, outcomes: Sequence[Outcome]) -> Cell:
         participation=fmean(inside) if inside else None,
         participation_interval=interval(inside, most=1.0),
         effective_h=fmean(steps) if steps else None,
+        merged_share=_mean_known([r.merged_share for r in rounds]),
+        merged_share_mean=_mean_known([_mean_known(shares) for shares in each]),
+        merged_share_slowest=_mean_known([shares[-1] for shares in each if shares]),
         tokens_per_hour=fmean(tokens),
         tokens_per_hour_interval=interval(tokens),
         failures_per_hour=fmean([one.failures_per_hour for one in outcomes]),
         lost={reason: fmean([t.lost.get(reason, 0.0) for t in tallies]) for reason in sorted(reasons)},
         seeds=len(outcomes),
     )
+
+
+def _mean_known(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
 def interval(values: Sequence[float], most: float = float("inf")) -> tuple[float, float] | None:

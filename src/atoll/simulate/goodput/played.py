@@ -14,6 +14,7 @@ from statistics import fmean
 import msgspec
 
 from atoll.protocol import effects as fx
+from atoll.protocol.figures import participation
 from atoll.protocol.settings import Settings
 from atoll.simulate.goodput.chips import Chips, Stretch
 from atoll.simulate.goodput.profile import Profile
@@ -34,6 +35,10 @@ class Rounds(msgspec.Struct, frozen=True):
     participation: float | None
     """Mean over rounds of members over learners alive and recovered."""
     effective_h: float | None
+    merged_share: float | None = None
+    """Fragment-tokens merged over those computed, of all learners together …"""
+    shares: tuple[float | None, ...] = ()
+    """… and of each of them, in the order of the learners: from the fastest to the slowest."""
 
 
 def settings_of(profile: Profile, learners: int, *, synchronous: bool = False, whole: bool = False) -> Settings:
@@ -85,8 +90,12 @@ class Played(World):
         limit = min(until, WITHIN * rounds * step_s)
         while self.committed < rounds and self.now < limit:
             self.run(min(limit, self.now + step_s))
-        participation = fmean(self._shares) if self._shares else None
-        return Rounds(self.committed, self.now, participation, self.syncer.effective_h)
+        inside = fmean(self._shares) if self._shares else None
+        ledger = self.syncer.history.ledger
+        own = ledger.by_learner()
+        shares = tuple(own[name].merged_share() if name in own else None for name in self.chips)
+        whole = ledger.totals().merged_share()
+        return Rounds(self.committed, self.now, inside, self.syncer.effective_h, whole, shares)
 
     @property
     def committed(self) -> int:
@@ -131,4 +140,4 @@ class Played(World):
         if note.kind == "round":
             members, live = note.data["members"], note.data["live"]
             assert isinstance(members, tuple) and isinstance(live, int)
-            self._shares.append(len(members) / live)
+            self._shares.append(participation(len(members), live))

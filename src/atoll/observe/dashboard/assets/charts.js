@@ -5,7 +5,8 @@ import { colour } from "./palette.js";
 const LINES = {
   loss: [["validation loss", null, "gone", "solid"], ["training, middle learner", "loss", "stepping", "solid"]],
   shares: [["goodput", "goodput", "stepping", "solid"], ["liveness", "liveness", "recovering", "dash"],
-    ["alive now", "alive", "faint", "dot"], ["participation", "participation", "stalled", "dashdot"]],
+    ["alive now", "alive", "faint", "dot"], ["participation", "participation", "stalled", "dashdot"],
+    ["merged share", "merged_share", "gone", "longdash"]],
   pace: [["effective H (steps)", "effective_h", "stepping", "solid"], ["H as set (steps)", null, "faint", "dash"],
     ["most rounds behind", "behind", "gone", "dot"]],
   traffic: [["in", "in_per_s", "stepping", "solid"], ["out", "out_per_s", "stalled", "dash"]],

@@ -1,11 +1,13 @@
 // Everything in words and numbers: tiles, the table of learners, the ledger, the fragments, what happened.
 
-import { NONE, byName, bytes, clock, count, decimal, percent, span } from "./words.js";
+import { NONE, byName, bytes, clock, count, decimal, listing, percent, span } from "./words.js";
 
 const by = (id) => document.getElementById(id);
 const FATES = { merged: "merged", dropped: "dropped", lost: "lost", in_flight: "in flight" };
-const FRAGMENTS = 256;
-const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "unbalanced", "fault", "reigned", "ending", "finished"]);
+const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
+const CAUSES_OF = { dropped: Object.keys(CAUSES) };
+const FRAGMENTS = 256, ALARMS = 4;
+const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "unbalanced", "low_share", "fault", "reigned", "ending", "finished"]);
 
 // The page is changed only where a text has changed.
 function put(node, text) {
@@ -20,8 +22,9 @@ export function head(run) {
   by("progress").value = now.progress;
   const left = now.phase === "training" && now.left_s !== null ? ` · ${clock(now.left_s)} left` : "";
   put(by("progress-words"), now.phase === "waiting" ? "waiting for the first parameters" : `${percent(now.progress)} · ${clock(now.elapsed_s)} gone${left}`);
-  by("alarm").hidden = !now.alarm;
-  put(by("alarm"), now.alarm ? `Alarm: ${now.alarm}` : "");
+  const alarms = [now.alarm, ...now.learners.map((one) => one.alarm)].filter(Boolean);
+  by("alarm").hidden = !alarms.length;
+  put(by("alarm"), alarms.length ? `Alarm: ${listing(alarms, ALARMS)}` : "");
   by("notice").hidden = !now.notice;
   put(by("notice"), now.notice || "");
 }
@@ -34,7 +37,7 @@ export function tiles(run) {
     ["step", count(now.global_step), ""],
     ["validation loss", decimal(now.validation_loss), now.validation_round === null ? "" : `at round ${count(now.validation_round)}`],
     ["training loss", decimal(of("loss")), "middle learner"],
-    ["effective H", decimal(now.effective_h, 1), `H is ${now.sync_every}`],
+    ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
     ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
     ["staleness", behind.length ? count(Math.max(...behind)) : NONE, "rounds behind, most"],
     ["gap of rounds", span(now.median_gap_s), "median"],
@@ -64,12 +67,13 @@ function tile([name]) {
 function shares(run) {
   const now = run.now, alive = now.learners.filter((one) => one.state !== "gone").length;
   const share = now.expected ? alive / now.expected : null;
-  const since = now.term > 1 ? `in term ${now.term}` : "since the first parameters";
+  const since = now.term > 1 ? `in term ${now.term}` : "so far";
   bar("alive", share, `now, ${alive} of ${now.expected} · ${percent(now.liveness)} ${since}`);
   const round = run.rounds.at(-1);
-  const last = round ? ` · last round ${now.members.length} of ${round[4]}` : "";
-  bar("part", now.participation, `over the last rounds${last}`);
+  bar("part", now.participation, round ? `of late · last round ${now.members.length} of ${round[4]}` : "");
   bar("good", now.goodput, since);
+  const known = now.learners.filter((one) => one.merged_share !== null).sort((a, b) => a.merged_share - b.merged_share);
+  bar("merged", now.merged_share, known.length > 1 ? `least: ${known[0].learner}, ${percent(known[0].merged_share)}` : "");
 }
 
 function bar(name, share, words) {
@@ -87,10 +91,13 @@ export function learners(run) {
     const state = lane === undefined ? one.state : run.state(lane);
     const here = state !== "gone";
     const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
-      decimal(one.loss), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
+      decimal(one.loss), percent(one.merged_share), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
     texts.forEach((text, cell) => put(row.cells[cell], String(text)));
     if (row.dataset.learner !== one.learner) row.dataset.learner = one.learner;
     if (row.dataset.state !== state) row.dataset.state = state;
+    const alarm = one.alarm ? "yes" : "no";
+    if (row.dataset.alarm !== alarm) row.dataset.alarm = alarm;
+    if (row.title !== one.alarm) row.title = one.alarm;
   });
 }
 
@@ -98,7 +105,7 @@ function learnerRow(body) {
   const row = body.insertRow(), name = document.createElement("th");
   name.scope = "row";
   row.append(name);
-  for (let i = 0; i < 7; i += 1) row.insertCell();
+  for (let i = 0; i < 8; i += 1) row.insertCell();
   return row;
 }
 
@@ -113,7 +120,12 @@ export function ledger(run) {
   [...Object.keys(FATES), "computed"].forEach((fate, i) => {
     put(rows.rows[i].cells[1], computed ? count(fates[fate] || 0) : NONE);
     put(rows.rows[i].cells[2], computed ? percent((fates[fate] || 0) / computed) : "");
+    put(rows.rows[i].cells[3], (CAUSES_OF[fate] ?? []).map((cause) => causeWords(run.now, cause, computed)).join(", "));
   });
+}
+
+function causeWords(now, cause, computed) {
+  return computed ? `${percent((now.dropped_by_cause[cause] || 0) / computed)} ${CAUSES[cause]}` : "";
 }
 
 function fateRow(fate) {
@@ -121,7 +133,8 @@ function fateRow(fate) {
   name.scope = "row";
   key.className = fate === "computed" ? "" : `key f-${fate}`;
   name.append(key, FATES[fate] ?? "computed, in all");
-  row.append(name, document.createElement("td"), document.createElement("td"));
+  row.append(name, ...[1, 2, 3].map(() => document.createElement("td")));
+  row.lastElementChild.className = "faint";
   return row;
 }
 

@@ -110,5 +110,5 @@ function membership(run, round) {
 function told(run, round) {
   const { count, missing } = membership(run, round);
   const without = missing.length ? `; alive, not in it: ${listing(missing, 4)}` : "";
-  return `round ${round[0]}, fragment ${round[2]}, version ${round[3]}: ${count} of ${round[4]} live learners. ${round[5]}${without}`;
+  return `round ${round[0]}, fragment ${round[2]}, version ${round[3]}: ${count} of ${round[4]} learners alive. ${round[5]}${without}`;
 }
