@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 import torch
 from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
+from atoll.courier import service
 from atoll.courier.service import Courier
 from atoll.mailbox.channel import Bye, Channel, Copy, DrainOrder, RunProgress, StopOrder, decode_to_training
 from atoll.protocol import effects as fx
@@ -347,3 +349,26 @@ async def test_a_drain_reaches_the_training_process(stage: Stage) -> None:
     await training.until(lambda: bool(training.drains))
     assert training.drains[0].reason == "the operator asked"
     assert (await run.until_said("draining"))["learner"] == "learner-0"
+
+
+async def test_it_joins_once_its_kernels_are_loaded_and_is_not_held_up_by_them(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A courier that is part of a run and loads them says nothing meanwhile, and is taken for dead."""
+    loading, loaded = threading.Event(), threading.Event()
+
+    def load() -> None:
+        assert threading.current_thread() is not threading.main_thread(), "beside the event loop"
+        loading.set()
+        assert loaded.wait(WAIT_S)
+
+    monkeypatch.setattr(service, "load_kernels", load)
+    run = await stage.run()
+    training = stage.training(run)
+    joining = asyncio.ensure_future(training.join())
+    assert await asyncio.to_thread(loading.wait, WAIT_S)
+    await asyncio.sleep(0.2)
+    assert run.said("joined") == []
+    loaded.set()
+    await joining
+    assert run.said("joined")

@@ -34,6 +34,13 @@ def as_held(part: Fragment, values: FloatArray) -> None:
             round_to_dtype(values[start:end], tensor.dtype)
 
 
+def load_kernels() -> None:
+    """They are loaded at their first use: a second of work, many seconds on a busy machine."""
+    one, codec = np.zeros(1, dtype=np.float32), make_codec("bf16")
+    codec.encode_delta(one, one, np.zeros(codec.nbytes(1), dtype=np.uint8))
+    round_to_dtype(one, "bfloat16")
+
+
 class Bodies:
     def __init__(
         self,
@@ -52,15 +59,8 @@ class Bodies:
         self._running: set[asyncio.Task[None]] = set()
         self._fetching: set[int] = set()
         self._initial: asyncio.Task[None] | None = None
-        self._spawn(asyncio.to_thread(self._meet_the_kernels))
         length = self._codec.nbytes(box.layout.largest)
         self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
-
-    def _meet_the_kernels(self) -> None:
-        """They are loaded at their first use, and the first pull should not wait for that. Beside the event loop: on a
-        busy machine it takes seconds, and a courier that says nothing for so long is taken for dead."""
-        one = np.zeros(1, dtype=np.float32)
-        self._codec.encode_delta(one, one, np.zeros(self._codec.nbytes(1), dtype=np.uint8))
 
     def close(self) -> None:
         for task in self._running:

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
-from atoll.courier.body import Bodies
+from atoll.courier.body import Bodies, load_kernels
 from atoll.courier.states import StateEffect, States
 from atoll.fabric.client import Link
 from atoll.mailbox.box import Layout, Mailbox, cut_alike
@@ -88,6 +88,7 @@ class Courier:
         self._unsure: set[int] = set()
         """Fragments of which a courier before this one may have known more: adopted plainly once."""
         self._unsent_progress: RunProgress | None = None
+        self._kernels: asyncio.Task[None] | None = None
         self._broken: BaseException | None = None
         self._said_at = -SAY_S
 
@@ -95,6 +96,7 @@ class Courier:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             watch = tasks.create_task(self._watch_parent())
+            self._kernels = tasks.create_task(asyncio.to_thread(load_kernels))
             self._loop.add_reader(self._channel.sock, self._called, self._readable)
             try:
                 await self._over.wait()
@@ -179,7 +181,14 @@ class Courier:
         self._states = States(
             self._channel, self._link, self._start, self._handle, _say, self._tasks, direct=self._direct
         )
-        self._tasks.create_task(self._link.run())
+        self._tasks.create_task(self._connect(self._link))
+
+    async def _connect(self, link: Link) -> None:
+        """Once the kernels are there: a pull that has to wait for them would hold up the event loop, and whoever is
+        part of a run and says nothing for some seconds is taken for dead."""
+        assert self._kernels is not None
+        await asyncio.wait([self._kernels])
+        await link.run()
 
     def _open_box(self, frame: Box) -> None:
         """The training process has made the shared memory, or hands it to the successor of a dead courier."""

@@ -23,10 +23,11 @@ from atoll.learner.data import Datasets
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Feed
 from atoll.learner.partner import Partner
+from atoll.learner.ranks import refuse_several_ranks
 from atoll.learner.state import Stateful
 from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, ConfigError
 
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
@@ -54,6 +55,7 @@ class Learner:
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
             raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
+        _refuse_several_ranks(model)
         self.model, self.optimizer = model, optimizer
         self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
         url = syncer or os.environ.get("ATOLL_SYNCER", "")
@@ -108,6 +110,7 @@ class Learner:
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
             raise RuntimeError("a Learner is entered once: make another one for another run")
+        _refuse_several_ranks(self.model)  # they may have come together since
         self._inside = True
         if not self.alone:
             self._stay = Stay(
@@ -177,3 +180,10 @@ class Learner:
             end_script(str(error), error.exit_code, error)
         if isinstance(error, KeyboardInterrupt):
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
+
+
+def _refuse_several_ranks(model: nn.Module) -> None:
+    try:
+        refuse_several_ranks(model)
+    except ConfigError as error:
+        end_script(str(error), error.exit_code, error)
