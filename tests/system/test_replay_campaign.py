@@ -19,8 +19,8 @@ from tests.system.conftest import Run
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 TINY = {"depth": 1, "block": 32, "batch": 4}
-LEAST_STEP_S = {False: 0.02, True: 0.1}
-"""Without and with a kill. Most of it is sleep: a killed learner is back before the others are done."""
+LEAST_STEP_S = {False: 0.0, True: 0.1}
+"""Without a kill as fast as it goes; with one most of it is sleep: the killed learner is back before the end."""
 SEEDS = 20
 
 
