@@ -63,7 +63,8 @@ class Pulls:
         """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
         ordered = self._orders.pending.pop(copy.round, None) is not None
         if not self._is_useful(copy, ordered):
-            self._do(Drop(copy.fragment, copy.t))
+            if self._copies.read_at(copy.fragment) != copy.t:  # else it is the one at hand, ordered for two rounds
+                self._do(Drop(copy.fragment, copy.t))
             return False
         if (pull := self._copies.keep(copy)) is None:
             return self._synchronous
