@@ -11,7 +11,8 @@ from atoll.protocol import effects as fx
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.learner import Learner
 from atoll.protocol.membership import Membership
-from atoll.protocol.messages import Drain, Leave, Welcome
+from atoll.protocol.messages import Drain, Leave, Progress, Welcome
+from atoll.protocol.records import Gone
 from atoll.protocol.round import Round
 from atoll.protocol.settings import Settings
 
@@ -94,6 +95,37 @@ def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over()
     assert fx.Drain("this rack goes down") not in machine.handle(0.0, drain)
     machine.handle(0.0, welcome("mine", 3))
     assert fx.Drain("this rack goes down") in machine.handle(0.0, drain)
+
+
+def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of_its_steps() -> None:
+    """Seed 22227: it dialled again, adopted and left before the welcome had come; what the adoption had overwritten was
+    lost by the books, since nothing is reported before the welcome."""
+    world = World(2, fragments=1, sync_every=4, latency_s=0.3).run_until(round=4)
+    island = world.islands["learner-0"]
+    world.run_until(seconds=1.0)
+    world.unlink("learner-0")
+    reported = world.syncer.members.learners["learner-0"].tokens_total
+    world.run_until(seconds=3.0)
+    world.link("learner-0")
+    assert island.tokens_total > reported
+    island.leaving.ask("this rack goes down", hurried=True)
+    island.go()
+    world.run_until(seconds=2.0)
+    gone = [line for line in world.journal if isinstance(line, Gone)]
+    assert [(one.reason, one.total) for one in gone] == [("this rack goes down", island.tokens_total)]
+
+
+def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
+    world = World(2, fragments=1, sync_every=4).run_until(round=4)
+    words = world.islands["learner-0"].machine.make_goodbye("x")
+    assert [type(word) for word in words] == [Leave], "it has reported all its steps"
+    world.unlink("learner-0")
+    report, leave = world.islands["learner-0"].machine.make_goodbye("x")
+    assert isinstance(report, Progress) and isinstance(leave, Leave)
+    world.inject(fx.Greeted(Learner("learner-0", "another session", ()).hello()))
+    world.inject(fx.Received("learner-0", report))
+    newcomer = world.syncer.members.learners["learner-0"]
+    assert newcomer.connected and newcomer.tokens_total == 0 and newcomer.t == 0
 
 
 def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operator_asked() -> None:

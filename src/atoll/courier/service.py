@@ -390,7 +390,8 @@ class Courier:
         if self._over.is_set():
             return
         if self._link is not None:
-            self._link.send(Leave(reason=reason, clock=self._machine.hello().clock if self._machine else {}))
+            for word in self._machine.make_goodbye(reason) if self._machine else [Leave(reason=reason)]:
+                self._link.send(word)
         self._over.set()
 
     async def _watch_parent(self) -> None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.clock import SYNCER
@@ -31,6 +33,7 @@ from atoll.protocol.pulls import Pulls, Standing
 from atoll.protocol.reports import cut_saved, progress_of
 from atoll.protocol.seeking import Seeking
 from atoll.protocol.settings import Settings
+from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
 
 Phase = Literal["out", "joining", "training", "ending", "finished"]
@@ -131,6 +134,16 @@ class Learner:
             clock=self._line.clock,
             term=self.term,
         )
+
+    def make_goodbye(self, reason: str) -> list[msg.FromLearner]:
+        """What is said last when its training process goes. Before the welcome to a new connection nothing is reported,
+        and nobody asks again: so what became of its steps since the last report goes along with the goodbye. It names
+        its incarnation, and a syncer that has given it another one passes it over."""
+        words: list[msg.FromLearner] = [msg.Leave(reason=reason)]
+        if not self._line.connected and self.versions and self._counters.fit:
+            # Without its tape: how much of that the syncer has, only the welcome would tell.
+            words.insert(0, self._progress(offer=-1, aims=-1, tape=Spoken()))
+        return [msgspec.structs.replace(word, clock=self._line.clock, term=self.term) for word in words]
 
     def handle(self, now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
         match event:
@@ -423,11 +436,11 @@ class Learner:
     def _report(self, now: float) -> None:
         if not self._line.connected or not self.versions or not self._counters.fit:
             return
-        offer, aims = self._copies.offer, self._orders.aims
-        seeking, tape = self._seeking.open, self._line.tape
-        self._line.say(
-            now, progress_of(self._counters.last, self._versions, offer, aims, self.incarnation, seeking, tape)
-        )
+        self._line.say(now, self._progress(self._copies.offer, self._orders.aims, self._line.tape))
+
+    def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
+        last, seeking = self._counters.last, self._seeking.open
+        return progress_of(last, self._versions, offer, aims, self.incarnation, seeking, tape)
 
     def _do(self, effect: fx.LearnerEffect) -> None:
         self._effects.append(effect)

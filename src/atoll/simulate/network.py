@@ -13,7 +13,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol.messages import FromSyncer, Leave
+from atoll.protocol.messages import FromSyncer
 from atoll.simulate.island import NOT_FINITE
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ class Network:
     def leave(self, island: Island, reason: str) -> None:
         """It says goodbye and closes."""
         if (connection := island.connection) is not None:
-            self.up(island, fx.Received(island.name, Leave(reason=reason, clock=island.machine.hello().clock)))
+            for word in island.machine.make_goodbye(reason):
+                self.up(island, fx.Received(island.name, word))
             self.closed_by(connection, reason)
             island.connection = None
 
