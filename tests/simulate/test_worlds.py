@@ -8,13 +8,16 @@ import sys
 
 import msgspec
 import pytest
+from tests.protocol.world import World as LinkedWorld
 
 from atoll.learner import preempt
+from atoll.protocol.records import Gone
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, leaving
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
 from atoll.simulate.inject import LEARNERS, REST
 from atoll.simulate.island import Island
+from atoll.simulate.reign import Reign
 from atoll.simulate.world import World
 
 TRACES = """
@@ -36,6 +39,42 @@ def test_thousands_of_worlds(block: int) -> None:
     for seed in range(10_000 + 100 * block, 10_000 + 100 * block + 100):
         outcome = campaign.run(campaign.plan(seed))
         assert not outcome.invariant, f"atoll simulate faults --seed {seed}: {outcome.invariant}: {outcome.message}"
+
+
+class EndingWorld(LinkedWorld):
+    """It begins a term and comes to its end as the simulator's own does."""
+
+    def begin(self, reign: Reign) -> None:
+        World.begin(self, reign)
+
+    def close(self, reign: Reign) -> object:
+        return World.close(self, reign)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_is_over_once_its_last_records_are_durable(full: bool) -> None:
+    """Seed 5377: a standby had taken over when the run was over. The accounts that the old syncer closed then were
+    written nowhere, and the successor had not come to close them yet."""
+    world = EndingWorld(2, fragments=2, sync_every=4).run_until(round=6)
+    world.run_until(seconds=1.5)
+    world.kill("learner-1")
+    world.end()
+    while not world.said("finishing"):
+        world.run_until(seconds=0.01)
+    open_before, finishing = world.syncer.history.ledger.totals().in_flight, world.reign
+    world.run_until(seconds=1.9)
+    if full:
+        world.disk.full = True
+        world.run_until(seconds=5.0)
+        assert not world.finished
+        world.disk.full = False
+    else:
+        world.new_reign(world.disk.claim)
+    world.run_to_end(seconds=20)
+    assert any(open_before), "nobody but the end closes this account"
+    assert not any(world.syncer.history.ledger.totals().in_flight)
+    closed = {line.learner for line in world.journal if isinstance(line, Gone)}
+    assert closed == {"learner-0", "learner-1"} and finishing.alive == full
 
 
 def test_the_same_seed_is_the_same_world_in_any_process() -> None:

@@ -59,6 +59,11 @@ class Reign:
         self._alarm = inf
         """The earliest wake-up that is set."""
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Something that was decided is not durable, or not carried out yet."""
+        return self._writing or bool(self._waiting)
+
     # ---- events -------------------------------------------------------------------------------------------------
 
     def tell(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:

@@ -19,7 +19,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
 from atoll.simulate.agenda import Agenda
 from atoll.simulate.bodies import Bodies
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import AGAIN_S, Disk
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
 from atoll.simulate.island import Island
@@ -230,6 +230,16 @@ class World:
             self.agenda.later(1.0, self.close, reign)
             return False
         self.tell(reign, fx.Over())
+        return self._finish_when_written(reign)
+
+    def _finish_when_written(self, reign: Reign) -> object:
+        """As the service does: it is over once its last records are durable. One that finds then that another term was
+        claimed, or whose disk fails, ends without them, and its successor brings the run to its end."""
+        if not reign.alive:
+            return False
+        if reign.has_unwritten:
+            self.agenda.later(AGAIN_S, self._finish_when_written, reign)
+            return False
         self.finished = True
         return None
 
