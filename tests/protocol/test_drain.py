@@ -106,6 +106,26 @@ def test_the_last_steps_are_waited_for_when_words_come_unevenly(adopt: str) -> N
     all_merged(world)
 
 
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+def test_the_last_steps_are_waited_for_over_a_slow_link(adopt: str) -> None:
+    """Seed 22295: the word to stop, a step and the report of it took longer than the patience, which was of the steps
+    alone; the round that asked for the last steps of a fragment went without them."""
+    settings: dict[str, Any] = {"fragments": 2, "sync_every": 40, "patience_s": 3.0, "adopt": adopt}
+    world = World(2, latency_s=2.0, step_s=[0.6, 1.3], **settings).run_until(round=4)
+    world.run_until(seconds=8.0)
+    assert all(round_.stage == "gathering" for round_ in world.syncer.rounds.open.values()), "none is under way"
+    before = world.now
+    world.end()
+    stopped_s = 0.0
+    while not world.finished:
+        world.run_until(seconds=0.05)
+        if not stopped_s and all(one.stopped for one in world.syncer.members.learners.values()):
+            stopped_s = world.now - before
+    assert stopped_s > max(world.settings.patience_s, 4 * (0.6 + 1.3) / 2), "by its steps alone it would be late"
+    assert not any(world.syncer.history.ledger.totals().lost)
+    all_merged(world)
+
+
 def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_round() -> None:
     world = World(3, fragments=4, sync_every=8, latency_s=0.4).run_until(round=12)
     world.end()

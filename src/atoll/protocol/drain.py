@@ -9,7 +9,7 @@ Nobody is asked twice, so a moment of silence leaves nobody out: it takes a miss
 from __future__ import annotations
 
 from atoll.protocol import schedule
-from atoll.protocol.membership import Membership
+from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.settings import Settings
 
@@ -46,9 +46,10 @@ class Drain:
         return True
 
     def _patience_s(self) -> float:
-        """Also the slowest learner comes to its next boundary, unless its step takes longer than a run assembles."""
-        slowest_s = max((one.step_s.value or 0.0 for one in self.members.reachable()), default=0.0)
-        own_s = min(2 * slowest_s, self.settings.assemble_s)
+        """Also the slowest learner comes to its next boundary, and words go to it and back, which takes no longer than
+        its answers do; unless that is longer than a run assembles."""
+        slowest_s = max((_needs_s(one) for one in self.members.reachable()), default=0.0)
+        own_s = min(slowest_s, self.settings.assemble_s)
         return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0), own_s)
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
@@ -60,3 +61,8 @@ class Drain:
         until = self._moved_at + self._patience_s()
         wakes.append(until)
         return now < until and any(not one.may_give(fragment) for one in self.members.reachable())
+
+
+def _needs_s(one: Learner) -> float:
+    """What it takes to tell this learner something, and to hear of it after its next boundary."""
+    return 2 * (one.step_s.value or 0.0) + (one.answer_s.value or 0.0)
