@@ -338,6 +338,23 @@ def test_every_life_is_closed_once() -> None:
     assert not any(totals.in_flight) and not any(totals.balance())
 
 
+def test_what_was_on_its_way_when_the_run_was_over_is_passed_over() -> None:
+    """Seed 14101: a link was held up until after the end. Its accounts and leases were closed by then, and an honest
+    report was refused for the samples it named."""
+    world = World(1).run_until(round=2)
+    register = fx.Received("learner-0", Register(datasets=TEXT, epochs=0, batch=BATCH))
+    world.inject(register)
+    machine = world.islands["learner-0"].machine
+    machine.handle(world.now, fx.Cut("it says the rest when it leaves"))
+    said = machine.make_goodbye("x")[0]
+    report = fx.Received("learner-0", msgspec.structs.replace(said, position=BATCH))
+    world.inject(report)
+    assert not world.said("refused") and world.syncer.members.learners["learner-0"].position == BATCH
+    world.inject(fx.Over())
+    assert world.inject(report) == [] and world.inject(register) == []
+    assert not world.said("refused") and not world.said("unbalanced")
+
+
 def test_why_a_life_is_over_is_in_its_record() -> None:
     world = eventful()
     reasons = {(r.learner, r.incarnation): r.reason for r in world.journal if isinstance(r, Gone)}

@@ -185,8 +185,10 @@ class Syncer:
                 pass
 
     def _known(self, name: str) -> Learner | None:
+        """One whose word counts. Once the run is over, accounts are closed of learners that are still connected: what
+        was on its way then is passed over, since nothing of that life is left to judge it by."""
         learner = self.members.learners.get(name)
-        return learner if learner is not None and learner.connected else None
+        return learner if learner is not None and learner.connected and not learner.closed else None
 
     def _take_of(
         self, now: float, learner: Learner, event: fx.Received | fx.Delivered | fx.Lost | fx.DrainAsked
