@@ -13,7 +13,7 @@ the rounds that collect them, and those that would collect nothing are passed ov
 from __future__ import annotations
 
 from atoll.protocol import schedule
-from atoll.protocol.grace import Estimates, grace_s
+from atoll.protocol.grace import DEADLINE, Estimates, grace_s
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.pace import Pace
 from atoll.protocol.quorum import Verdict, effective_quorum, judge, judge_all
@@ -46,12 +46,14 @@ class Gathering:
         return self.estimates.pull_deadline_s(self.settings, self.members.answer_s())
 
     def deadline_of(self, one: Learner) -> float:
-        """What a pull may take of this learner: it may have to come to its next boundary first, but no round is held up
-        for longer than the overlap that all are meant to have."""
-        step_s, usual_s = one.step_s.value, self.members.step_s()
-        if self.settings.synchronous or one.stopped or step_s is None or usual_s is None:
+        """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
+        is quick but for now does not get that time. It may have to come to its next boundary first, but no round is
+        held up for longer than the overlap that all are meant to have."""
+        step_s, usual_s, answer_s = one.step_s.value, self.members.step_s(), one.answer_s.value
+        if self.settings.synchronous or one.stopped or step_s is None or usual_s is None or answer_s is None:
             return self.deadline_s
-        return max(self.deadline_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
+        answer_by_s = min(self.deadline_s, max(self.settings.pull_floor_s, DEADLINE * answer_s))
+        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
 
     def watch(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""

@@ -220,8 +220,10 @@ class Rounds:
         if round_.given:
             self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
-        if missed and not round_.given:  # for all we know the deadline was too short: learn from it
-            self._learn_from_misses(now, round_, missed)
+        for seat in missed:  # for all we know the deadline was too short: learn from it
+            self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
+        if missed and not round_.given and len(missed) == len(round_.asked):
+            self.gathering.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
             self._miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
@@ -238,12 +240,6 @@ class Rounds:
             parts = tuple(Part(name, round_.attempt, counts) for name, counts in round_.weights.items())
             self.out.add(Merge(round_.t, round_.fragment, parts))
         return bool(missed)  # whoever fell mute is to be probed
-
-    def _learn_from_misses(self, now: float, round_: Round, missed: list[Seat]) -> None:
-        if len(missed) == len(round_.asked):
-            self.gathering.estimates.sync_s.add(now - round_.frozen_at)
-        for seat in missed:
-            self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
 
     def _weigh(self, round_: Round) -> None:
         names, limit = [seat.learner for seat in round_.given], self.settings.weight_limit
@@ -283,7 +279,7 @@ class Rounds:
         if self.settings.synchronous or learner.stopped or learner.t > seat.t + 1:
             return True
         own_s = OWN_STEPS * (learner.step_s.value or 0.0)
-        return now >= round_.frozen_at + max(self.gathering.deadline_s, own_s)
+        return now >= round_.frozen_at + max(seat.deadline_s, own_s)
 
     # ---- the outcome --------------------------------------------------------------------------------------------
 
