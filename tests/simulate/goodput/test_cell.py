@@ -83,12 +83,12 @@ def test_a_barrier_costs_mixed_learners_a_sixth_and_a_quorum_of_one_with_grace_n
     assert free.rounds is not None and free.rounds.participation is not None and free.rounds.participation > 0.9
 
 
-def test_grace_brings_more_learners_into_each_round() -> None:
+def test_spread_speeds_are_all_in_each_round_with_grace_and_nearly_without() -> None:
     profile = with_values(CALM, {"speed.spread": 0.18, "speed.jitter": 0.1})
     without = with_values(profile, {"rules.grace": False})
     rounds = [run(Job(one, "decoupled", 8, 8, 0, 6.0, 150)).rounds for one in (profile, without)]
     shares = [one.participation for one in rounds if one is not None and one.participation is not None]
-    assert shares[0] > shares[1] + 0.01
+    assert shares[0] >= shares[1] > 0.99, "readiness per fragment leaves little to wait for"
 
 
 def test_where_learners_wait_a_slow_one_costs_everybody() -> None:
