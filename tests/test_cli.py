@@ -217,6 +217,24 @@ def test_a_run_goes_on_with_the_script_it_was_begun_with(
     assert begin(monkeypatch, taken, "--resume", "run").script == ["script.py", "--mine", "3"]
 
 
+def test_a_run_whose_learners_were_started_by_hand_is_told_its_script(
+    monkeypatch: pytest.MonkeyPatch,
+    taken: list[LocalRun],
+    stopped: WrittenRun,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped.dir.settings.write_text("by_hand = true\n")
+    before = everything(stopped.dir.path)
+    assert atoll(monkeypatch, "train", "--resume", "run") == 2
+    err = capsys.readouterr().err
+    assert "were started by hand, so their script is not known: atoll train SCRIPT --resume run, or atoll syncer" in err
+    assert err.count("\n") == 1 and everything(stopped.dir.path) == before
+    run = begin(monkeypatch, taken, "script.py", "--resume", "run", "--", "--mine", "3")
+    assert run.config.script == (str(folder / "script.py"), "--mine", "3") and not run.config.by_hand
+    assert run.script == [str(folder / "script.py"), "--mine", "3"]
+
+
 def test_what_a_run_was_begun_with_is_what_it_can_go_on_with(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
 ) -> None:

@@ -78,6 +78,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Pretrained weights to begin with: a safetensors file. Empty: the first learner's own."""
     script: tuple[str, ...] = ()
     """What every learner runs, for `--resume`; empty: the built-in workload."""
+    by_hand: bool = False
+    """Learners are started by hand (`atoll syncer`): their script is known to nobody here."""
     protocol: Settings = Settings()
     outer: Outer = Outer()
     service: Service = Service()

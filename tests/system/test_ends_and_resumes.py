@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run, members
 
+from atoll.config import load
 from atoll.launch.resume import model_is_head, read_head, spent_budget
 from atoll.observe.verify import verify_run
 from atoll.protocol.history import History
@@ -52,20 +53,29 @@ TOKENS, MORE_TOKENS, MANY_TOKENS = 4_000, 8_000, 10_000_000
 
 
 def cut_is_made(events: list[Event]) -> bool:
-    return any(e["kind"] == "cut" and e["cut"] >= 20 for e in events)
+    """And both learners are in the run: one may start much later than the other."""
+    return any(e["kind"] == "cut" and e["cut"] >= 20 for e in events) and len(members(events)) == 2
 
 
 def train(run: Run, *words: object, script: tuple[object, ...] = ()) -> Run:
     settings = run.folder / "settings.toml"
     settings.write_text(SETTINGS)
-    more = ("--", *script) if script else ()
-    command = (SCRIPT, "--config", settings, "--evaluate-every", 20, *words, *more)
+    command = (SCRIPT, "--config", settings, "--evaluate-every", 20, *words, "--", *script)
     return run.train(*map(str, command))
 
 
-def learners_by_hand(run: Run, url: str) -> list[subprocess.Popen[str]]:
+def train_to_cut(run: Run, *script: object) -> None:
+    """Up to its first cut, and slowly from there: there is time to end it before its budget is spent."""
+    (run.folder / "slow").touch()
+    train(run, "--steps", ENOUGH, script=("--slow", run.folder / "slow", *script)).until(cut_is_made)
+
+
+def learners_by_hand(run: Run, url: str, *script: object) -> list[subprocess.Popen[str]]:
     return [
-        run.beside("learn", SCRIPT, "--syncer", url, "--name", name, "--folder", run.out / "learners" / name)
+        run.beside(
+            *("learn", SCRIPT, "--syncer", url, "--name", name, "--folder", run.out / "learners" / name),
+            *("--", *map(str, script)),
+        )
         for name in ("learner-0", "learner-1")
     ]
 
@@ -86,7 +96,7 @@ def tokens_spent(run: Run) -> None:
 
 
 def train_interrupted(run: Run) -> None:
-    train(run, "--steps", ENOUGH).until(cut_is_made)
+    train_to_cut(run)
     run.interrupt()
     run.ended()
     said_once(run, f"It goes on with: atoll train --resume {run.out.relative_to(run.folder)}")
@@ -96,7 +106,8 @@ def syncer_interrupted(run: Run) -> None:
     settings = run.folder / "settings.toml"
     settings.write_text(SETTINGS)
     run.start("syncer", "--config", settings, "--steps", str(ENOUGH), "--port", "0", "--out", run.out)
-    learners = learners_by_hand(run, run.address())
+    (run.folder / "slow").touch()
+    learners = learners_by_hand(run, run.address(), "--slow", run.folder / "slow")
     run.until(cut_is_made)
     run.interrupt()
     run.ended()
@@ -105,18 +116,18 @@ def syncer_interrupted(run: Run) -> None:
 
 
 def supervisor_killed(run: Run) -> None:
-    train(run, "--steps", ENOUGH).until(cut_is_made)
+    train_to_cut(run)
     os.kill(run.pid_of_command(), signal.SIGKILL)
     run.until_gone(WAIT_S)
 
 
 def everything_killed(run: Run) -> None:
-    train(run, "--steps", ENOUGH).until(cut_is_made)
+    train_to_cut(run)
     run.kill_everything()
 
 
 def everybody_drained(run: Run) -> None:
-    train(run, "--steps", ENOUGH).until(cut_is_made)
+    train_to_cut(run)
     for learner in ("learner-0", "learner-1"):
         assert run.command("drain", learner, "--run", run.out).returncode == 0
     run.ended()
@@ -125,7 +136,7 @@ def everybody_drained(run: Run) -> None:
 
 def every_learner_failed(run: Run) -> None:
     trouble = run.folder / "trouble"
-    train(run, "--steps", ENOUGH, script=("--trouble", trouble)).until(cut_is_made)
+    train_to_cut(run, "--trouble", trouble)
     trouble.touch()
     run.ended(code=2)
     assert "trouble is there: take it away" in run.stderr
@@ -161,7 +172,8 @@ HALF_ENDED = {"killed_at_its_end", "model_lost"}
 
 
 def resume(run: Run, *words: object) -> None:
-    run.start("train", "--resume", run.out, *map(str, words))
+    script = (SCRIPT,) if load(run.out / "run.toml").by_hand else ()
+    run.start("train", *script, "--resume", run.out, *map(str, words))
 
 
 def more_steps(run: Run) -> None:
@@ -241,6 +253,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 run.until_gone(10.0)
             finally:
                 run.kill()
+                (run.folder / "slow").unlink(missing_ok=True)
             check_well(run.out)
             made[end] = run.out
         return made[end]

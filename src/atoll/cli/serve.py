@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -95,6 +96,7 @@ def syncer(
         return
     changes: dict[str, dict[str, Any]] = {"protocol": rules, "service": door}
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
+    settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
     run_dir = RunDir.create(out, force=force)
     write_atomic(run_dir.settings, settings.toml())

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, document_of, write_summary
+from atoll.cli.app import app, close, document_of, short, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.data_parallel import DataParallelRun
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -172,7 +172,10 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
-        _go_on(resume, cut, out, script, config, changes, targets, force=force, as_json=json_, breakable=breakable)
+        if config is not None or (script is not None and not _is_by_hand(resume)):
+            raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
+        own = (str(script.absolute()), *script_arguments(script, context.args)[1:]) if script is not None else ()
+        _go_on(resume, cut, out, own, changes, targets, force=force, as_json=json_, breakable=breakable)
         return
     document = document_of(config)
     if demo:
@@ -206,8 +209,7 @@ def _go_on(
     resume: Path,
     cut: int | None,
     out: Path | None,
-    script: Path | None,
-    config: Path | None,
+    script: tuple[str, ...],
     changes: dict[str, dict[str, Any]],
     targets: Targets,
     *,
@@ -215,9 +217,8 @@ def _go_on(
     as_json: bool,
     breakable: bool,
 ) -> None:
-    """`--resume`: the run's own settings and script, with what may change while a run goes on."""
-    if script is not None or config is not None:
-        raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
+    """`--resume`: the run's own settings and script, with what may change while a run goes on. `script`: of a run whose
+    learners were started by hand."""
     if cut is None and out is not None:
         raise ConfigError("--resume goes on in the run's own folder: --out belongs to --from-cut, for a new run")
     words = _words(changes)
@@ -226,6 +227,13 @@ def _go_on(
         check_not_alive(old.path)
     settings = convert(merged(document_of(old.settings), _kept(changes)), str(old.settings))
     _check_at_home(settings)
+    if settings.by_hand and not script:
+        raise ConfigError(
+            f"the learners of the run in {old.path} were started by hand, so their script is not known: "
+            f"atoll train SCRIPT --resume {short(old.path)}, or atoll syncer --resume {short(old.path)}"
+        )
+    if script:
+        settings = msgspec.structs.replace(settings, script=script, by_hand=False)
     console = Console(stderr=as_json)
     if cut is None:
         run_dir, found = old, plan_resume(old, words)
@@ -238,6 +246,12 @@ def _go_on(
         return
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, breakable=breakable)
+
+
+def _is_by_hand(folder: Path) -> bool:
+    """Whether nobody knows the script of this run."""
+    path = folder / "run.toml"
+    return path.exists() and bool(document_of(path).get("by_hand"))
 
 
 def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bool) -> None:

@@ -1,7 +1,8 @@
 """A straight line in 20 ms per step, with a scorer of its own: what the table of ends and resumes trains.
 
 Options: --trouble FILE (ends with a sentence while the file is there), --deaf FILE (goes on when the run has ended,
-while the file is there).
+while the file is there), --slow FILE (half a second per step from step 60 on, while the file is there: a test can end
+the run before its budget is spent, on a machine however crowded).
 """
 
 import argparse
@@ -16,6 +17,7 @@ import atoll
 parser = argparse.ArgumentParser()
 parser.add_argument("--trouble", type=Path)
 parser.add_argument("--deaf", type=Path)
+parser.add_argument("--slow", type=Path)
 said = parser.parse_args()
 
 torch.manual_seed(0)
@@ -35,7 +37,8 @@ with atoll.Learner(model, optimizer) as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        slow = said.slow is not None and learner.steps > 60 and said.slow.exists()
+        time.sleep(0.5 if slow else 0.02)
         learner.step(tokens=16, loss=loss)
         if said.trouble is not None and said.trouble.exists():
             sys.exit(f"{said.trouble} is there: take it away")
