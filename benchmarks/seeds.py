@@ -14,43 +14,30 @@ broken.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 from atoll import __version__  # noqa: E402
 from atoll.simulate.story import Told  # noqa: E402
-from atoll.simulate.worker import Report, report  # noqa: E402
+from atoll.simulate.worker import all_of  # noqa: E402
 from atoll.telemetry.versions import versions  # noqa: E402
 
-TOGETHER = 8
-"""Seeds that a worker is handed at once."""
 
-
-def run_seed(seed: int) -> Report:
-    return report(seed, None, traced=False)
-
-
-def prepare_worker() -> None:
-    gc.set_threshold(100_000)  # a world lasts for a moment
-
-
-def run_block(pool: Pool, seeds: range) -> dict[str, Any]:
+def run_block(jobs: int, seeds: range) -> dict[str, Any]:
     """What became of these worlds."""
     began, events, broken = time.perf_counter(), 0, []
-    for done, one in enumerate(pool.imap_unordered(run_seed, seeds, TOGETHER), 1):
+    for done, one in enumerate(all_of(seeds, None, jobs), 1):
         events += one.outcome.events
         if one.told is not None:
             broken.append(describe(one.told))
@@ -149,15 +136,14 @@ def main() -> int:
     blocks = read_blocks(options.out, commit) if options.add else {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {}
-    with multiprocessing.Pool(options.jobs, prepare_worker) as pool:
-        for seeds in make_blocks(options.first, options.seeds, options.block):
-            blocks[seeds.start] = block = run_block(pool, seeds)
-            result = make_result(blocks.values(), commit, options.jobs)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-            print_line(
-                f"seeds {seeds.start:,} to {seeds.stop - 1:,}: {block['events']:,} events in {block['wall_s']} s, "
-                f"{len(block['violations'])} broken promises ({len(result['violations'])} in all)"
-            )
+    for seeds in make_blocks(options.first, options.seeds, options.block):
+        blocks[seeds.start] = block = run_block(options.jobs, seeds)
+        result = make_result(blocks.values(), commit, options.jobs)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        print_line(
+            f"seeds {seeds.start:,} to {seeds.stop - 1:,}: {block['events']:,} events in {block['wall_s']} s, "
+            f"{len(block['violations'])} broken promises ({len(result['violations'])} in all)"
+        )
     print_line(
         f"{result['seeds']:,} worlds, {result['events']:,} events, {len(result['violations'])} of them break a promise"
     )

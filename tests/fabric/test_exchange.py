@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from aiohttp import web
 from atoll.config import convert
 from atoll.fabric.client import Link
 from atoll.fabric.wire import (
-    DIGEST_HEADER,
     PROTOCOL_HEADER,
-    SESSION_HEADER,
     decode_from_learner,
     decode_from_syncer,
     encode,
@@ -151,53 +149,6 @@ async def syncer(tmp_path: Path) -> AsyncIterator[Syncer]:
     async with asyncio.timeout(WAIT_S):
         await serving
     syncer.books.close()
-
-
-class OldLearner:
-    """Says what was recorded, when it has heard what was recorded."""
-
-    def __init__(self, url: str, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self.url, self.http, self.socket = url, http, socket
-        self.heard: list[bytes] = []
-        self._unmatched: list[tuple[object, ...]] = []
-
-    async def play(self) -> None:
-        for entry in EXCHANGE:
-            if entry["from"] == "syncer":
-                await self._until(place_of(bytes.fromhex(entry["frame"])))
-            elif "put" in entry:
-                await self._put(entry)
-            else:
-                with suppress(ConnectionError):  # its last word may come after the syncer hung up
-                    await self.socket.send_bytes(bytes.fromhex(entry["frame"]))
-
-    async def _until(self, place: tuple[object, ...]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while place not in self._unmatched:
-                frame = await self.socket.receive()
-                assert frame.type is aiohttp.WSMsgType.BINARY, f"waiting for {place}: {frame}"
-                self.heard.append(frame.data)
-                self._unmatched.append(place_of(frame.data))
-        self._unmatched.remove(place)
-
-    async def _put(self, entry: dict[str, str]) -> None:
-        assert isinstance(HELLO, msg.Hello)
-        headers = {SESSION_HEADER: HELLO.session, DIGEST_HEADER: entry["digest"]}
-        async with self.http.put(self.url + entry["put"], data=bytes.fromhex(entry["body"]), headers=headers) as answer:
-            assert answer.status == 204, await answer.text()
-
-
-async def test_a_learner_of_version_1_takes_part_in_a_run_of_version_2(syncer: Syncer) -> None:
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{syncer.url}/v1/control") as socket:
-        learner = OldLearner(syncer.url, http, socket)
-        await learner.play()
-        await syncer.until("left")
-    assert syncer.service.server.bad_frames == 0 and not syncer.said("refused")
-    rounds = [event["round"] for event in syncer.said("round")]
-    assert rounds == [place_of(data)[1] for data in frames("syncer") if place_of(data)[0] == "Announce"]
-    assert all(event["members"][0]["learner"] == "learner-0" for event in syncer.said("round"))
-    assert {assert_of_version_1(data) for data in learner.heard} >= {"Welcome", "Started", "Lease", "Pull", "Finish"}
-    assert [event["learner"] for event in syncer.said("left")] == ["learner-0"]
 
 
 async def test_a_syncer_says_its_version_when_a_channel_opens(syncer: Syncer) -> None:

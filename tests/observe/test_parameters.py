@@ -152,13 +152,16 @@ def test_a_changed_model_is_named_with_its_tensor(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     flip(run.dir.model, run.dir.model.stat().st_size - 1)
     problem = wrong(run)
-    assert problem.startswith(f"{run.dir.model}: tensor ") and problem.endswith("the cuts and the journal give")
+    assert problem.startswith(f"{run.dir.model} is not the head of the run: ")
+    assert "; tensor " in problem and problem.endswith("the cuts and the journal give")
 
 
 def test_a_torn_model_is_named(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     os.truncate(run.dir.model, run.dir.model.stat().st_size - 4)
-    assert wrong(run).startswith(f"{run.dir.model}: it cannot be read: ")
+    assert wrong(run).startswith(f"{run.dir.model} is not the head of the run: ") and "; it cannot be read: " in wrong(
+        run
+    )
 
 
 def test_a_finished_run_without_its_model_is_remarked_on(tmp_path: Path) -> None:
@@ -172,4 +175,6 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     run.dir.model.unlink()
     run.dir.model.mkdir()
-    assert wrong(run).startswith(f"{run.dir.model}: it cannot be read: ")
+    assert wrong(run).startswith(f"{run.dir.model} is not the head of the run: ") and "; it cannot be read: " in wrong(
+        run
+    )

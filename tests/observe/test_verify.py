@@ -213,7 +213,8 @@ def test_every_flipped_bit_of_a_sealed_segment_is_found(tmp_path: Path) -> None:
     segment = run.dir.journal / "segment-000001.log"
     for offset in range(0, segment.stat().st_size, 7):
         flip(segment, offset, offset % 8)
-        assert "segment-000001.log is damaged" in wrong(run)
+        found = wrong(run)
+        assert "segment-000001.log is damaged" in found or (offset < 16 and "written by another version" in found)
         flip(segment, offset, offset % 8)
     well(run)
 
