@@ -187,3 +187,6 @@ def test_orders_follow_the_round_that_gathers_and_keep_what_pulls_wait_for() -> 
     orders.move_on(1, 3)
     orders.order_ahead(1, [9])
     assert orders.pending == {3: 2, 4: 2, 9: 1} and fx.CancelRead(2) in done
+    orders.move_on(9, 20)
+    orders.order_ahead(9, [])
+    assert min(orders.pending) == 20, "copies that were never made for want of a slot are forgotten"

@@ -101,7 +101,8 @@ class Orders:
         count = self._rounds_per_step.count_ahead(self.settings)
         wanted = dict.fromkeys(range(self.gathering, self.gathering + count), step)
         wanted |= dict.fromkeys(waited_for, t)
-        for number in [n for n, at in self.pending.items() if n not in wanted and at > t]:
+        # Those of this boundary may be on their way off the device; older ones had no slot and were never made.
+        for number in [n for n, at in self.pending.items() if n not in wanted and at != t]:
             del self.pending[number]
             self._do(CancelRead(number))
         for number, at in wanted.items():
