@@ -74,6 +74,10 @@ def test_steps_are_counted_where_a_learner_was_live_and_able() -> None:
     assert truth.steps_per_live_s(a_run(rounds=slow)) == pytest.approx((9 + 9 + 3) / 27)
     paused = a_run(*a_fault(1, "pause", C, 4.0, 10.4), rounds=slow)
     assert truth.steps_per_live_s(paused) == pytest.approx(1.0)
+    leaving = a_run(event(4.5, "leaving", learner=C, incarnation=1, t=4), rounds=slow)
+    assert truth.steps_per_live_s(leaving) == pytest.approx(1.0), "its last steps are collected; it makes no more"
+    before = a_run(event(4.5, "leaving", learner=C, incarnation=0, t=4), rounds=slow)
+    assert truth.steps_per_live_s(before) == truth.steps_per_live_s(a_run(rounds=slow)), "that was an earlier life"
 
 
 def test_a_gap_while_the_syncer_is_away_does_not_count() -> None:

@@ -115,6 +115,16 @@ def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of
     assert [(one.reason, one.total) for one in gone] == [("this rack goes down", island.tokens_total)]
 
 
+def test_it_is_told_once_when_a_learner_stops_in_order_to_leave() -> None:
+    world = World(3, fragments=4, sync_every=8).run_until(round=8)
+    island = world.islands["learner-1"]
+    island.leaving.ask("this rack goes down", hurried=False)
+    world.run_until(seconds=30.0)
+    told = [note for _, note in world.notes if note.kind == "leaving"]
+    assert island.leaving.left
+    assert [(note.data["learner"], note.data["t"]) for note in told] == [("learner-1", island.t)]
+
+
 def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
     world = World(2, fragments=1, sync_every=4).run_until(round=4)
     words = world.islands["learner-0"].machine.make_goodbye("x")

@@ -70,16 +70,23 @@ def participation(timeline: Sequence[Event]) -> float | None:
 
 
 def steps_per_live_s(timeline: Sequence[Event]) -> float | None:
-    """Steps a second of a learner that was live and not hindered, by the steps that rounds tell of."""
+    """Steps a second of a learner that was live, not hindered and not leaving, by the steps that rounds tell of.
+
+    A learner that leaves has made its last step; it stays for up to P rounds more until its work is collected."""
     there: dict[str, list[Span]] = defaultdict(list)
     part = training_part(timeline)
     for name, span in stays(timeline, ("recovered",), part.end):
         there[name].append(span.within(part))
     held = hindered(timeline)
+    leaves_at = {
+        (event["learner"], event["incarnation"]): event["at"] for event in timeline if event["kind"] == "leaving"
+    }
     seen: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     for event in paced_rounds(timeline):
         for member in event["members"]:
-            seen[member["learner"], member["incarnation"]].append((event["at"], member["t"]))
+            life = member["learner"], member["incarnation"]
+            if not life[0].startswith(ROGUE) and event["at"] < leaves_at.get(life, OF_ALL_TIME):
+                seen[life].append((event["at"], member["t"]))
     steps = seconds = 0.0
     for (name, _), samples in seen.items():
         for (before, few), (after, many) in pairwise(samples):

@@ -25,7 +25,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     participation: float | None = None
     """At least: mean over rounds of members over learners that were live, recovered, not paused and not slowed."""
     tokens_per_live_s: float | None = None
-    """At least, as a share of the calm run's: tokens per second of a learner that was live and not paused or slowed."""
+    """At least, as a share of the calm run's: tokens per second of a learner that was live and not paused, slowed
+    or leaving."""
     longest_gap: float | None = None
     """At most, in medians of the gaps between two rounds; but 2 s are always allowed. Outages of the syncer aside."""
     recovery_s: float | None = None

@@ -28,6 +28,7 @@ NOTABLE = {
     "passed": "yellow",
     "left": "cyan",
     "draining": "cyan",
+    "leaving": "cyan",
     "restarted": "cyan",
     "joined": "cyan",
     "recovered": "green",

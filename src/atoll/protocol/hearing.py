@@ -61,8 +61,12 @@ class Hearing:
         if (beyond := self.scrutiny.report(now, learner, said)) is not None:
             self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
+        begins_to_leave = said.leaving and not learner.leaving
         self.members.report(now, learner, said, self.rounds.furthest)
         self.accounts.reported(learner, said)
+        if begins_to_leave:
+            text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
+            self.out.note("leaving", text, learner, t=learner.t)
         if self.course.phase == "running":
             self.shares.reported(learner)
         if not said.seeking:
