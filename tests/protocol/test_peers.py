@@ -75,7 +75,8 @@ def test_versions_that_are_committed_meanwhile_are_adopted_meanwhile() -> None:
 
 def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
     """Its copy would be older than the newcomer's parameters otherwise."""
-    world = World(3, present=2, fragments=2, sync_every=2, overlap=1, latency_s=0.4).run_until(round=6)
+    world = World(3, present=2, fragments=2, sync_every=2, overlap=1, latency_s=0.4, pull_floor_s=1.0)
+    world.run_until(round=6)
     peer = world.islands["learner-0"]
     world.pause("learner-1")
     world.run_until(seconds=15.6)  # it is not healthy any more

@@ -177,16 +177,18 @@ def test_one_that_falls_mute_is_probed_at_once() -> None:
     assert probes[0] == muted_at
 
 
-def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_link() -> None:
-    world = World(3, fragments=4, sync_every=4, latency_s=0.4).run_until(round=12)
+@pytest.mark.parametrize("later_s", [0.25 * phase for phase in range(12)])
+def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_link(later_s: float) -> None:
+    world = World(3, fragments=4, sync_every=4, latency_s=0.4).run_until(round=12).run_until(seconds=later_s)
     deadline_s = world.syncer.estimates.pull_deadline_s(world.settings)
-    assert deadline_s > 3.0, "the link is slow, and known to be"
+    assert deadline_s > 3.5, "the link is slow, and known to be"
     world.islands["learner-1"].frozen = True
     before = world.now
     world.run_until(round=world.syncer.committed + 6)
     times = [before] + [at for at, note in world.notes if note.kind == "round" and at > before]
     longest = max(b - a for a, b in pairwise(times))
-    assert longest < SILENT_BEATS * world.settings.heartbeat_s + 1.5 < deadline_s
+    two_steps_s = 2.0
+    assert longest <= SILENT_BEATS * world.settings.heartbeat_s + two_steps_s < deadline_s
 
 
 def test_the_last_steps_of_one_that_has_stopped_are_waited_for_also_when_it_says_nothing_for_a_moment() -> None:

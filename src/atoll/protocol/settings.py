@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A learner that has been away for this long has lost what it had not given; its data is issued again."""
     stalled_after_s: float = 10.0
     """A learner that has made no step for this long (and eight times its step) is not waited for."""
-    pull_floor_s: float = 1.0
+    pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refused contributions in a row that send a learner into quarantine."""
