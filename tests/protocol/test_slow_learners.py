@@ -134,7 +134,7 @@ def test_slots_are_reserved_as_a_slow_learner_needs_them(adopt: str) -> None:
     world.run_to_end()
     assert merged_share(world, SLOW) >= (0.96 if adopt == "carry" else LEAST[4.0])
     assert 7 < world.slots[SLOW].count <= 24, "about twice the copies ahead of one boundary, and no more"
-    assert world.slots["learner-0"].count <= 9
+    assert world.slots["learner-0"].count <= 12, "the burst of three rounds at the start included"
 
 
 def test_where_slots_run_out_the_nearest_rounds_are_served_and_nobody_is_muted() -> None:
