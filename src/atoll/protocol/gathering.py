@@ -47,11 +47,15 @@ class Gathering:
 
     def deadline_of(self, one: Learner) -> float:
         """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
-        is quick but for now does not get that time. It may have to come to its next boundary first, but no round is
+        is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner until
+        it has answered, or has missed a pull. It may have to come to its next boundary first, but no round is
         held up for longer than the overlap that all are meant to have."""
-        step_s, usual_s, answer_s = one.step_s.value, self.members.step_s(), one.answer_s.value
-        if self.settings.synchronous or one.stopped or step_s is None or usual_s is None or answer_s is None:
+        usual_s, answer_s = self.members.step_s(), one.answer_s.value
+        if answer_s is None:
+            answer_s = self.members.answer_s()
+        if self.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
             return self.deadline_s
+        step_s = usual_s if one.step_s.value is None else one.step_s.value
         answer_by_s = min(self.deadline_s, max(self.settings.pull_floor_s, DEADLINE * answer_s))
         return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
 
