@@ -19,6 +19,7 @@ import msgspec
 import tomli_w
 
 from atoll.numerics.outer import OuterOptimizer, make_outer
+from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
 
@@ -40,8 +41,10 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         self.make()
-        if not self.norm_limit > 1:
+        if not 1 < self.norm_limit < MOST:
             raise ConfigError(f"norm_limit = {self.norm_limit} must be above 1: it is a multiple of the usual norm")
+        if not self.lr < MOST:
+            raise ConfigError(f"lr = {self.lr} of the outer optimizer steps past every number: 0.6 is the default")
 
     def make(self) -> OuterOptimizer:
         return make_outer(self.optimizer, self.lr, self.momentum)

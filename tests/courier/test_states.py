@@ -112,26 +112,33 @@ async def test_the_peer_steps_on_while_it_is_asked(stage: Stage) -> None:
 async def test_a_peer_that_dies_in_the_middle_is_followed_by_another(
     stage: Stage, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, [first, second] = await running(stage, learners=3, peers=2, direct=direct)
+    run, peers = await running(stage, learners=3, peers=2, direct=direct)
     begun = asyncio.Event()
 
     async def stuck(*what: object, **more: object) -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    assert first.courier._link is not None
-    monkeypatch.setattr(first.courier._link, "put_relay", stuck)
+    for peer in peers:
+        assert peer.courier._link is not None
+        monkeypatch.setattr(peer.courier._link, "put_relay", stuck)
     monkeypatch.setattr("atoll.fabric.host.Host._send", stuck)
     newcomer = stage.training(run, name="learner-2")
 
     async def accident() -> None:
         await begun.wait()
         monkeypatch.undo()
-        await first.kill_courier()
+        await asked_first().kill_courier()
 
-    await together([second, first], [newcomer.join(), accident()])
+    def asked_first() -> Training:
+        """By chance."""
+        return peers[int(run.said("helping")[0]["peer"].removeprefix("learner-"))]
+
+    await together(peers, [newcomer.join(), accident()])
+    first = asked_first()
+    [second] = [peer for peer in peers if peer is not first]
     assert same(newcomer, second) and not same(newcomer, first)
-    assert [event["peer"] for event in run.said("helping")] == ["learner-0", "learner-1"]
+    assert sorted(event["peer"] for event in run.said("helping")) == ["learner-0", "learner-1"]
 
 
 async def test_without_a_peer_the_newcomer_begins_at_once(stage: Stage) -> None:
@@ -150,7 +157,9 @@ async def test_an_optimizer_of_another_kind_is_said_and_left(stage: Stage, capfd
     newcomer.peers._optimizer = newcomer.optimizer
     await together([peer], [newcomer.join()])
     assert "'optimizer' is SGD here, AdamW in the snapshot" in (await run.until_said("fresh"))["reason"]
-    assert "its own warms up" in capfd.readouterr().err
+    refused = await run.until_said("refused")
+    assert (refused["learner"], refused["newcomer"]) == ("learner-0", "learner-1"), "whose state it was"
+    assert "its own inner optimizer, which warms up" in capfd.readouterr().err
     await together([peer], [stepping(newcomer, until=max(newcomer.versions()) + 1)])
 
 

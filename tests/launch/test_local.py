@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from atoll.config import convert
 from atoll.launch import children
 from atoll.launch.local import LocalRun, script_arguments
+from atoll.observe.screen import Screen
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.rundir import RunDir
+from atoll.telemetry.status import RunStatus
 
 pytestmark = pytest.mark.system
 
@@ -71,6 +75,52 @@ async def test_children_know_the_run(tmp_path: Path) -> None:
     for part in ("'ATOLL_LEARNER': 'learner-1'", "'ATOLL_ROLE': 'learner'", "'ATOLL_SEED': '0'", "http://127.0.0.1:"):
         assert part in said
     assert "ATOLL_SUPERVISOR" not in said
+
+
+ATTACK = """
+import os, pathlib, time, urllib.error, urllib.request
+looks = pathlib.Path({looks!r})
+if os.environ["ATOLL_LEARNER"] == "learner-0":
+    said = b'{{"round": 1' + b"0" * 400 + b', "loss": 1.0, "cpu_s": 0.0}}'
+    try:
+        code = urllib.request.urlopen(os.environ["ATOLL_SYNCER"] + "/v1/scores", data=said).status
+    except urllib.error.HTTPError as error:
+        code = error.code
+    looks.with_name("code").write_text(str(code))
+    seen = len(looks.read_bytes())
+    while len(looks.read_bytes()) < seen + 3:
+        time.sleep(0.02)
+"""
+"""Any process of this machine; it stays until the run was looked at after its score."""
+
+
+async def test_one_score_of_401_digits_ends_no_run(tmp_path: Path) -> None:
+    looks, screen = tmp_path / "looks", Screen(Console(file=io.StringIO(), force_terminal=True))
+    looks.touch()
+
+    def watch(status: RunStatus | None) -> None:
+        screen.update(status)
+        with looks.open("ab") as file:
+            file.write(b"." if status is not None else b"")
+
+    run = local(tmp_path, ATTACK.format(looks=str(looks)), watch=watch)
+    await run.run()
+    assert events(run, "finished") and not events(run, "score")
+    assert 400 <= int((tmp_path / "code").read_text()) < 500
+
+
+async def test_what_cannot_be_shown_ends_no_run_and_is_said_once(tmp_path: Path) -> None:
+    shown = []
+
+    def broken(status: RunStatus | None) -> None:
+        shown.append(status)
+        raise OverflowError("integer division result too large for a float")
+
+    run = local(tmp_path, "", watch=broken)
+    await run.run()
+    assert events(run, "finished") and len(shown) > 1
+    [warning] = events(run, "warning")
+    assert warning["text"].startswith("the run cannot be shown (OverflowError: integer division result too large")
 
 
 def test_a_script_that_is_not_there() -> None:

@@ -42,7 +42,7 @@ class Diary:
 
 diary = Diary()
 learner = atoll.Learner(model, optimizer)
-learner.register("diary", diary)
+learner.register("diary", diary, from_peers=True)
 data = torch.randn(256, 4)
 with learner:
     json.dump({"taken": diary.taken, "now": diary.now()}, open(sys.argv[1] + ".joined", "w"))

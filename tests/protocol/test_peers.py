@@ -309,15 +309,106 @@ def test_a_learner_out_of_quarantine_trains_on_and_takes_a_peers_inner_optimizer
     assert "learner-1" in world.members(world.syncer.committed - 1)
 
 
-def test_an_inner_optimizer_that_does_not_fit_is_said_and_the_newcomer_goes_on_without() -> None:
+def test_the_peer_is_chosen_by_chance_among_the_healthy() -> None:
+    """Whoever would serve newcomers a state of its making cannot see to it that they come to it."""
+    asked = []
+    for round_ in range(6, 36):
+        world = World(4, present=3, fragments=4, sync_every=4, latency_s=0.05).run_until(round=round_)
+        world.join("learner-3")
+        asked.append(str(until(world, "helping").data["peer"]))
+    assert min(asked.count(name) for name in ("learner-0", "learner-1", "learner-2")) >= 5, asked
+
+
+def test_a_state_that_is_refused_is_a_strike_and_another_peer_is_asked() -> None:
+    world = running()
+    world.islands["learner-0"].lies = True
+    newcomer = world.join("learner-3")
+    refused = until(world, "refused")
+    assert world.syncer.members.learners["learner-0"].strikes == 1
+    assert refused.text.startswith("state of learner-0 refused by learner-3: ")
+    assert (refused.data["learner"], refused.data["newcomer"]) == ("learner-0", "learner-3")
+    helped = until(world, "helped")
+    first, second = (str(note.data["peer"]) for note in world.said("helping"))
+    assert first == "learner-0" != second == newcomer.source == helped.data["peer"]
+    world.run_until(seconds=10)
+    assert world.syncer.members.learners["learner-0"].strikes == 0, "its next contribution is good"
+    assert not world.said("fresh") and not world.said("quarantined")
+
+
+def test_when_every_peers_state_is_refused_the_newcomer_starts_fresh() -> None:
     world = running()
     newcomer = world.join("learner-3")
     newcomer.fits = False
     fresh = until(world, "fresh")
-    assert "SGD here, AdamW in the snapshot" in fresh.text
-    assert len(world.said("helping")) == 1, "another peer's would not fit either"
+    assert "two tries came to nothing" in fresh.text and fresh.text.count("SGD here, AdamW in the snapshot") == 2
+    asked = [note.data["peer"] for note in world.said("helping")]
+    assert len(set(asked)) == len(asked) == 2, "none of them twice"
     world.run_until(seconds=10)
     assert newcomer.moments == newcomer.t > 0 and "learner-3" in world.members(world.syncer.committed - 1)
+
+
+def test_the_only_peer_is_not_asked_again_once_its_state_was_refused() -> None:
+    world = running(2, 1)
+    world.islands["learner-0"].lies = True
+    newcomer = world.join("learner-1")
+    fresh = until(world, "fresh")
+    assert len(world.said("helping")) == 1 and "no healthy peer is there (learner-0: " in fresh.text
+    at = {note.kind: when for when, note in world.notes}
+    assert at["fresh"] == at["refused"], "nobody else may come"
+    world.run_until(seconds=10)
+    assert newcomer.t > 0 and "learner-1" in world.members(world.syncer.committed - 1)
+
+
+def test_one_that_goes_into_quarantine_with_a_peers_state_asks_that_peer_no_more() -> None:
+    """A state may be finite and of the right shapes, and lead to broken numbers all the same."""
+    world = running()
+    newcomer = world.join("learner-3")
+    first = str(until(world, "helped").data["peer"])
+    newcomer.broken = True
+    until(world, "quarantined")
+    blame = world.said("refused")[-1]
+    assert blame.text.startswith(f"state of {first} refused by learner-3: it went into quarantine with it: ")
+    assert blame.data["learner"] == first
+    until(world, "helped", count=2)
+    asked = [note.data["peer"] for note in world.said("helping") if note.data["learner"] == "learner-3"]
+    assert asked[0] == first and first not in asked[1:]
+
+
+def test_one_whose_numbers_stay_broken_runs_out_of_peers_and_hurts_none_of_them() -> None:
+    world = running()
+    newcomer = world.join("learner-3")
+    until(world, "helped")
+    while len(world.said("fresh")) < 2:
+        newcomer.broken = True
+        world.run_until(seconds=0.5)
+        assert world.now < 500
+    asked = [note.data["peer"] for note in world.said("helping") if note.data["learner"] == "learner-3"]
+    assert len(asked) == len(set(asked)) == 3
+    assert {str(note.data["learner"]) for note in world.said("quarantined")} == {"learner-3"}
+
+
+def test_one_whose_contribution_was_taken_blames_nobody_for_a_later_quarantine() -> None:
+    world = running()
+    newcomer = world.join("learner-3")
+    helped = until(world, "helped")
+    world.run_until(seconds=10)
+    assert "learner-3" in world.members(world.syncer.committed - 1)
+    newcomer.broken = True
+    until(world, "quarantined")
+    assert all(note.data["learner"] == "learner-3" for note in world.said("refused")), helped
+
+
+def test_a_newcomer_that_lies_costs_a_peer_one_strike_and_no_more() -> None:
+    world = running()
+    world.join("learner-3")
+    for _ in range(12):
+        world.inject(fx.Received("learner-3", Seek(after=0)))
+        if (recovery := world.syncer.peers.open.get("learner-3")) is not None and recovery.peer is not None:
+            said = Settled(ticket=recovery.ticket, peer=recovery.peer.name, size=9, reason="bad", again=True)
+            world.inject(fx.Received("learner-3", said))
+    struck = [note.data["learner"] for note in world.said("refused")]
+    assert sorted(struck) == ["learner-0", "learner-1", "learner-2"]
+    assert not world.said("quarantined")
 
 
 def test_a_newcomer_that_is_cut_off_asks_anew_when_it_is_back() -> None:

@@ -61,15 +61,27 @@ def test_another_peer_takes_the_place_of_the_one_before() -> None:
     assert newcomer.said == [] and newcomer.seeking.open
 
 
-def test_what_does_not_fit_ends_the_search() -> None:
+def test_what_is_refused_is_said_and_another_is_awaited() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
     newcomer.seeking.told(1.0, fx.StateCame("one"))
-    newcomer.seeking.told(1.0, fx.Taken("one", reason="'optimizer' is SGD here"))
-    assert newcomer.said == [Settled(ticket="one", peer="a", reason="'optimizer' is SGD here")]
+    newcomer.seeking.told(1.0, fx.Taken("one", t=2, reason="'step' is -1.0", refused=True))
+    assert newcomer.said == [Settled(ticket="one", peer="a", size=100, t=2, reason="'step' is -1.0", again=True)]
+    newcomer.seeking.conclude()
+    assert newcomer.seeking.open and newcomer.done == [fx.TakeState("one")]
+    newcomer.helped("two", peer="b")
+    assert newcomer.done[-1] == fx.FetchState("two", 100, "d", "x")
+
+
+def test_where_no_peers_state_can_be_taken_the_search_ends() -> None:
+    newcomer = Newcomer()
+    newcomer.fetching()
+    newcomer.seeking.told(1.0, fx.StateCame("one"))
+    newcomer.seeking.told(1.0, fx.Taken("one", reason="the state of LBFGS is taken from no peer"))
+    assert newcomer.said == [Settled(ticket="one", peer="a", reason="the state of LBFGS is taken from no peer")]
     newcomer.seeking.conclude()
     [begin] = [effect for effect in newcomer.done if isinstance(effect, fx.Begin)]
-    assert "does not fit, its own warms up: 'optimizer' is SGD here" in begin.text and not newcomer.seeking.open
+    assert "which warms up: the state of LBFGS is taken from no peer" in begin.text and not newcomer.seeking.open
 
 
 def test_without_a_peer_it_goes_on_as_it_is() -> None:

@@ -339,9 +339,9 @@ def _train(
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
-            view.update(status, events)
-            tracking.update(status, events)
             standby.watch(status, {event["kind"] for event in events})
+            tracking.update(status, events)
+            view.update(status, events)
 
         run = LocalRun(
             config,

@@ -163,8 +163,8 @@ class Courier:
             case StateCopy():
                 assert self._states is not None
                 self._states.copied(frame)
-            case StateTaken(ticket, t, reason):
-                self._handle(fx.Taken(ticket, t, reason))
+            case StateTaken(ticket, t, reason, refused):
+                self._handle(fx.Taken(ticket, t, reason, refused))
             case Bye(reason):
                 self._leave(reason)
 

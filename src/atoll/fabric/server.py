@@ -55,7 +55,7 @@ __all__ = ["Channel", "Desk", "Served", "Server"]
 T = TypeVar("T")
 SWEEP_S = 1.0
 """Between two looks for tokens and certificates that count no more."""
-_NUMBER = r"\d{1,12}"
+_NUMBER = "[0-9]{1,12}"
 
 
 class Server(Port):

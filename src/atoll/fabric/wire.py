@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MOST, clipped
+from atoll.protocol.bounds import MOST, Count, Real, Seconds, clipped
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
@@ -128,10 +128,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an evaluator found out about the global model as of one round."""
 
-    round: int
-    loss: float | None
-    """None: what the scorer gave is not a finite number."""
-    cpu_s: float
+    round: Count
+    loss: Real | None
+    """None: what the scorer gave is not a number, or beyond all measure."""
+    cpu_s: Seconds
     sample: Annotated[str, Meta(max_length=64 * KIB)] = ""
     """What the model wrote: as much of it is kept as a screen shows."""
     final: bool = False

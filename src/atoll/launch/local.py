@@ -116,7 +116,7 @@ class LocalRun:
             self._interrupts = 0
             self._orders: list[str] = []
             self._ending = False
-            self._refusal = ""
+            self._refusal = self._unshown = ""
             self._failure: AtollError | None = None
             try:
                 await self._through()
@@ -149,13 +149,13 @@ class LocalRun:
         if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
             raise error
         await self._leave()
-        self.watch(None)
+        self._show(None)
 
     async def _until_over(self) -> None:
         while (code := self._syncer.ended()) != 0:
             self._mend_syncer(code)
             status = await self._status()
-            self.watch(status)
+            self._show(status)
             self._let_newcomers_first(status)
             self._prepare_successor(status)
             self._kill_as_planned(status)
@@ -174,7 +174,7 @@ class LocalRun:
                 raise (ConfigError if code == 2 else RunFailed)(words or f"the syncer died ({describe_exit(code)})")
             if time.monotonic() > deadline:
                 raise RunFailed(f"the syncer did not start within {START_S:g} s; its log is {self._syncer.log}")
-            self.watch(None)
+            self._show(None)
             await asyncio.sleep(0.05)
         return self.out.address.read_text()
 
@@ -215,12 +215,23 @@ class LocalRun:
                 break
             await asyncio.sleep(0.05)
 
+    def _show(self, status: RunStatus | None) -> None:
+        """What cannot be shown is said, once, and ends no run."""
+        try:
+            self.watch(status)
+        except Exception as error:  # of whatever kind: it only shows
+            if not self._unshown:
+                self._unshown = (
+                    f"the run cannot be shown ({type(error).__name__}: {error!s:.200}); it goes on all the same"
+                )
+                self._events.say("warning", self._unshown)
+
     async def _status(self) -> RunStatus | None:
         if not self._syncer.running:
             return None
         try:
             status = msgspec.convert(await get_json(self._url, "/v1/status", 2.0), RunStatus)
-        except (PeerError, Unreachable):
+        except (PeerError, Unreachable, msgspec.ValidationError):
             return None
         self._ending = self._ending or status.phase in ("ending", "finished")
         return status

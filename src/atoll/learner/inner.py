@@ -63,6 +63,13 @@ def put(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
         optimizer.state[parameters[number]] = _uncast(optimizer.state[parameters[number]], value)
 
 
+def by_key(optimizer: Optimizer, model: nn.Module) -> dict[str | int, torch.Tensor]:
+    """Its parameters, by what their state is kept under."""
+    keys = [key for group in _keys(optimizer, model) for key in group]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(keys, parameters, strict=True))
+
+
 def _keys(optimizer: Optimizer, model: nn.Module) -> list[dict[str | int, tuple[tuple[int, ...], str]]]:
     """Per group, the shape and type of every parameter, by its name or, if any is without one, by its position."""
     names: dict[int, str | int] = {id(parameter): name for name, parameter in model.named_parameters()}

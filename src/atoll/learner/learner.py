@@ -38,8 +38,9 @@ class Learner:
 
     `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one: its state stays
     here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are broken,
-    it is replaced by a healthy peer's, together with the model's buffers and whatever was registered. `data` is a
-    digest of what it trains on: it is noted in the run, and learners whose digests differ are warned of.
+    its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered for it; its
+    options (learning rate, betas) stay the script's own. `data` is a digest of what it trains on: it is noted in the
+    run, and learners whose digests differ are warned of.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Learner:
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
+        self._from_peers: set[str] = set()
+        """Of these: what a newcomer may take from a peer."""
         self._stay: Stay | None = None
         """From entering on; alone there is none."""
         self._inside = self._left = False
@@ -98,14 +101,16 @@ class Learner:
         """
         return self._feed.passed if self._stay is None else self._stay.progress
 
-    def register(self, name: str, thing: Stateful) -> None:
+    def register(self, name: str, thing: Stateful, *, from_peers: bool = False) -> None:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
 
-        A newcomer takes it from a peer. To be called before the learner is entered.
+        `from_peers`: a newcomer takes it from a peer too; its load_state_dict() then reads what another learner of the
+        run wrote, which nobody checks. To be called before the learner is entered.
         """
         if self._inside:
             raise RuntimeError(f"register({name!r}, …) comes before 'with atoll.Learner(...) as learner:'")
         self._extras[name] = thing
+        (self._from_peers.add if from_peers else self._from_peers.discard)(name)
 
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
@@ -118,6 +123,7 @@ class Learner:
                 self.model,
                 self.optimizer,
                 self._extras,
+                self._from_peers,
                 partner=self._partner,
                 tally=self._tally,
                 feed=self._feed,

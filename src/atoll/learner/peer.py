@@ -1,9 +1,9 @@
 """A learner and its peers, in the training process: a copy of its state for a newcomer, a peer's state for itself.
 
-That is the inner optimizer, persistent buffers and whatever the script registered; parameters are the run's, chance is
-each learner's own. Between two steps only copies are made; a thread brings them into memory that the courier can read,
-so giving its state away holds no step up. A peer's state is checked as a whole before anything is changed: what does
-not fit is said, and this learner goes on as it is.
+That is the inner optimizer's state, persistent buffers and what the script registered for it; parameters are the run's,
+chance is each learner's own. Between two steps only copies are made; a thread brings them into memory that the courier
+can read, so giving its state away holds no step up. A peer's state is checked as a whole before anything is changed
+(taking.py): what is not as this script's own is refused, and this learner goes on as it is.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from atoll.learner.ending import say
 from atoll.learner.partner import Partner
 from atoll.learner.recorder import Recorder
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
-from atoll.learner.state import Stateful, capture, restore
+from atoll.learner.state import Stateful, capture
+from atoll.learner.taking import take
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.mailbox.memory import mapped, reserve
-from atoll.protocol.errors import AtollError
+from atoll.protocol.bounds import clipped
+from atoll.protocol.errors import AtollError, PeerError
 from atoll.protocol.tape import Gave, Took
 
 PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder
@@ -39,6 +41,7 @@ class PeerStates:
         partner: Partner,
         tape: Recorder | None = None,
     ) -> None:
+        """`extras`: what the script registered and lets newcomers take from peers."""
         self._model, self._optimizer, self._extras, self._partner = model, optimizer, extras, partner
         self._tape = tape or Recorder(partner)
         self.waits = False
@@ -56,10 +59,10 @@ class PeerStates:
             case AwaitOrder():
                 self.waits = True
             case TakeOrder(ticket, length):
-                reason = self._take(self._partner.take_descriptor(), length)
+                reason, refused = self._take(self._partner.take_descriptor(), length)
                 if not reason:
                     self._tape.add(Took(t, ticket))
-                self._partner.send(StateTaken(ticket, t, reason))
+                self._partner.send(StateTaken(ticket, t, clipped(reason), refused))
             case BeginOrder(text):
                 self.waits = False
                 say(text)
@@ -103,16 +106,17 @@ class PeerStates:
 
     # ---- a peer's -----------------------------------------------------------------------------------------------
 
-    def _take(self, fd: int, length: int) -> str:
-        """Why it does not fit; empty: it is in."""
+    def _take(self, fd: int, length: int) -> tuple[str, bool]:
+        """Why it is not taken (empty: it is in), and whether that is the peer's doing."""
         try:
-            came = decode(bytearray(mapped(fd, length)))
-            restore(self._model, self._optimizer, self._extras, came, parameters=False, rng=False)
-        except AtollError as error:
-            return str(error)
+            take(self._model, self._optimizer, self._extras, decode(bytearray(mapped(fd, length))))
+        except PeerError as error:
+            return str(error), True
+        except (AtollError, RuntimeError, MemoryError) as error:  # torch's own, where the device has no room
+            return str(error).partition("\n")[0] or "there is no memory for it", False
         finally:
             os.close(fd)
-        return ""
+        return "", False
 
 
 def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopy, int]:

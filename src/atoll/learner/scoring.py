@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import SAMPLE_CHARS, Score
 from atoll.learner.model import describe, trained
 from atoll.numerics.fragments import Plan, difference, elements
+from atoll.protocol.bounds import near
 from atoll.protocol.errors import PeerError, PlanError, Unreachable
 from atoll.telemetry.status import RunStatus
 
@@ -63,8 +63,7 @@ class Evaluator:
         if not self._checked:
             self._check(plan)
         await self._fetch(plan)
-        value = float(self._score(self._model))
-        loss = value if math.isfinite(value) else None
+        loss = near(float(self._score(self._model)))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent

@@ -7,7 +7,7 @@ background.
 
 `restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
 are the same here and there; what is refused, also by an object's own load_state_dict, leaves everything as it was.
-A newcomer that gets its parameters from the run takes the rest from a peer: `parameters=False, rng=False`.
+What a newcomer takes from a peer goes through `taking.py`, which believes less.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def restore(
 
 
 # ---- what there is --------------------------------------------------------------------------------------------------
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's persistent ones, by where they stand in a snapshot."""
+    return dict(_tensors(model, parameters=False))
 
 
 def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,18 +74,20 @@ class Stay:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extras: Mapping[str, Stateful],
+        from_peers: Collection[str] = (),
         *,
         partner: Partner,
         tally: Tally,
         feed: Feed,
     ) -> None:
-        """`extras`: what the script registered."""
+        """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer."""
         self._joining, self._model, self._optimizer = joining, model, optimizer
         self._partner, self._tally, self._feed = partner, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = Recorder(partner)
         self.shared = Shared(model, partner, self._tape)
-        self._peers = PeerStates(model, optimizer, extras, partner, self._tape)
+        shared = {name: thing for name, thing in extras.items() if name in from_peers}
+        self._peers = PeerStates(model, optimizer, shared, partner, self._tape)
         self._own = OwnState(model, optimizer, extras)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""

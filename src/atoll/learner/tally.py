@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from atoll.learner.losses import Losses
+from atoll.protocol.bounds import near
 
 
 class Tally:
@@ -23,7 +24,7 @@ class Tally:
 
     @property
     def loss(self) -> float | None:
-        return self._losses.latest()
+        return near(self._losses.latest())
 
     def train(self) -> None:
         """The script goes on from here."""

@@ -116,11 +116,13 @@ class StateCopy(Frame, frozen=True):
 
 
 class StateTaken(Frame, frozen=True):
-    """A peer's state is in place, or, with a reason, does not fit."""
+    """A peer's state is in place, or, with a reason, it is not."""
 
     ticket: str
     t: int
     reason: str = ""
+    refused: bool = False
+    """It is not such a state as this script's own; otherwise it could be taken from nobody."""
 
 
 class Told(Frame, frozen=True):

@@ -1,6 +1,7 @@
-"""How long what a peer says may be, by its type: checked before the bytes behind it are read.
+"""How long what a peer says may be, and how large its numbers, by their types: checked while it is read.
 
-Every text and every row of a message or a tape has one of these; a test walks the types and finds none without.
+Every text, every row and every number of a message, a tape or a score has one of these; a test walks the types and
+finds none without. NaN and infinities are within no bounds.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from msgspec import Meta
 
 MOST = 2**48
 """Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
+FAR = 1e30
+"""The same for what is measured; a loss beyond it is as good as none."""
 LINE = 1000
 MANY = 65536
 """Fragments, tensors, leases or members in one message."""
 
 Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
 """What a peer counts; what may be below zero, and what it means, the rules say (rules.py)."""
+Count = Annotated[int, Meta(ge=0, lt=MOST)]
+Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
+Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]
 Name = Annotated[str, Meta(max_length=64)]
 Line = Annotated[str, Meta(max_length=LINE)]
 """What a learner says in words: what it says may be kept, and is to stay small."""
@@ -24,6 +30,11 @@ Words = Annotated[str, Meta(max_length=8 * LINE)]
 """What the syncer says: a few lines of learners may be in it."""
 Row = Annotated[tuple[Number, ...], Meta(max_length=MANY)]
 """A number for each fragment, or for each of something else."""
+
+
+def near(value: float | None) -> float | None:
+    """The value, if it is a number that may be sent."""
+    return value if value is not None and -FAR < value < FAR else None
 
 
 def clipped(text: str, most: int = LINE) -> str:

@@ -10,12 +10,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.protocol.bounds import Name
+from atoll.protocol.bounds import Count, Name
 
 MOST_NAMES = 16384
 """In one clock that a peer sends."""
 
-Clock = Annotated[dict[Name, int], Meta(max_length=MOST_NAMES)]
+Clock = Annotated[dict[Name, Count], Meta(max_length=MOST_NAMES)]
 
 SYNCER = "syncer"
 

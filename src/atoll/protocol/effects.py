@@ -422,11 +422,13 @@ class StateFailed(Fact, frozen=True):
 
 
 class Taken(Fact, frozen=True):
-    """Event: the training process goes on with a peer's state; with a reason: it does not fit, nothing has changed."""
+    """Event: the training process goes on with a peer's state; with a reason: it does not, nothing has changed."""
 
     ticket: str
     t: int = 0
     reason: str = ""
+    refused: bool = False
+    """The state is not to be believed; otherwise none could be taken here, from no peer."""
 
 
 class Say(Fact, frozen=True):

@@ -134,6 +134,7 @@ class Hearing:
             round_.answered_at = now
             learner.answer_s.add(now - round_.frozen_at)
             learner.misses = learner.strikes = 0
+            learner.helper = ""  # whatever it began with, its numbers are good
 
     def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:
         """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""

@@ -64,6 +64,10 @@ class Learner:
     loss: float | None = None
     misses: int = 0
     strikes: int = 0
+    helper: str = ""
+    """The peer whose state it goes on with, until a contribution of its own is taken."""
+    distrusted: set[str] = field(default_factory=set)
+    """Sessions of peers whose state it refused, or that it went into quarantine with: it takes no more of theirs."""
     usual: Usual = field(default_factory=Usual)
     """What this life has claimed so far."""
     step_s: Average = field(default_factory=Average)

@@ -2,8 +2,8 @@
 
 Small, frozen and tagged; unknown fields are forbidden, so a message of another version is refused, never guessed at.
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
-is sent once the body is whole. Every message carries its sender's vector clock. Whatever may be long has a bound in its
-type (bounds.py), which is checked before the bytes behind it are read; all but a hello are short as a whole
+is sent once the body is whole. Every message carries its sender's vector clock. Whatever may be long or large has a
+bound in its type (bounds.py), checked before the bytes behind it are read; all but a hello are short as a whole
 (fabric/wire.py).
 
 Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
@@ -26,7 +26,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MANY, Line, Name, Number, Row, Words
+from atoll.protocol.bounds import MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.clock import Clock
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import KEPT, AnyEntry
@@ -53,11 +53,11 @@ Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
     clock: Clock = {}
-    term: int = 0
+    term: Count = 0
     """The reign of the syncer that sends it, or that the sender last heard of."""
-    cut: int = 0
+    cut: Count = 0
     """The newest cut that was opened: the first message that names it is a learner's marker."""
-    seq: int = 0
+    seq: Count = 0
     """Of a learner's message: above that of every message before it in the same session, whatever the connection."""
 
 
@@ -65,7 +65,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     """One trained tensor of the model: all that a fragment plan depends on."""
 
     name: Annotated[str, Meta(max_length=1024)]
-    shape: Annotated[tuple[int, ...], Meta(max_length=64)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     dtype: Annotated[str, Meta(max_length=64)]
     embedding: bool = False
 
@@ -73,7 +73,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 class Hello(Message, frozen=True):
     """The first message on every connection."""
 
-    protocol: int
+    protocol: Number
     learner: Line
     session: Line
     """Drawn once per training process: the same session is the same incarnation, however often it reconnects."""
@@ -81,9 +81,9 @@ class Hello(Message, frozen=True):
     """The run whose versions it holds; empty for a newcomer."""
     versions: Row = ()
     """The committed version it last adopted, per fragment; −1 for none."""
-    incarnation: int = 0
+    incarnation: Number = 0
     """Which of its lives it knows itself to be in; 0 for a newcomer."""
-    t: int = 0
+    t: Number = 0
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MANY)] = ()
     data: Line = ""
     """A digest of what it trains on, where the script names one."""
@@ -101,9 +101,9 @@ class Progress(Message, frozen=True):
     aims: Number = -1
     """The round it will make its next copy for."""
     tokens_total: Number = 0
-    busy_s: float = 0.0
+    busy_s: Seconds = 0.0
     """Seconds spent stepping so far, as the training process counts them."""
-    loss: float | None = None
+    loss: Real | None = None
     stopped: bool = False
     """The training loop has ended: no more steps will come."""
     incarnation: Number = 0
@@ -133,7 +133,7 @@ class Heartbeat(Message, frozen=True):
 class Register(Message, frozen=True):
     """The data this learner takes its batches from: please lease it parts of it."""
 
-    datasets: Annotated[tuple[tuple[Line, int, float], ...], Meta(max_length=1024)]
+    datasets: Annotated[tuple[tuple[Line, Number, Real], ...], Meta(max_length=1024)]
     """Name, samples and weight of each."""
     epochs: Number
     """Passes over the data; 0: no end."""
@@ -202,6 +202,7 @@ class Settled(Message, frozen=True):
     ticket: Line
     peer: Line
     size: Number = 0
+    """Bytes that came whole; with a reason: and were refused, for no honest peer has such a state."""
     t: Number = 0
     """The newcomer's step when it was put in."""
     reason: Line = ""
@@ -230,11 +231,11 @@ class Unable(Message, frozen=True):
 class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Positions [start, stop) of one pass over one dataset's seeded permutation."""
 
-    lease: int
-    dataset: int
-    epoch: int
-    start: int
-    stop: int
+    lease: Number
+    dataset: Number
+    epoch: Number
+    start: Number
+    stop: Number
 
 
 class Lease(Message, frozen=True):
@@ -244,38 +245,38 @@ class Lease(Message, frozen=True):
     over: bool = False
     own: Words = ""
     """The reason why this learner's data is not leased; its tokens are counted all the same."""
-    incarnation: int = 0
+    incarnation: Number = 0
     """Whose they are: what waits for the disk is sent by name, and another process may have the name by then."""
 
 
 class Welcome(Message, frozen=True):
     run: Line
-    incarnation: int
+    incarnation: Number
     settings: Settings
     fingerprint: Line
     """Of the run's fragment plan."""
     versions: Row
     """Newest committed version per fragment; −1 while the run has no parameters."""
-    gathering: int
+    gathering: Number
     reset: bool = False
     """Its numbers were broken: the inner optimizer starts afresh."""
     upload: bool = False
     """The run is empty: send your parameters as version 0."""
-    progress: float = 0.0
-    global_step: int = 0
-    committed: int = 0
+    progress: Real = 0.0
+    global_step: Number = 0
+    committed: Number = 0
     """Rounds behind the run."""
-    merged: Annotated[tuple[tuple[int, int, int], ...], Meta(max_length=MANY)] = ()
+    merged: Annotated[tuple[tuple[Number, Number, Number], ...], Meta(max_length=MANY)] = ()
     """Per fragment, the version that holds this incarnation's last contribution, its step and its tokens."""
     leases: Annotated[tuple[Range, ...], Meta(max_length=MANY)] = ()
     """What this incarnation was leased and has not taken, in order; some of it may have been lost on the way."""
-    taped: int = 0
+    taped: Number = 0
     """Entries of its tape that are written down."""
     cuts: Row = ()
     """The complete cuts that the run keeps."""
     session: Line = ""
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
-    protocol: int = 1
+    protocol: Number = 1
     """The version that both sides speak on this channel."""
 
 
@@ -291,15 +292,15 @@ class Started(Message, frozen=True):
     """The run has its first parameters."""
 
     uploader: Name
-    gathering: int = 0
+    gathering: Number = 0
 
 
 class Pull(Message, frozen=True):
-    round: int
-    attempt: int
-    fragment: int
-    gathering: int
-    deadline_s: float
+    round: Number
+    attempt: Number
+    fragment: Number
+    gathering: Number
+    deadline_s: Seconds
     probe: bool = False
     """Only to see whether this learner answers at all; merged into nothing."""
 
@@ -308,15 +309,15 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A member of a committed round, with the step its contribution was read at and the tokens in it."""
 
     learner: Name
-    incarnation: int
-    t: int
-    tokens: int = 0
+    incarnation: Number
+    t: Number
+    tokens: Number = 0
 
 
 class Recover(Message, frozen=True):
     """Your numbers are broken: take every fragment anew from the run, and a peer's inner optimizer instead of yours."""
 
-    incarnation: int
+    incarnation: Number
     reason: Words
 
 
@@ -325,7 +326,7 @@ class Help(Message, frozen=True):
 
     ticket: Line
     newcomer: Name
-    after: int
+    after: Number
     """It must be from a time when this many rounds were behind you."""
 
 
@@ -333,7 +334,7 @@ class Stream(Message, frozen=True):
     """Send that copy through the syncer, from this byte on."""
 
     ticket: Line
-    offset: int
+    offset: Number
 
 
 class Release(Message, frozen=True):
@@ -348,7 +349,7 @@ class Helped(Message, frozen=True):
 
     ticket: Line
     peer: Name
-    size: int
+    size: Number
     digest: Line
     direct: Line = ""
 
@@ -362,14 +363,14 @@ class Fresh(Message, frozen=True):
 class Announce(Message, frozen=True):
     """Round `round` is committed; an empty one (version unchanged, no members) was passed over."""
 
-    round: int
-    fragment: int
-    version: int
+    round: Number
+    fragment: Number
+    version: Number
     members: Annotated[tuple[Member, ...], Meta(max_length=MANY)]
-    gathering: int
+    gathering: Number
     digest: Line = ""
-    progress: float = 0.0
-    global_step: int = 0
+    progress: Real = 0.0
+    global_step: Number = 0
     cuts: Row = ()
     """The complete cuts that the run keeps."""
 

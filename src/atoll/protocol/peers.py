@@ -1,18 +1,21 @@
 """Who helps whom: a newcomer takes the run's parameters from the syncer, the inner optimizer's state from a peer.
 
-A newcomer in a running run, and a learner out of quarantine, seeks (Seek). The healthy peer that helps the fewest is
-asked (Help); once a copy of its state lies ready (Ready) the newcomer is told (Helped), gets it from the peer itself or
-through the relay, and says what became of it (Settled). The syncer decides and passes on; it keeps none of it.
+A newcomer in a running run, and a learner out of quarantine, seeks (Seek). A healthy peer is asked (Help), by chance
+among those that help the fewest; once a copy of its state lies ready (Ready) the newcomer is told (Helped), gets it
+from the peer itself or through the relay, and says what became of it (Settled). The syncer decides and passes on; it
+keeps none of it.
 
 Rules kept here, each with its test: only a live learner that still steps, and whose last contribution was not refused,
 helps; several newcomers are spread over several peers; a peer that goes, declines or takes too long is followed by
-another, and two tries are enough; with no peer, or after those, the newcomer goes on with a fresh inner optimizer; it
-is no member of any round before that is settled. A ticket is made of the sessions of both, which nobody else knows.
+another, and two tries are enough; a peer whose state was refused gets a strike for it, once, and that newcomer asks it
+no more; with no peer, or after those tries, the newcomer goes on with a fresh inner optimizer; it is no member of any
+round before that is settled. Tickets and chance are made of the sessions of both, which nobody else knows.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.protocol.helping import BYTES_PER_S
@@ -46,6 +49,9 @@ class Recovery:
     """Peers that did not help, and why."""
     declined: set[str] = field(default_factory=set)
 
+    def trusts(self, peer: Learner) -> bool:
+        return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
+
     @property
     def why(self) -> str:
         """What went wrong before."""
@@ -67,21 +73,32 @@ class Peers:
         newcomer.state, newcomer.recovered = "joining", False
         self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now)
 
-    def settled(self, now: float, newcomer: Learner, said: Settled) -> None:
+    def settled(self, now: float, newcomer: Learner, said: Settled) -> Learner | None:
+        """The peer whose state was refused, where that is a strike."""
         if (recovery := self.open.get(newcomer.name)) is None:
-            return
+            return None
         if said.again:
-            if recovery.peer is not None and said.ticket == recovery.ticket:
-                self._fail(recovery, said.reason)
-            return
+            return self._again(recovery, said)
         if said.reason:
             self._go_on(recovery, said.reason, tell=False)
-            return
+            return None
+        newcomer.helper = said.peer
         seconds, ready = round(now - recovery.since, 3), recovery.ready
         text = f"{newcomer.name} goes on with {said.peer}'s inner optimizer: {said.size:,} bytes in {seconds:.1f} s"
         known = {"peer": said.peer, "bytes": said.size, "seconds": seconds, "t": said.t}
         self.out.note("helped", text, newcomer, **known, peer_t=ready.t if ready else None)
         self.over(newcomer, "the newcomer has it")
+        return None
+
+    def _again(self, recovery: Recovery, said: Settled) -> Learner | None:
+        """It did not come, or was refused: what a newcomer says of one peer costs that peer a strike once."""
+        if (peer := recovery.peer) is None or said.ticket != recovery.ticket:
+            return None
+        self._fail(recovery, said.reason)
+        if said.size <= 0 or peer.session in recovery.newcomer.distrusted:
+            return None
+        recovery.newcomer.distrusted.add(peer.session)
+        return peer
 
     def gave_up(self, newcomer: Learner) -> None:
         """It says that it waits for nobody."""
@@ -177,15 +194,22 @@ class Peers:
             self._go_on(recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}")
 
     def _healthiest(self, recovery: Recovery) -> Learner | None:
-        """One that has not failed yet before one that has, then whoever helps the fewest, then by name."""
+        """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
-        able = [one for one in self.members.stepping() if one.strikes == 0 and one.name not in recovery.declined]
-        return min(able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), one.name), default=None)
+        able = [one for one in self.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
+        chance = self._chance(recovery.newcomer)
+        return min(
+            able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), chance(one)), default=None
+        )
 
     def _may_come(self, recovery: Recovery) -> bool:
         """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now."""
         others = [one for one in self.members.learners.values() if one.name not in self.open]
-        return any(not one.closed and not one.stopped and one.name not in recovery.declined for one in others)
+        return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
+
+    def _chance(self, newcomer: Learner) -> Callable[[Learner], str]:
+        """A draw that nobody can foresee or bend: it takes the newcomer's session."""
+        return lambda peer: self._hash(self.rounds.committed, newcomer.session, peer.session)
 
     def _ask(self, now: float, recovery: Recovery, peer: Learner) -> None:
         newcomer = recovery.newcomer
@@ -218,5 +242,8 @@ class Peers:
 
     def _ticket(self, newcomer: Learner, peer: Learner) -> str:
         self._tickets += 1
-        parts = (self.out.history.run, self.out.history.term, self._tickets, newcomer.session, peer.session)
+        return self._hash(self._tickets, newcomer.session, peer.session)
+
+    def _hash(self, *parts: object) -> str:
+        parts = (self.out.history.run, self.out.history.term, *parts)
         return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).hexdigest()

@@ -2,12 +2,14 @@
 
 Parameters are not in it: those are the run's committed versions, taken from the syncer all the while. Until the state
 is taken, or it is told that there is none, it is not recovered. The syncer decides which peer it is and how long that
-may take; a newcomer that comes back to the syncer asks anew.
+may take; a newcomer that comes back to the syncer asks anew. A state that is refused is said, and another one awaited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import msgspec
 
 from atoll.protocol.effects import (
     Await,
@@ -62,13 +64,14 @@ class Seeking:
                 self._settle(now, helped, event)
 
     def _settle(self, now: float, helped: Helped, taken: Taken) -> None:
-        """It is in, or it does not fit; another peer's would not fit either."""
-        size = 0 if taken.reason else helped.size
-        self._say(now, Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason))
-        if taken.reason:
-            self.stop(f"the inner optimizer of {helped.peer} does not fit, its own warms up: {taken.reason}")
-        else:
+        """It is in; it is not to be believed, and another peer's may be; or none could be taken here."""
+        size = helped.size if taken.refused or not taken.reason else 0
+        said = Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason)
+        self._say(now, msgspec.structs.replace(said, again=taken.refused))
+        if not taken.reason:
             self.stop(f"goes on with the inner optimizer of {helped.peer}")
+        elif not taken.refused:
+            self.stop(f"goes on with its own inner optimizer, which warms up: {taken.reason}")
 
     def stop(self, text: str) -> None:
         """Settled, one way or the other."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Literal
 
 import msgspec
 
+from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError
 
 USUAL = 24
 """The paper's H, and its P where the model has so many tensors."""
+SEEDS = 2**63
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,10 +100,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
             )
-        if not (self.weight_limit >= 1.0 and isfinite(self.weight_limit)):
+        if not 1.0 <= self.weight_limit < MOST:
             raise ConfigError(
                 f"weight_limit = {self.weight_limit} is not a number of 1 (the median itself) or more: 8 is the default"
             )
+        if self.grace_cap_steps < 0:
+            raise ConfigError(f"grace_cap_steps = {self.grace_cap_steps} is below 0: 0 is a window of no length")
         if not 0.0 <= self.grace_share < 1.0:
             raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")
         for name in (
@@ -123,6 +126,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"lost_after_s = {self.lost_after_s} is under two heartbeats of {self.heartbeat_s} s: "
                 f"set it to {2 * self.heartbeat_s} or more"
             )
+        for name in self.__struct_fields__:
+            value, most = getattr(self, name), SEEDS if name == "seed" else MOST
+            if isinstance(value, int | float) and not -most < value < most:
+                raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 
     def resolved(self, tensors: int) -> Settings:
         """With P and H filled in for a model of so many tensors."""

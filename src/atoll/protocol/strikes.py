@@ -1,7 +1,9 @@
 """What a refusal costs a learner: its numbers are broken, or not to be believed.
 
 Rules kept here, each with its test: three refusals in a row send a learner into recovery, as a new life that takes the
-run's parameters and another inner optimizer; meanwhile it is in quarantine: no round waits for it, it helps nobody.
+run's parameters and another inner optimizer; meanwhile it is in quarantine: no round waits for it, it helps nobody. The
+peer whose state a newcomer refused, or went into quarantine with, gets a strike too, and that newcomer never asks it
+again.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class Strikes:
         if learner.strikes >= self.settings.strikes:
             self._quarantine(now, learner, reason)
 
+    def strike_helper(self, now: float, peer: Learner, newcomer: Learner, reason: str) -> None:
+        """For the state that it gave the newcomer."""
+        self.strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
+
     def _quarantine(self, now: float, learner: Learner, reason: str) -> None:
         text = f"{learner.name} is in quarantine after {learner.strikes} refusals in a row; it recovers from the run"
         self.out.note("quarantined", text, learner)
@@ -46,3 +52,11 @@ class Strikes:
         self.members.restart(now, learner)
         self.accounts.open(learner)
         self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
+        self._doubt_its_helper(now, learner, reason)
+
+    def _doubt_its_helper(self, now: float, learner: Learner, reason: str) -> None:
+        peer, learner.helper = self.members.learners.get(learner.helper), ""
+        if peer is not None and peer.session not in learner.distrusted:
+            learner.distrusted.add(peer.session)
+            if peer.connected and not peer.closed:
+                self.strike_helper(now, peer, learner, f"it went into quarantine with it: {reason}")

@@ -224,7 +224,8 @@ class Syncer:
                 self.rounds.unseat(learner, "it takes a peer's state first")
                 self.peers.seek(now, learner, after)
             case msg.Settled():
-                self.peers.settled(now, learner, message)
+                if (peer := self.peers.settled(now, learner, message)) is not None:
+                    self.strikes.strike_helper(now, peer, learner, message.reason)
             case msg.Ready():
                 self.peers.ready(learner, message)
             case msg.Unable():

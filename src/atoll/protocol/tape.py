@@ -28,7 +28,7 @@ from typing import Literal
 
 import msgspec
 
-from atoll.protocol.bounds import Line, Row
+from atoll.protocol.bounds import Line, Number, Real, Row
 
 AdoptRule = Literal["overwrite", "blend", "carry"]
 
@@ -41,11 +41,11 @@ RULES: dict[AdoptRule, Literal["o", "b", "c"]] = {"overwrite": "o", "blend": "b"
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    t: int
+    t: Number
 
 
 class Began(Entry, frozen=True, tag="b"):
-    threads: int
+    threads: Number
     torch: Line
     cpu: Line
     """The instruction set that torch takes."""
@@ -63,20 +63,20 @@ class Owned(Entry, frozen=True, tag="o"):
 
 
 class Adopted(Entry, frozen=True, tag="a"):
-    fragment: int
-    version: int
+    fragment: Number
+    version: Number
     rule: Literal["o", "b", "c"] = "o"
-    copy_t: int = -1
+    copy_t: Number = -1
     """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
 
 
 class Informed(Entry, frozen=True, tag="i"):
-    committed: int
+    committed: Number
     """Rounds that were behind the run."""
-    progress: float | None = None
+    progress: Real | None = None
     """How much of its budget was spent, bit for bit as the script saw it. None: a tape of before these were written
     down; the record of the last of those rounds says it."""
-    global_step: int = 0
+    global_step: Number = 0
 
 
 class Supplied(Entry, frozen=True, tag="s"):
@@ -99,7 +99,7 @@ class Forgot(Entry, frozen=True, tag="f"):
 
 
 class Marked(Entry, frozen=True, tag="m"):
-    cut: int
+    cut: Number
 
 
 class Stopped(Entry, frozen=True, tag="x"):

@@ -50,9 +50,10 @@ def _captured(island: Island, machine: object, made: Given, fact: fx.Captured) -
 
 def _take(island: Island, given: Given) -> None:
     ticket, island.fetching, island.arrived = island.fetching, "", None
-    if island.fits:
+    fits = island.fits and not given.giver.lies
+    if fits:
         island.moments, island.source = given.moments, given.giver.name
-    island.hear(fx.Taken(ticket, island.t, "" if island.fits else NO_FIT))
+    island.hear(fx.Taken(ticket, island.t, "" if fits else NO_FIT, refused=not fits))
 
 
 def fetch(island: Island, ticket: str, direct: str) -> None:

@@ -87,6 +87,8 @@ class Training:
         self.capture = 0
         self.given: dict[int, Given] = {}
         self.fits = True
+        self.lies = False
+        """True: what it gives newcomers is refused."""
         self.stream_s = 0.0
         self.state_bytes = 100
 

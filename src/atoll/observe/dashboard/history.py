@@ -61,7 +61,7 @@ class History:
     def take(self, events: Iterable[Event]) -> None:
         """An event that is not as this version writes it is left out."""
         for event in events:
-            with suppress(KeyError, TypeError, ValueError, AttributeError):
+            with suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
                 self._event(event)
 
     def _event(self, event: Event) -> None:
