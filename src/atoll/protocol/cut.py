@@ -86,7 +86,8 @@ class Cuts:
             wakes.append(open_.deadline)
         elif open_.kept:
             open_.completing = True
-            self.out.add(CompleteCut(open_.cut, tuple(open_.saved.items()), tuple(open_.left_out.items())))
+            good = self.out.history.good_cut if self.settings.guard == "rollback" else -1
+            self.out.add(CompleteCut(open_.cut, tuple(open_.saved.items()), tuple(open_.left_out.items()), good))
 
     def written(self, cut: int, manifest: str) -> None:
         """The manifest is durable."""
