@@ -12,6 +12,7 @@ back to, is not rolled back, and the alarm says why; suspects are in quarantine 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 from atoll.protocol import guard
 from atoll.protocol.course import Course
@@ -69,6 +70,7 @@ class Restoring:
             return
         if not guard.counts(before, number, committed):
             return
+        loss = loss if loss is not None and isfinite(loss) else None
         self.out.persist(Scored(number, loss))
         trend = self.history.trend
         if trend.bad > before.bad and self.settings.guard == "rollback" and not self._refused:

@@ -17,7 +17,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned
+from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,
@@ -114,7 +114,7 @@ class Books:
     def append(self, entries: Sequence[Entry]) -> None:
         """Beside the event loop, one at a time: the journal belongs to whoever appends."""
         with self._writing:
-            if any(isinstance(record, Merged) for record, _ in entries):
+            if any(isinstance(record, Merged | Restored) for record, _ in entries):
                 self._remove_model()
             self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
             if (before := self._needless) is not None:

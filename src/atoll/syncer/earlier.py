@@ -51,8 +51,9 @@ def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered |
     found = from_cut(out.cuts, cut)
     lines = read(out.journal, start=found.end, disk=disk)
     try:
-        while found.history.committed < restore.round:
-            position, record = next(lines)
+        for position, record in lines:
+            if found.history.committed >= restore.round:
+                break
             replay(found, position, record, out.journal, disk)
             found.history.apply(record)
     except Corrupt:

@@ -34,8 +34,8 @@ class Restorer:
     async def _read(self, restore: fx.Restore) -> None:
         try:
             earlier = await asyncio.to_thread(self._books.earlier, restore)
-        except AtollError as error:
-            self._tell(fx.Unrestorable(one_line(error)))
+        except (AtollError, MemoryError) as error:
+            self._tell(fx.Unrestorable(one_line(error) or "it does not fit into this syncer's memory"))
         else:
             self.packed = earlier.packed
             self._tell(earlier.told)
