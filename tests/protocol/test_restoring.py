@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.protocol.test_reopening import read_again
 from tests.protocol.world import World
@@ -185,5 +186,35 @@ def test_a_good_cut_is_kept_for_as_long_as_the_run_may_go_back_to_it() -> None:
     world = trained(8, cut_every=4, keep_cuts=1)
     score(world, 1.0)
     world.run_until(round=24)
-    assert world.complete[-1].cut > 16 and world.complete[-1].good == 8
-    assert trained(24, cut_every=4, guard="alarm").complete[-1].good == -1
+    assert world.complete[-1].cut > 16 and world.complete[-1].spared == 8
+
+
+def test_with_an_alarm_a_good_cut_is_kept_from_the_first_bad_score_on() -> None:
+    """The operator may answer the alarm with guard=rollback."""
+    world = trained(8, cut_every=4, keep_cuts=1, guard="alarm")
+    score(world, 1.0)
+    world.run_until(round=16)
+    assert world.complete[-1].spared == -1
+    score(world, 9.0)
+    world.run_until(round=24)
+    assert world.complete[-1].spared == 8
+
+
+def test_the_first_good_score_after_a_rollback_ends_the_alarm() -> None:
+    world, record = rolled_back()
+    world.run_until(round=record.at + 6)
+    assert [note.data["over"] for note in kinds(world, "alarm")] == [False]
+    score(world, 1.0)
+    assert [note.data["over"] for note in kinds(world, "alarm")] == [False, True]
+
+
+def test_an_operator_who_answers_an_alarm_has_the_run_rolled_back_with_the_next_bad_score() -> None:
+    world = trained(8, guard="alarm")
+    score(world, 1.0)
+    world.run_until(round=12)
+    score(world, None)
+    settings = msgspec.structs.replace(world.syncer.settings, guard="rollback")
+    world.tell(world.reign, fx.ChangeAsked(settings, {}, "guard=rollback"))
+    score(world, None)
+    world.run(world.now + 0.5)
+    assert restored(world).round == 8

@@ -122,8 +122,8 @@ class Verification:
         self._audit.check_totals()
         self._tell_unmerged(self._audit)
         history = self._audit.history
-        may_go_back = history.settings.guard == "rollback"
-        self._shelf.check(history.run, gap_before=history.settings.keep_cuts if may_go_back else 0)
+        spares = history.settings.guard != "off"
+        self._shelf.check(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         self._check_model(self._audit, self._rebuild(self._audit))
 
     def went_on(self) -> bool:

@@ -250,7 +250,7 @@ class CompleteCut(Fact, frozen=True):
     cut: int
     saved: tuple[tuple[str, CutSaved], ...]
     left_out: tuple[tuple[str, str], ...]
-    good: int = -1
+    spared: int = -1
     """An old cut that is not removed now; −1: none."""
 
 

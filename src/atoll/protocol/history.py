@@ -118,7 +118,7 @@ class History:
         self.rolled_back: list[tuple[int, int]] = []
         """From how many rounds to how many: cuts in between hold what was rolled back."""
         self.good_cut = 0
-        """The newest cut that is no newer than the last good score: it is kept while the run may be rolled back."""
+        """The newest cut that is no newer than the last good score."""
 
     @property
     def run(self) -> str:
@@ -128,6 +128,12 @@ class History:
     def kept_cuts(self) -> tuple[int, ...]:
         """Those whose parts may still be asked for."""
         return tuple(self.cuts[-self.settings.keep_cuts :])
+
+    @property
+    def spared_cut(self) -> int:
+        """An old cut that is not removed: the run may be rolled back to it, or its operator may want that; −1: none."""
+        wanted = {"off": False, "alarm": self.trend.bad > 0, "rollback": True}
+        return self.good_cut if wanted[self.settings.guard] else -1
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -77,7 +77,7 @@ class Restoring:
             self._to = guard.target(trend, committed)
         if trend.alarmed and (not before.alarmed or self._to is not None):
             self._alarm(number, loss)
-        elif before.alarmed and not trend.alarmed:
+        elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
             self._refused = ""
             self.out.note("alarm", f"the validation loss is good again at round {number}: {loss}", over=True)
 

@@ -163,7 +163,7 @@ class Books:
         try:
             manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
             mark = write_manifest(self._out.cuts, manifest)
-            prune(self._out.cuts, self._keep, done.good)
+            prune(self._out.cuts, self._keep, done.spared)
         except OSError as error:
             raise not_written(error, table.parent) from error
         return mark
