@@ -55,11 +55,12 @@ async def test_a_bad_score_takes_the_run_back_to_the_good_one(stage: Stage) -> N
     score(stage, 4, None)
     event = await stage.until("restored")
     assert (event["round"], event["versions"]) == (2, [3, 3])
+    assert event["at"] >= stage.events("alarm")[0]["at"] > 1e9, "the time at which it was said"
     for fragment in (0, 1):
         told = await learner.until(Announce, lambda one, f=fragment: one.restored and one.fragment == f)
         assert told.version == 3 and not told.members
     assert await values(stage, learner) == {0.75}
-    await give(learner, await next_pull(learner, _behind(event["at"])), 0.25, 4)
+    await give(learner, await next_pull(learner, _behind(event["committed"])), 0.25, 4)
     assert await values(stage, learner) == {0.5, 0.75}
     await stage.end()
     assert (report := verify_run(stage.out.path)).ok, report.problem

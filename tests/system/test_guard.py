@@ -37,7 +37,7 @@ def test_a_poisoned_run_returns_to_a_good_loss_and_goes_on(run: Run) -> None:
     poison.unlink()
     (back,) = run.events("restored")
     worst = max(losses(run.events()))
-    run.until(lambda events: _good_again(events, back["at"]))
+    run.until(lambda events: _good_again(events, back["committed"]))
     os.kill(run.pid("syncer"), signal.SIGKILL)
     run.until(lambda events: sum(event["kind"] == "reigned" for event in events) == 1)
     at = len(run.events("round"))
@@ -50,8 +50,8 @@ def test_a_poisoned_run_returns_to_a_good_loss_and_goes_on(run: Run) -> None:
     assert json.loads(verified.stdout)["ok"], verified.stdout
 
 
-def _good_again(events: list[dict[str, Any]], at: int) -> bool:
-    later = [event for event in events if event["kind"] == "score" and event["round"] > at + 20]
+def _good_again(events: list[dict[str, Any]], committed: int) -> bool:
+    later = [event for event in events if event["kind"] == "score" and event["round"] > committed + 20]
     return bool(later) and later[-1]["loss"] is not None and later[-1]["loss"] < 0.2
 
 

@@ -78,8 +78,9 @@ class Restoring:
         if trend.alarmed and (not before.alarmed or self._to is not None):
             self._alarm(number, loss)
         elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
+            assert loss is not None, "a good score is finite"
             self._refused = ""
-            self.out.note("alarm", f"the validation loss is good again at round {number}: {loss}", over=True)
+            self.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
 
     def _alarm(self, number: int, loss: float | None) -> None:
         trend = self.history.trend
@@ -149,7 +150,7 @@ class Restoring:
             "restored",
             f"the run is as it was after round {ready.round}: what rounds {ready.round} to {at - 1} brought is gone",
             round=ready.round,
-            at=at,
+            committed=at,
             versions=list(versions),
             fragment_tokens=undone,
             suspects=suspects,
