@@ -27,7 +27,7 @@ BY_HAND: dict[str, Any] = {
     "effective_h": 4.0,  # of 4, 5, 3; the 6, 2, 3 of the drain do not count
     "effective_h_mean": 4.0,
     "effective_h_p95": 5.0,
-    "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "in_flight": 0},
+    "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
     "rounds": 7,
     "rounds_passed": 1,
     "restarts": 1,
@@ -145,8 +145,9 @@ def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -
 
 def test_what_the_ledger_said_at_the_end_is_told_of_every_learner(events: list[Event]) -> None:
     causes = {"overlap": 15, "missed": 5, "crash": 25}
-    fates = {"computed": 140, "merged": 120, "dropped": 20, "lost": 0, "in_flight": 0, "dropped_by_cause": causes}
-    tokens = {"computed": 240, "merged": 195, "dropped": 20, "lost": 25, "in_flight": 0}
+    kept = {"computed": 140, "merged": 120, "dropped": 20, "lost": 0, "rolled_back": 0, "in_flight": 0}
+    fates = {**kept, "dropped_by_cause": causes}
+    tokens = {"computed": 240, "merged": 195, "dropped": 20, "lost": 25, "rolled_back": 0, "in_flight": 0}
     events[-1] |= {"tokens": tokens, "dropped_by_cause": causes, "fates": {"a": {**fates, "merged_share": 6 / 7}}}
     summary = summarise(events)
     assert summary["tokens"] == {**tokens, "dropped_by_cause": causes}

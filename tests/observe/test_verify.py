@@ -47,17 +47,24 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
         "learners": 2,
         "incarnations": 3,
         "contributions": 23,
-        "fragment_tokens": {"computed": 1104, "merged": 960, "dropped": 0, "lost": 144, "in_flight": 0},
-        "tokens": {"computed": 368, "merged": 320, "dropped": 0, "lost": 48, "in_flight": 0},
+        "fragment_tokens": {
+            "computed": 1104,
+            "merged": 960,
+            "dropped": 0,
+            "lost": 144,
+            "rolled_back": 0,
+            "in_flight": 0,
+        },
+        "tokens": {"computed": 368, "merged": 320, "dropped": 0, "lost": 48, "rolled_back": 0, "in_flight": 0},
         "dropped_by_cause": {"overlap": 0, "missed": 0, "crash": 48},
         "per_learner": {
             "learner-0": {
                 "merged_share": 176 / 192,
-                "tokens": {"computed": 192, "merged": 176, "dropped": 0, "lost": 16, "in_flight": 0},
+                "tokens": {"computed": 192, "merged": 176, "dropped": 0, "lost": 16, "rolled_back": 0, "in_flight": 0},
             },
             "learner-1": {
                 "merged_share": 144 / 176,
-                "tokens": {"computed": 176, "merged": 144, "dropped": 0, "lost": 32, "in_flight": 0},
+                "tokens": {"computed": 176, "merged": 144, "dropped": 0, "lost": 32, "rolled_back": 0, "in_flight": 0},
             },
         },
         "finished": True,

@@ -19,12 +19,14 @@ from msgspec.structs import replace
 from atoll.config import Outer
 from atoll.numerics.fragments import make_plan
 from atoll.observe.verify import Report, verify_run
+from atoll.protocol.effects import Restore
 from atoll.protocol.history import History
 from atoll.protocol.leases import Leases
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
     AnyRecord,
     Begun,
+    Changed,
     CutDone,
     Ended,
     Gone,
@@ -33,6 +35,8 @@ from atoll.protocol.records import (
     Merged,
     Passed,
     Reigned,
+    Restored,
+    Scored,
     Share,
     Sources,
     Started,
@@ -42,6 +46,7 @@ from atoll.store.cuts import LearnerPart, Manifest, digest_of, write_manifest, w
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
+from atoll.syncer.earlier import read_earlier
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import CutState
 
@@ -65,7 +70,7 @@ class Island:
     position: int = 0
 
     def __post_init__(self) -> None:
-        self.steps, self.tokens, self.base = [0] * P, [0] * P, [0] * P
+        self.steps, self.tokens, self.base, self.dropped = [0] * P, [0] * P, [0] * P, [0] * P
 
     def train(self) -> None:
         self.t, self.total, self.position = self.t + STEPS, self.total + TOKENS, self.position + BATCH
@@ -184,11 +189,36 @@ class WrittenRun:
         number = self.history.committed
         self.write(Passed(number, number % P, "0 of 1 contributions came", step=self.step))
 
+    def set_guard(self, guard: str) -> None:
+        settings = msgspec.convert({**msgspec.to_builtins(self.history.settings), "guard": guard}, Settings)
+        self.write(Changed(settings, self.history.outer, f"guard={guard}"))
+
+    def score(self, loss: float | None) -> None:
+        self.write(Scored(self.history.committed, loss))
+
+    def roll_back(self, to: int, change: Callable[[Restored], Restored] = lambda record: record) -> Restored:
+        """The guard takes the run back; learners drop what they have."""
+        earlier = read_earlier(self.dir, Restore(to, tuple(self.history.rolled_back)), disk=LocalDisk())
+        told, at = earlier.told, self.history.committed
+        versions = tuple(version + 1 for version in self.history.versions)
+        honest = Restored(told.round, at, versions, told.digests, told.undone, "the loss was good then")
+        record = change(honest)
+        self.raw(record, earlier.packed.data)
+        self.parameters.restore(earlier.packed, versions, at - 1)
+        if record == honest:
+            self.history.apply(record)
+        self.rounds = [at - 1] * P
+        for island in self.islands.values():
+            for fragment, version in enumerate(versions):
+                island.dropped[fragment] += island.tokens[fragment]
+                self._adopt(island, fragment, version)
+        return record
+
     def report(self) -> None:
         """What learners say is in no record; a cut's ledger knows of it."""
         for name, island in self.islands.items():
             wrong = self.history.ledger.reported(
-                name, island.incarnation, island.total, island.tokens, [0] * P, island.base
+                name, island.incarnation, island.total, island.tokens, island.dropped, island.base
             )
             assert wrong is None, wrong
 

@@ -37,6 +37,10 @@ EASY = [
     "heartbeats are never sent",
     "what was leased is forgotten where it is judged",
     "only what is of the term before is taken",
+    "a learner keeps its own steps on top of a rollback",
+    "who has not taken a rollback contributes",
+    "the ledger knows nothing of a rollback",
+    "a rollback gives the versions of then their old numbers",
 ]
 """Found by almost any seed: these are looked for in every run of the tests."""
 

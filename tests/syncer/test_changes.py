@@ -31,7 +31,7 @@ def test_words_become_settings_and_the_rest_stays() -> None:
 @pytest.mark.parametrize("key", RULES)
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()
-    value = {"quorum": "3", "grace": "false", "grace_share": "0.25"}.get(key, "7")
+    value = {"quorum": "3", "grace": "false", "grace_share": "0.25", "guard": "rollback"}.get(key, "7")
     asked = change(before, [f"{key}={value}"])
     assert asked is not None
     now, was = msgspec.to_builtins(asked.settings), msgspec.to_builtins(before.settings)

@@ -9,6 +9,7 @@ import msgspec
 from atoll.chaos import truth
 from atoll.observe.summary import Summary, summarise
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.ledger import FATES
 from atoll.telemetry.events import Event
 
 SHORT_S = 2.0
@@ -136,7 +137,7 @@ def _loss(limit: float | None, summary: Summary, calm: Summary | None) -> Findin
 
 
 def _ledger(tokens: dict[str, int], *, finished: bool) -> Finding:
-    rest = tokens["computed"] - sum(tokens[fate] for fate in ("merged", "dropped", "lost", "in_flight"))
+    rest = tokens["computed"] - sum(tokens.get(fate, 0) for fate in FATES[1:])
     left = tokens["in_flight"] if finished else 0
     text = f"{rest} unaccounted, {left} in flight at the end"
     return Finding(

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +43,9 @@ def syncer(
     steps: Annotated[int | None, typer.Option(help="End after this many learner steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
+    guard: Annotated[
+        Literal["off", "alarm", "rollback"] | None, typer.Option(help="When the validation loss becomes much worse.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Where to listen; 0 for any.")] = 7077,
     bind: Annotated[
         str | None, typer.Option(help="The address to listen on; others than this machine's own need --keys.")
@@ -82,7 +85,8 @@ def syncer(
         "mutual": mutual,
         "front": str(front.absolute()) if front is not None else None,
     }
-    rules = {"learners": learners, "steps": steps, "tokens": tokens, "quorum": quorum}
+    rules: dict[str, int | str | None] = {"learners": learners, "steps": steps, "tokens": tokens}
+    rules |= {"quorum": quorum, "guard": guard}
     if resume is not None or standby is not None:
         if out is not None or config is not None or force or (resume is not None and standby is not None):
             raise ConfigError(
@@ -103,7 +107,7 @@ def syncer(
     _serve(settings, run_dir, None)
 
 
-def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) -> None:
+def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | str | None]) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes."""
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
@@ -123,7 +127,7 @@ def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) ->
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
 
 
-def _stand_by(folder: Path, door: dict[str, Any], rules: dict[str, int | None]) -> None:
+def _stand_by(folder: Path, door: dict[str, Any], rules: dict[str, int | str | None]) -> None:
     """Serve a run when the syncer that serves it now is gone or stands still."""
     if given := [key for key, value in rules.items() if value is not None]:
         raise ConfigError(f"--{given[0]} does not go with --standby: change a run that goes on with `atoll set`")

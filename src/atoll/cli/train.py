@@ -46,6 +46,7 @@ STEPS = 1000
 
 Algorithm = Literal["decoupled", "data-parallel"]
 Adopt = Literal["overwrite", "blend", "carry"]
+Guard = Literal["off", "alarm", "rollback"]
 MergeRule = Literal["mean", "rda", "rda-row"]
 Codec = Literal["fp32", "bf16"]
 PlanKind = Literal["balanced", "layer", "tensor"]
@@ -115,6 +116,9 @@ def train(
     cut_every: Annotated[
         int | None, typer.Option(help="Rounds between two cuts; 0: none.", rich_help_panel=RULES)
     ] = None,
+    guard: Annotated[
+        Guard | None, typer.Option(help="When the validation loss becomes much worse.", rich_help_panel=RULES)
+    ] = None,
     adopt: Annotated[Adopt | None, typer.Option(help="How a new version is taken.", rich_help_panel=RULES)] = None,
     blend: Annotated[float | None, typer.Option(help="α of --adopt blend.", rich_help_panel=RULES)] = None,
     codec: Annotated[Codec | None, typer.Option(help="How contributions travel.", rich_help_panel=RULES)] = None,
@@ -152,6 +156,7 @@ def train(
             "sync_every": sync_every,
             "overlap": 0 if sync and overlap is None else overlap,
             "cut_every": cut_every,
+            "guard": guard,
             "adopt": adopt,
             "blend": blend,
             "codec": codec,
@@ -262,7 +267,7 @@ def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bo
 
 
 CHANGEABLE = {
-    "protocol": {key: key for key in ("learners", "steps", "tokens", "quorum", "cut_every")},
+    "protocol": {key: key for key in ("learners", "steps", "tokens", "quorum", "cut_every", "guard")},
     "outer": {"merge": "merge", "lr": "outer_lr", "momentum": "outer_momentum"},
     "service": {"port": "", "evaluate_every": ""},
 }

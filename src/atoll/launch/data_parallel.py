@@ -104,7 +104,7 @@ class DataParallelRun:
             "longest_gap_s": None,
             "median_gap_s": None,
             "restarts": 0,
-            "tokens": {"computed": tokens, "merged": tokens, "dropped": 0, "lost": 0, "in_flight": 0},
+            "tokens": {"computed": tokens, "merged": tokens, "dropped": 0, "lost": 0, "rolled_back": 0, "in_flight": 0},
             "validation_loss_start": losses[0],
             "validation_loss_end": losses[-1],
             "wall_s": end["train_s"],

@@ -7,6 +7,8 @@ Rules checked here, besides those of tallies.py:
 - the run's step never falls, and no round's progress is less than its step makes of the budget;
 - a lease is what was due: no position of a pass is issued twice, unless it came back in between; what is merged was
   leased;
+- a rollback makes every version one higher, of values that the run had at the round it names, and says of every
+  incarnation what it undoes;
 - the ledger balances to zero, and its sums are those of the members;
 - a cut holds what the fold up to its place gives. Reports are in no record: of an open account only what records tell
   can be compared.
@@ -20,6 +22,7 @@ import msgspec
 
 from atoll.config import Outer
 from atoll.observe.findings import Wrong
+from atoll.observe.lately import Lately
 from atoll.observe.tallies import Tallies
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import History
@@ -41,6 +44,8 @@ from atoll.protocol.records import (
     Played,
     Reigned,
     Reset,
+    Restored,
+    Scored,
     Sources,
     Started,
 )
@@ -60,6 +65,10 @@ _PLAIN = (
     "progress",
     "step",
     "global_step",
+    "trend",
+    "least",
+    "rolled_back",
+    "good_cut",
 )
 """Fields of the history that records alone decide."""
 
@@ -71,6 +80,7 @@ class Audit:
             raise Wrong(f"the run begins with {self.fragments} fragments")
         self.history = History(begun)
         self.tallies = Tallies(self.fragments)
+        self.lately = Lately(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
         self.untaped = 0
@@ -85,6 +95,7 @@ class Audit:
         audit.history = History.restore(cut.history)
         audit.tallies = Tallies.restored(cut.history, under_way=under_way)
         audit.rounds = list(cut.rounds)
+        audit.lately.forget(cut.history.committed)
         return audit
 
     def take(self, record: AnyRecord) -> None:
@@ -96,6 +107,8 @@ class Audit:
             raise Wrong(f"{type(record).__name__} cannot follow the records before it: {error}") from error
         if isinstance(record, Merged | Passed):
             self.tallies.forget(self.history.committed)
+        if isinstance(record, CutDone):
+            self.lately.forget(min(self.history.cuts[0], self.history.good_cut))
 
     def _check(self, record: AnyRecord) -> None:
         match record:
@@ -113,6 +126,11 @@ class Audit:
             case Passed():
                 self._turn(record)
                 self.passed += 1
+            case Scored(round):
+                if not 0 <= round <= self.history.committed:
+                    raise Wrong(f"round {round} is scored, with {self.history.committed} rounds committed")
+            case Restored():
+                self._restored(record)
             case Reset(fragment):
                 self._in_range(fragment)
             case Sources(datasets, epochs):
@@ -179,6 +197,18 @@ class Audit:
             if share.position > 0 and self.tallies.is_open(share.learner, share.incarnation):
                 self._check_position(record.round, share.learner, share.incarnation, share.position)
         self.rounds[record.fragment] = record.round
+        self.lately.merged(record)
+
+    def _restored(self, record: Restored) -> None:
+        due = tuple(version + 1 for version in self.history.versions)
+        if record.versions != due or record.at != self.history.committed:
+            raise Wrong(f"a rollback behind {record.at} rounds makes versions {record.versions}, {due} are due")
+        if not 0 <= record.round < record.at or len(record.digests) != self.fragments:
+            raise Wrong(f"the run is rolled back to round {record.round} behind round {record.at - 1}")
+        self.lately.check(record)
+        for one in record.undone:
+            self.tallies.merged = [had - gone for had, gone in zip(self.tallies.merged, one.tokens, strict=True)]
+        self.rounds = [record.at - 1] * self.fragments
 
     def _check_position(self, round: int, learner: str, incarnation: int, position: int) -> None:
         leases = self.history.leases

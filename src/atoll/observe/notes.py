@@ -12,6 +12,7 @@ from atoll.telemetry.events import Event
 
 NOTABLE = {
     "alarm": "bold red",
+    "restored": "bold red",
     "unbalanced": "bold red",
     "low_share": "bold red",
     "chaos": "bold",

@@ -19,7 +19,7 @@ from atoll.numerics.fragments import Plan, elements, make_plan
 from atoll.observe.shelf import StoredCut, open_cut
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset
+from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset, Restored
 from atoll.store.cuts import BadCut, SyncerPart, digest, known_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload, payload_path, read
@@ -57,6 +57,23 @@ class Rebuilt:
         state = {slot: self._slot(slot, fragment) for slot in self._optimizer.slots()}
         self._optimizer.step(theta, theta, state, np.frombuffer(gradient, dtype=np.float32))
         return digest(theta.view(np.uint8).data)
+
+    def restore(self, packed: bytes) -> tuple[str, ...]:
+        """Values and outer state of every fragment, one after the other; the digests of the values."""
+        values, start = np.frombuffer(packed, dtype=np.float32), 0
+        for part in self.plan.fragments:
+            for array in self._parts(part.index):
+                if start + array.size > values.size:
+                    raise ValueError(f"{len(packed)} bytes are less than the values and outer state of this model")
+                np.copyto(array, values[start : start + array.size])
+                start += array.size
+        if start != values.size:
+            raise ValueError(f"{len(packed)} bytes are more than the values and outer state of this model")
+        return tuple(digest(self._parts(part.index)[0].view(np.uint8).data) for part in self.plan.fragments)
+
+    def _parts(self, fragment: int) -> list[FloatArray]:
+        slots = sorted(self._optimizer.slots())
+        return [self._arrays[f"theta-{fragment:03d}"], *(self._slot(slot, fragment) for slot in slots)]
 
     def reset(self, fragment: int) -> None:
         for name, values in self._arrays.items():
@@ -125,12 +142,29 @@ def replay(model: Rebuilt, folder: Path, position: Position, record: AnyRecord) 
                 raise Corrupt(f"round {number}, at byte {place.offset} of {path}: {error}") from error
             if found != mark:
                 raise Corrupt(f"round {number} gives fragment {fragment} the digest {found}, its record says {mark}")
+        case Restored():
+            _restore(model, folder, position, record)
         case Reset(fragment):
             model.reset(fragment)
         case Changed(outer=outer):
             model.change(msgspec.convert(outer, Outer))
         case _:
             pass
+
+
+def _restore(model: Rebuilt, folder: Path, position: Position, record: Restored) -> None:
+    what = f"what the run was rolled back to behind round {record.at - 1}"
+    if record.payload is None:
+        raise NotKept(f"{what} was not kept")
+    path = payload_path(folder, position.term, record.payload.file)
+    if not path.exists():
+        raise NotKept(f"{path} is missing: it holds {what}")
+    try:
+        found = model.restore(payload(folder, position.term, record.payload, disk=LocalDisk()))
+    except ValueError as error:
+        raise Corrupt(f"{what}, at byte {record.payload.offset} of {path}: {error}") from error
+    if found != record.digests:
+        raise Corrupt(f"{what} has the digests {found}, its record says {record.digests}")
 
 
 # ---- the newest version ---------------------------------------------------------------------------------------------
@@ -206,6 +240,8 @@ def _replayed(head: Head, folder: Path) -> Head:
             return head
         replay(head.model, folder, position, record)
         head.position = position
+        if isinstance(record, Restored):
+            head.versions = list(record.versions)
         if isinstance(record, Merged):
             head.versions[record.fragment] = record.version
             head.replayed += 1

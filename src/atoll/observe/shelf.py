@@ -8,7 +8,8 @@ journal is read, every cut is met at its place, and what it holds of the history
   syncer's alone, and of the one that a run was begun from no record tells;
 - a learner's file is as that learner said it would be, or the cut is good without it, which is remarked on: one word of
   one learner spoils nobody else's state;
-- old cuts are removed from the oldest on: behind one that is there none may be missing, nor may the newest;
+- old cuts are removed from the oldest on: behind one that is there none may be missing, nor may the newest; where
+  the run may be rolled back, the oldest may be one that was kept for that, with a gap behind it;
 - one that never became complete is only remarked on, also if it is damaged: nobody resumes from it.
 """
 
@@ -142,14 +143,15 @@ class Shelf:
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
-    def check(self, run: str) -> None:
+    def check(self, run: str, gap_before: int = 0) -> None:
+        """`gap_before`: behind the oldest some may be missing, but none of so many that are the newest."""
         for entry in sorted(self._run.cuts.iterdir()) if self._run.cuts.is_dir() else ():
             if entry.name.isdigit() and not (entry / "syncer.json").exists():
                 self._findings.remark(f"{entry} is not finished: the syncer's part was never whole")
         for number in sorted(self._stored.keys() | self._unreadable.keys()):
             self._check_one(run, number)
             self._findings.progress("cuts", number)
-        self._check_none_missing()
+        self._check_none_missing(gap_before)
 
     def _check_one(self, run: str, number: int) -> None:
         whole = number in self.complete or number == 0
@@ -200,8 +202,12 @@ class Shelf:
         for remark in check_cut(self._run.cuts, self._run.learners, number).remarks():
             self._findings.remark(remark)
 
-    def _check_none_missing(self) -> None:
-        for number in sorted(self._done):
+    def _check_none_missing(self, gap_before: int) -> None:
+        due = sorted(self._done)
+        if gap_before and len(self.complete) > 1:
+            second = sorted(self.complete)[1]
+            due = [number for number in due if number >= min(second, due[-gap_before:][0])]
+        for number in due:
             if number not in self.complete:
                 folder = folder_of(self._run.cuts, number)
                 raise Wrong(f"cut {number} is missing: the journal says it is complete, {folder} does not hold it")

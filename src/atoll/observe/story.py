@@ -81,7 +81,9 @@ def _merging(summary: Summary) -> str:
     tokens = summary["tokens"]
     if not tokens["computed"]:
         return ""
-    fates = [f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _fates(tokens) if tokens[fate]]
+    fates = [
+        f"{percent(tokens[fate] / tokens['computed'])} {words}" for fate, words in _fates(tokens) if tokens.get(fate)
+    ]
     return f"Of the tokens, {listing(fates)}.{_by_learner(summary)}" if fates else ""
 
 
@@ -94,6 +96,7 @@ def _fates(tokens: dict[str, Any]) -> tuple[tuple[str, str], ...]:
         ("merged", "were merged into the model (merged share)"),
         ("dropped", f"were dropped when a learner adopted a newer version{f' ({told})' if told else ''}"),
         ("lost", "were lost with a process"),
+        ("rolled_back", "were in versions that were rolled back"),
         ("in_flight", "were on their way when the account ends"),
     )
 

@@ -191,7 +191,7 @@ def lives(events: Iterable[Event]) -> set[Life]:
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
     told = (_last(timeline, "finished") or {}).get("tokens")
     if told is not None:
-        return {name: int(told[name]) for name in FATES}
+        return {name: int(told.get(name, 0)) for name in FATES}  # earlier versions rolled nothing back
     lost: dict[Life, float] = {}
     gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
@@ -203,12 +203,14 @@ def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments:
             # The same incarnation is back: it was the connection that was lost, not the steps.
             lost.pop((event["learner"], event["incarnation"]), None)
     computed = sum(w.tokens for w in work.values())
-    merged = round(_merged_fragment_tokens(of_kind(timeline, "round")) / fragments)
+    undone = round(sum(event["fragment_tokens"] for event in of_kind(timeline, "restored")) / fragments)
+    merged = round(_merged_fragment_tokens(of_kind(timeline, "round")) / fragments) - undone
     gone = round(sum(lost.values()))
-    rest = max(0, computed - merged - gone)
+    rest = max(0, computed - merged - undone - gone)
     # Until the run has said that it is finished, nobody knows what became of the rest.
     in_flight = 0 if _first(timeline, "finished") else rest
-    return {"computed": computed, "merged": merged, "dropped": rest - in_flight, "lost": gone, "in_flight": in_flight}
+    fates = (computed, merged, rest - in_flight, gone, undone, in_flight)
+    return dict(zip(FATES, fates, strict=True))
 
 
 def recoveries(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
@@ -254,7 +256,7 @@ def per_learner(
             "merged_share": _round(told.get("merged_share")),
             "steps": sum(w.steps for w in mine),
             "tokens": sum(w.tokens for w in mine),
-            "tokens_by_fate": {name: told[name] for name in (*FATES, "dropped_by_cause")} if told else None,
+            "tokens_by_fate": {name: told.get(name, 0) for name in (*FATES, "dropped_by_cause")} if told else None,
             "participation": _ratio(sum(inside), max(sum(inside), present[learner])),
             "muted_s": _round(muted_s[learner]),
             "busy_s": _round(sum(w.busy_s for w in mine)),

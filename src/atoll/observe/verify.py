@@ -121,7 +121,9 @@ class Verification:
             return
         self._audit.check_totals()
         self._tell_unmerged(self._audit)
-        self._shelf.check(self._audit.history.run)
+        history = self._audit.history
+        spares = history.settings.guard != "off"
+        self._shelf.check(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         self._check_model(self._audit, self._rebuild(self._audit))
 
     def went_on(self) -> bool:

@@ -117,6 +117,7 @@ class Attendance:
             cuts=self.history.kept_cuts,
             session=learner.session,
             protocol=learner.protocol,
+            least=tuple(self.members.least) if max(self.members.least) > 0 else (),
         )
         self.out.send(learner.name, welcome)
 

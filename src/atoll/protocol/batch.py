@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atoll.protocol.effects import Persist, SyncerEffect, TakeCut
-from atoll.protocol.records import AnyRecord, Ended
+from atoll.protocol.records import AnyRecord, Ended, Restored
 
 
 def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
@@ -16,7 +16,7 @@ def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
         if isinstance(effect, TakeCut):
             break
         if isinstance(effect, Persist):
-            if effect.round >= 0 and batch:
+            if (effect.round >= 0 or effect.restored) and batch:
                 break
             batch.append(effect)
     return batch
@@ -26,6 +26,7 @@ def must_be_synced(records: Iterable[AnyRecord]) -> bool:
     """Whether these wait for the disk also with durability = "cut".
 
     A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
-    and left with the finished model, so a run that forgot its end would go on from older versions without them.
+    and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
+    a rollback: it would take as many bad scores again.
     """
-    return any(isinstance(record, Ended) for record in records)
+    return any(isinstance(record, Ended | Restored) for record in records)

@@ -86,7 +86,8 @@ class Cuts:
             wakes.append(open_.deadline)
         elif open_.kept:
             open_.completing = True
-            self.out.add(CompleteCut(open_.cut, tuple(open_.saved.items()), tuple(open_.left_out.items())))
+            saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())
+            self.out.add(CompleteCut(open_.cut, saved, left_out, self.out.history.spared_cut))
 
     def written(self, cut: int, manifest: str) -> None:
         """The manifest is durable."""

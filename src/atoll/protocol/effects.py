@@ -18,7 +18,7 @@ from atoll.protocol.messages import (
     Hello,
     Range,
 )
-from atoll.protocol.records import AnyRecord
+from atoll.protocol.records import AnyRecord, Undone
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AdoptRule, AnyEntry
 
@@ -104,6 +104,28 @@ class Unmergeable(Fact, frozen=True):
     reason: str
     reset: bool = False
     """The outer state of the round's fragment was broken by it and starts anew."""
+
+
+class Scored(Fact, frozen=True):
+    """Event: the run's evaluator has scored the model as of a round; None: the loss is not finite."""
+
+    round: int
+    loss: float | None
+
+
+class Restorable(Fact, frozen=True):
+    """Event: values and outer state of an earlier moment lie ready to be committed."""
+
+    round: int
+    """Rounds that were behind the run then: as many as were asked for, or fewer."""
+    digests: tuple[str, ...]
+    undone: tuple[Undone, ...]
+
+
+class Unrestorable(Fact, frozen=True):
+    """Event: nothing that was asked for can be had any more."""
+
+    reason: str
 
 
 class CutKept(Fact, frozen=True):
@@ -207,6 +229,8 @@ class Persist(Fact, frozen=True):
     records: tuple[AnyRecord, ...]
     round: int = -1
     """The round whose merged outer gradient belongs to them; −1 for none."""
+    restored: bool = False
+    """What Restorable named belongs to them."""
 
 
 class TakeCut(Fact, frozen=True):
@@ -226,6 +250,8 @@ class CompleteCut(Fact, frozen=True):
     cut: int
     saved: tuple[tuple[str, CutSaved], ...]
     left_out: tuple[tuple[str, str], ...]
+    spared: int = -1
+    """An old cut that is not removed now; −1: none."""
 
 
 class Retune(Fact, frozen=True):
@@ -240,6 +266,22 @@ class Commit(Fact, frozen=True):
     round: int
     fragment: int
     version: int
+
+
+class Restore(Fact, frozen=True):
+    """Effect: make ready what was there after so many rounds, or at the newest cut before; answer Restorable or
+    Unrestorable. No cut counts that was taken in one of the spans `without`, from the first number's end to the other.
+    """
+
+    round: int
+    without: tuple[tuple[int, int], ...] = ()
+
+
+class CommitRestored(Fact, frozen=True):
+    """Effect: what Restorable named is now every fragment's version; so many rounds are behind the run."""
+
+    versions: tuple[int, ...]
+    at: int
 
 
 class Discard(Fact, frozen=True):
@@ -272,6 +314,9 @@ SyncerEvent = (
     | Uploading
     | Merged
     | Unmergeable
+    | Scored
+    | Restorable
+    | Unrestorable
     | CutKept
     | CutWritten
     | RelayWanted
@@ -284,7 +329,20 @@ SyncerEvent = (
     | Tick
 )
 SyncerEffect = (
-    Send | ConfirmSent | Merge | Persist | TakeCut | CompleteCut | Retune | Commit | Discard | Expel | Finished | Note
+    Send
+    | ConfirmSent
+    | Merge
+    | Persist
+    | TakeCut
+    | CompleteCut
+    | Retune
+    | Commit
+    | Restore
+    | CommitRestored
+    | Discard
+    | Expel
+    | Finished
+    | Note
 )
 
 

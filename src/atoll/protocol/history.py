@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from atoll.protocol import guard
 from atoll.protocol.leases import DatasetSpec, Leases, LeasesState
 from atoll.protocol.ledger import Ledger, LedgerState
 from atoll.protocol.messages import TensorSpec
@@ -27,13 +28,17 @@ from atoll.protocol.records import (
     Played,
     Reigned,
     Reset,
+    Restored,
+    Scored,
     Sources,
     Started,
 )
 from atoll.protocol.settings import Settings
 
 TERMS = 32
-"""So many terms back it is known what each began with."""
+"""So many terms back it is known what each began with …"""
+ROLLBACKS = 32
+"""… and so many times that the run was rolled back."""
 
 
 class Life(msgspec.Struct, array_like=True):
@@ -74,6 +79,10 @@ class State(msgspec.Struct, array_like=True):
     owners: dict[str, str] = {}
     step: float = 0.0
     global_step: int = 0
+    trend: guard.Trend = guard.Trend()
+    least: list[int] = []
+    rolled_back: list[tuple[int, int]] = []
+    good_cut: int = 0
 
 
 class History:
@@ -102,6 +111,14 @@ class History:
         self.finished = False
         self.began: list[tuple[int, int, tuple[int, ...]]] = []
         """Terms, and the rounds and versions that each found; only those of late are remembered."""
+        self.trend = guard.Trend()
+        """What its scores say."""
+        self.least = [-1] * fragments
+        """Per fragment, the version that it was last rolled back with: who holds less contributes nothing."""
+        self.rolled_back: list[tuple[int, int]] = []
+        """From how many rounds to how many: cuts in between hold what was rolled back."""
+        self.good_cut = 0
+        """The newest cut that is no newer than the last good score."""
 
     @property
     def run(self) -> str:
@@ -111,6 +128,12 @@ class History:
     def kept_cuts(self) -> tuple[int, ...]:
         """Those whose parts may still be asked for."""
         return tuple(self.cuts[-self.settings.keep_cuts :])
+
+    @property
+    def spared_cut(self) -> int:
+        """An old cut that is not removed: the run may be rolled back to it, or its operator may want that; −1: none."""
+        wanted = {"off": False, "alarm": self.trend.bad > 0, "rollback": True}
+        return self.good_cut if wanted[self.settings.guard] else -1
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -133,6 +156,11 @@ class History:
                 self._merged(record)
             case Passed():
                 self._decided(record)
+            case Scored(round, loss):
+                self.trend = guard.scored(self.trend, round, loss)
+                self._choose_good_cut()
+            case Restored():
+                self._restored(record)
             case Reset() | Lent():
                 pass  # concerns the numbers alone, or a reader of the tape
             case Played(tapes):
@@ -152,6 +180,7 @@ class History:
                     self.ended, self.finished = "", False
             case CutDone(cut):
                 self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
+                self._choose_good_cut()
             case Ended(reason, final, step, progress):
                 self.ended, self.finished, self.step = reason, final, max(self.step, step)
                 self.progress = progress if progress >= 0.0 else self.progress
@@ -186,6 +215,19 @@ class History:
         if self.leases is not None:
             self.leases.merged(record)
 
+    def _restored(self, record: Restored) -> None:
+        self.versions, self.least = list(record.versions), list(record.versions)
+        self.rolled_back = [*self.rolled_back[1 - ROLLBACKS :], (record.round, record.at)]
+        self.trend = guard.rolled_back(self.trend, record.round, record.at)
+        self.ledger.roll_back(record.undone)
+
+    def _choose_good_cut(self) -> None:
+        good = (cut for cut in self.cuts if cut <= self.trend.good and not self.is_rolled_back(cut))
+        self.good_cut = max(good, default=self.good_cut)
+
+    def is_rolled_back(self, cut: int) -> bool:
+        return any(start < cut <= end for start, end in self.rolled_back)
+
     def _gone(self, record: Gone) -> None:
         life = self.lives.get(record.learner)
         if life is not None and life.incarnation == record.incarnation:
@@ -216,6 +258,10 @@ class History:
             dict(self.owners),
             self.step,
             self.global_step,
+            self.trend,
+            list(self.least),
+            list(self.rolled_back),
+            self.good_cut,
         )
 
     @classmethod
@@ -228,6 +274,9 @@ class History:
         history.finished, history.began = state.finished, list(state.began)
         history.progress, history.owners = state.progress, dict(state.owners)
         history.step, history.global_step = state.step, state.global_step
+        history.trend, history.good_cut = state.trend, state.good_cut
+        history.least = list(state.least) or history.least
+        history.rolled_back = list(state.rolled_back)
         history.ledger = Ledger.restore(state.ledger)
         history.leases = Leases.restore(state.leases) if state.leases is not None else None
         return history

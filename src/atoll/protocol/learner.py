@@ -353,7 +353,7 @@ class Learner:
         number = self._versions.rounds.get(fragment, -1)
         if self.settings.synchronous:
             self._before_adoption(fragment, number)
-        plain = not self.recovered or self._final is not None
+        plain = not self.recovered or self._final is not None or self._versions.replaces_all(fragment, version)
         adopt = fx.Adopt(
             fragment=fragment,
             version=version,

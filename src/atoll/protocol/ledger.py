@@ -7,6 +7,7 @@ A token counts once for each of the P fragments, as a fragment-token, and each o
                 `missed` were overwritten by a version that holds none of its learner's steps, the others by one that
                 does: they were made between reading the copy and adopting the version (overlap)
     lost        gone with its incarnation
+    rolled back was merged in a version that the guard took back (guard.py)
     in flight   in a learner's model and in no version yet
 
 Every incarnation has an account. Its learner reports `total` (tokens of its process's life), c (tokens since its last
@@ -15,37 +16,39 @@ but not adopted yet, u, is in m and still in c. Hence, for every fragment, at ev
 
     total − begin = (m − u) + d + c          in flight = c − u
 
-with one and the same `begin` for all fragments and all reports of an incarnation. Rules kept here, each with its test:
+with one and the same `begin` for all fragments and all reports of an incarnation. What is rolled back stays in m, since
+its learner has counted it as merged; it is counted apart beside it. Rules kept here, each with its test:
 - a report that does not balance is told, and changes nothing; one that is older than what a merged contribution has
   told since cannot be judged and is passed over;
 - a contribution that is newer than the last report tells what a report of its moment would have told;
-- merged, dropped, lost and in flight add up to computed at every moment, for every fragment. Steps that nobody was told
-  of before a crash are in no account;
+- merged, dropped, lost, rolled back and in flight add up to computed at every moment, for every fragment. Steps that
+  nobody was told of before a crash are in no account;
 - what is lost is never negative, and a contribution that is merged after its learner is gone is merged, not lost;
 - closed accounts are added up, over all and by learner: the state is one entry for every open account and for every
   learner's name, however long the run.
 
-Replaying the records Joined, Merged and Gone gives the same accounts, except that reports are in no record: the next
-report of every learner makes up for that.
+Replaying the records Joined, Merged, Restored and Gone gives the same accounts, except that reports are in no record:
+the next report of every learner makes up for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import add, sub
 from typing import TypeVar
 
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
 from atoll.protocol.figures import merged_share
-from atoll.protocol.records import Gone, Merged, Record, Share
+from atoll.protocol.records import Gone, Merged, Record, Share, Undone
 
 T = TypeVar("T")
 
 Counts = tuple[int, ...]
 """Fragment-tokens, one number per fragment."""
 
-FATES = ("computed", "merged", "dropped", "lost", "in_flight")
+FATES = ("computed", "merged", "dropped", "lost", "rolled_back", "in_flight")
 """All that were computed, then what became of them."""
 
 
@@ -59,14 +62,16 @@ class Totals(Record, frozen=True):
     in_flight: Counts
     missed: Counts = ()
     """Of `dropped`: the learner had missed the round that it adopted the version of. The rest is overlap."""
+    rolled_back: Counts = ()
 
     def __post_init__(self) -> None:
-        if not self.missed:  # written by a version that did not tell
-            force_setattr(self, "missed", (0,) * len(self.computed))
+        for name in ("missed", "rolled_back"):
+            if not getattr(self, name):  # written by a version that did not tell
+                force_setattr(self, name, (0,) * len(self.computed))
 
     def balance(self) -> Counts:
         """Computed, less all that is known to have become of it: zero."""
-        fates = zip(self.computed, self.merged, self.dropped, self.lost, self.in_flight, strict=True)
+        fates = zip(*(getattr(self, name) for name in FATES), strict=True)
         return tuple(computed - sum(others) for computed, *others in fates)
 
     def fragment_tokens(self) -> dict[str, int]:
@@ -126,10 +131,13 @@ class Account(Record, frozen=True):
     pending: tuple[Pending | None, ...]
     missed: Counts = ()
     """Of `dropped`, as it last reported."""
+    rolled_back: Counts = ()
+    """Of `merged`."""
 
     def __post_init__(self) -> None:
-        if not self.missed:
-            force_setattr(self, "missed", (0,) * len(self.merged))
+        for name in ("missed", "rolled_back"):
+            if not getattr(self, name):
+                force_setattr(self, name, (0,) * len(self.merged))
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -195,19 +203,23 @@ class Account(Record, frozen=True):
         """Where the pending tokens are in d and not in c (it adopted another version in between), they leave d here."""
         none = (0,) * len(self.merged)
         if self.origin is None:  # nothing but its contributions is known
-            return Totals(self.merged, self.merged, none, none, none)
+            return Totals(self.merged, self._still_merged(), none, none, none, none, self.rolled_back)
         skipped = self.begin - self.origin if self.begin is not None else 0
         left = [c - u for c, u in zip(self.tokens, self._unadopted(), strict=True)]
         dropped = tuple(d + skipped + min(0, rest) for d, rest in zip(self.dropped, left, strict=True))
         missed = [known + skipped + min(0, rest) for known, rest in zip(self.missed, left, strict=True)]
         return Totals(
             computed=(self.total - self.origin,) * len(self.merged),
-            merged=self.merged,
+            merged=self._still_merged(),
             dropped=dropped,
             lost=none,
             in_flight=tuple(max(0, rest) for rest in left),
             missed=tuple(max(0, min(known, d)) for known, d in zip(missed, dropped, strict=True)),
+            rolled_back=self.rolled_back,
         )
+
+    def _still_merged(self) -> Counts:
+        return tuple(map(sub, self.merged, self.rolled_back))
 
     def _unadopted(self) -> list[int]:
         return [p.tokens if p is not None else 0 for p in self.pending]
@@ -277,6 +289,17 @@ class Ledger:
                 if (own := self._closed_of.get(share.learner)) is not None:
                     self._closed_of[share.learner] = _found(own, record.fragment, share.tokens)
 
+    def roll_back(self, undone: Iterable[Undone]) -> None:
+        """What these had merged is in no version any more."""
+        for one in undone:
+            if (account := self._open.get((one.learner, one.incarnation))) is not None:
+                more = tuple(map(add, account.rolled_back, one.tokens))
+                self._open[one.learner, one.incarnation] = replace(account, rolled_back=more)
+            else:
+                self._closed = _undone(self._closed, one.tokens)
+                if (own := self._closed_of.get(one.learner)) is not None:
+                    self._closed_of[one.learner] = _undone(own, one.tokens)
+
     def closing(self, learner: str, incarnation: int, total: int = 0) -> Fate:
         """What the record Gone is to say. `total`: of its newest contribution under way, which may be merged yet."""
         account = self._open[learner, incarnation].at_least(total)
@@ -285,9 +308,10 @@ class Ledger:
 
     def closed(self, record: Gone) -> None:
         """Its numbers are final; reports that still come are passed over."""
-        merged = self._open.pop((record.learner, record.incarnation)).merged
-        computed = tuple(map(sum, zip(merged, record.dropped, record.lost, strict=True)))
-        fates = Totals(computed, merged, record.dropped, record.lost, self._none, record.missed)
+        account = self._open.pop((record.learner, record.incarnation))
+        merged, undone = account.fates().merged, account.rolled_back
+        computed = tuple(map(sum, zip(account.merged, record.dropped, record.lost, strict=True)))
+        fates = Totals(computed, merged, record.dropped, record.lost, self._none, record.missed, undone)
         self._closed = _sum(self._closed, fates)
         before = self._closed_of.get(record.learner)
         self._closed_of[record.learner] = fates if before is None else _sum(before, fates)
@@ -332,6 +356,11 @@ def _found(closed: Totals, fragment: int, tokens: int) -> Totals:
         dropped=_plus(closed.dropped, fragment, lost - tokens),
         missed=_plus(closed.missed, fragment, -missed),
     )
+
+
+def _undone(closed: Totals, tokens: Counts) -> Totals:
+    merged, undone = tuple(map(sub, closed.merged, tokens)), tuple(map(add, closed.rolled_back, tokens))
+    return replace(closed, merged=merged, rolled_back=undone)
 
 
 def _sum(*parts: Totals) -> Totals:

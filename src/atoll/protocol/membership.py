@@ -75,6 +75,10 @@ class Learner:
     """From being asked to its whole answer."""
     merged: list[int] = field(default_factory=list)
     """Per fragment, the version its last contribution went into; −1 for none."""
+    least: list[int] = field(default_factory=list)
+    """Per fragment, the version that the run was last rolled back with, for all learners the same list."""
+    suspect: bool = False
+    """The rules take it for one that does harm: it goes into quarantine when the run is rolled back."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
     """Per fragment, the tokens of that contribution."""
     late: set[int] = field(default_factory=set)
@@ -109,8 +113,12 @@ class Learner:
         return self.leaving or bool(self.draining)
 
     def may_give(self, fragment: int) -> bool:
-        """Not while the version that holds its last contribution is still on its way to it."""
-        return bool(self.versions) and self.versions[fragment] >= self.merged[fragment]
+        """Not while the version that holds its last contribution, or one that the run was rolled back with, is still
+        on its way to it."""
+        return bool(self.versions) and self.versions[fragment] >= self.least_base(fragment)
+
+    def least_base(self, fragment: int) -> int:
+        return max(self.merged[fragment], self.least[fragment] if self.least else -1)
 
     def has_more(self, fragment: int) -> bool:
         """Whether it has steps of this fragment that no version contains, on a base it may use."""
@@ -142,6 +150,8 @@ class Membership:
         """In the order of their names."""
         self.asked_to_leave: dict[str, str] = {}
         """Session → why, of processes that the operator drains: another may have their name when they come back."""
+        self.least = [-1] * settings.fragments
+        """Per fragment, the version that the run was last rolled back with."""
         self._uncounted = 0
         """Tokens that an earlier term was told of and did not count."""
 
@@ -166,6 +176,7 @@ class Membership:
             tokens_before=_tokens_before(known, hello.session),
             budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
+            least=self.least,
             draining=self.asked_to_leave.get(hello.session, ""),
         )
         self._add(learner)
@@ -174,7 +185,7 @@ class Membership:
     def remember(self, name: str, life: Life) -> None:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
-        learner.t = life.t
+        learner.t, learner.least = life.t, self.least
         learner.tokens_total, learner.tokens_before, learner.budgeted = life.total, life.before, Counted(life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}

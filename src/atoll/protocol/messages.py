@@ -39,13 +39,14 @@ NEW_MESSAGES = frozenset({"Drain"})
 """What this version brought …"""
 NEW_FIELDS = {
     "*": frozenset({"seq"}),
+    "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
-    "Welcome": frozenset({"protocol"}),
+    "Welcome": frozenset({"protocol", "least"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
-NEW_SETTINGS = frozenset({"weight_limit"})
+NEW_SETTINGS = frozenset({"weight_limit", "guard"})
 
 
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
@@ -278,6 +279,9 @@ class Welcome(Message, frozen=True):
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
     protocol: Number = 1
     """The version that both sides speak on this channel."""
+    least: Row = ()
+    """Per fragment, the version that the run was last rolled back with: whoever holds less takes it in place of its own
+    values. Empty: it never was."""
 
 
 class Refused(Message, frozen=True):
@@ -373,6 +377,8 @@ class Announce(Message, frozen=True):
     global_step: Number = 0
     cuts: Row = ()
     """The complete cuts that the run keeps."""
+    restored: bool = False
+    """No round made this version: the run is rolled back. Whoever holds less takes it in place of its own values."""
 
 
 class Drain(Message, frozen=True):

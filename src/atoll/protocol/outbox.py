@@ -40,13 +40,13 @@ class Outbox:
         stamped = msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
         self.add(Send(learner, stamped))
 
-    def persist(self, *records: AnyRecord, round: int = -1) -> None:
+    def persist(self, *records: AnyRecord, round: int = -1, restored: bool = False) -> None:
         """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
         lines: tuple[AnyRecord, ...] = (*self.taping.take(), *records)
         for line in lines:
             encode(line)  # what could not be written down is no part of the history
             self.history.apply(line)
-        self.add(Persist(lines, round))
+        self.add(Persist(lines, round, restored))
 
     def discard(self, learner: str, number: int, attempt: int) -> None:
         self.add(Discard(learner, number, attempt))

@@ -11,6 +11,8 @@ place. Structs are written as arrays without names: a round of four members take
     Merged    a round: its members, weights and reason, and where its outer gradient lies
     Passed    a round that came to nothing
     Reset     a fragment's outer state starts anew: its last step was not finite
+    Scored    what the run's evaluator found
+    Restored  every fragment is as it was some rounds ago: values and outer state lie beside it
     Sources   the data that leases are cut from
     Granted   a lease: a range of the data for one learner
     Gone      an incarnation is over: what it had reported, what was dropped, what is lost
@@ -133,6 +135,36 @@ class Reset(Record, frozen=True, tag="reset"):
     reason: str
 
 
+class Scored(Record, frozen=True, tag="scored"):
+    round: int
+    loss: float | None
+    """None: it is not finite."""
+
+
+class Undone(Record, frozen=True):
+    """Of one incarnation, the tokens in rounds that are rolled back, per fragment."""
+
+    learner: str
+    incarnation: int
+    tokens: tuple[int, ...]
+
+
+class Restored(Record, frozen=True, tag="restored"):
+    """Its payload is Θ and the outer state of every fragment, one after the other."""
+
+    round: int
+    """All is as it was when so many rounds were behind the run …"""
+    at: int
+    """… which by now has so many behind it."""
+    versions: tuple[int, ...]
+    """Per fragment, the new one: one more than before."""
+    digests: tuple[str, ...]
+    """Per fragment, of the new version's values."""
+    undone: tuple[Undone, ...]
+    reason: str
+    payload: Place | None = None
+
+
 class Sources(Record, frozen=True, tag="sources"):
     datasets: tuple[tuple[str, int, float], ...]
     """Name, samples and weight of each."""
@@ -229,6 +261,8 @@ AnyRecord = (
     | Merged
     | Passed
     | Reset
+    | Scored
+    | Restored
     | Sources
     | Granted
     | Gone

@@ -13,6 +13,8 @@ succeeds; a deadline that everyone missed makes the next longer, but no learner 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
 from atoll.protocol.effects import Commit, ConfirmSent, Merge, Merged, Part
@@ -292,6 +294,21 @@ class Rounds:
         else:
             self._pass_over(round_, reason)
 
+    def abandon(self, reason: str) -> None:
+        """Nothing comes of the rounds under way: what was given to them is dropped."""
+        for _, round_ in sorted(self.open.items()):
+            assert round_.stage != "merging", "what is being merged is committed first"
+            for seat in round_.seats.values():
+                self.out.discard(seat.learner, round_.t, round_.attempt)
+            self._pass_over(round_, reason)
+
+    def restore(self, versions: Sequence[int], digests: Sequence[str]) -> None:
+        """These versions were made by no round."""
+        self.versions = list(versions)
+        for fragment, digest in enumerate(digests):
+            last = Round(self.committed - 1, fragment, 0.0)
+            self._announce(last, (), digest, restored=True)
+
     def _pass_over(self, round_: Round, reason: str) -> None:
         """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
         round_.stage, round_.reason = "void", reason
@@ -386,7 +403,9 @@ class Rounds:
             "since": since,
         }
 
-    def _announce(self, round_: Round, members: tuple[Member, ...], digest: str = "") -> None:
+    def _announce(
+        self, round_: Round, members: tuple[Member, ...], digest: str = "", *, restored: bool = False
+    ) -> None:
         announce = Announce(
             round=round_.t,
             fragment=round_.fragment,
@@ -397,6 +416,7 @@ class Rounds:
             progress=self.out.history.progress,
             global_step=self.out.history.global_step,
             cuts=self.out.history.kept_cuts,
+            restored=restored,
         )
         for learner in self.members.connected():
             self.out.send(learner.name, announce)

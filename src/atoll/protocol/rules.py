@@ -57,13 +57,15 @@ def _life(run: str, learner: str, incarnation: int) -> str:
 
 def against_the_rules(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
     """Why a contribution may not be merged."""
-    least = learner.merged[round_.fragment]
+    merged, least = learner.merged[round_.fragment], learner.least_base(round_.fragment)
     if given.fragment != round_.fragment:
         return f"it is fragment {given.fragment}, the round takes {round_.fragment}"
     if not 0 <= given.base <= newest:
         return f"its base is version {given.base}, which this run never committed"
+    if given.base < merged:
+        return f"its base is version {given.base}, but version {merged} already contains its steps"
     if given.base < least:
-        return f"its base is version {given.base}, but version {least} already contains its steps"
+        return f"its base is version {given.base}, but the run was rolled back with version {least}"
     if min(given.t, given.steps, given.tokens, given.total, given.position + 1) < 0:
         counters = f"{given.steps} steps, {given.tokens} tokens of {given.total}, step {given.t}"
         return f"its counters are below zero: {counters}, position {given.position}"

@@ -73,6 +73,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Refused contributions in a row that send a learner into quarantine."""
     weight_limit: float = 8.0
     """No contribution counts for more than this many times the median of the others in its round; of two, none does."""
+    guard: Literal["off", "alarm", "rollback"] = "alarm"
+    """What follows when the scores of the run's evaluator become much worse (guard.py)."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)

@@ -37,14 +37,14 @@ class Strikes:
         learner.strikes += 1
         self.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
         if learner.strikes >= self.settings.strikes:
-            self._quarantine(now, learner, reason)
+            self.quarantine(now, learner, f"after {learner.strikes} refusals in a row", reason)
 
     def strike_helper(self, now: float, peer: Learner, newcomer: Learner, reason: str) -> None:
         """For the state that it gave the newcomer."""
         self.strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
 
-    def _quarantine(self, now: float, learner: Learner, reason: str) -> None:
-        text = f"{learner.name} is in quarantine after {learner.strikes} refusals in a row; it recovers from the run"
+    def quarantine(self, now: float, learner: Learner, when: str, reason: str) -> None:
+        text = f"{learner.name} is in quarantine {when}; it recovers from the run"
         self.out.note("quarantined", text, learner)
         self.rounds.unseat(learner, "it is in quarantine")
         self.peers.lost(learner, "it is in quarantine")

@@ -9,6 +9,7 @@ Here is what becomes of an event, and what time brings. The rules themselves, ea
     reports and contributions     hearing.py; what a refusal costs: strikes.py; the books: accounts.py
     rounds                        rounds.py; when one may freeze its members: gathering.py
     cuts                          cut.py
+    scores, and a way back        guard.py, restoring.py
 
 Many learners say many things from which nothing can follow yet: a sign of life, a step before a round is due. Those are
 not followed up (`_is_quiet`), so that they cost little.
@@ -35,6 +36,7 @@ from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
 from atoll.protocol.records import Begun, Changed, Reset
+from atoll.protocol.restoring import Restoring
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.settings import Settings
 from atoll.protocol.strikes import Strikes
@@ -65,6 +67,7 @@ class Syncer:
         self.attendance = Attendance(settings, course, members, accounts, rounds, peers, self.beginning, out)
         self.strikes = Strikes(settings, members, accounts, rounds, peers, self.attendance, out)
         self.hearing = Hearing(course, members, accounts, rounds, watch, peers, self.attendance, self.strikes, out)
+        self.restoring = Restoring(settings, course, members, rounds, self.strikes, out)
         self.end = End(settings, course, members, rounds, peers, self.assembling, out)
         self._remember()
 
@@ -80,6 +83,7 @@ class Syncer:
         for name, life in self.history.lives.items():
             self.members.remember(name, life)
         self.members.recall(self.history.progress)
+        self.members.least[:] = self.history.least
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
@@ -161,6 +165,12 @@ class Syncer:
                 if reset:
                     self.out.persist(Reset(self.rounds.open[number].fragment, reason))
                 self.rounds.fail(now, self.rounds.open[number], reason)
+            case fx.Scored(number, loss):
+                self.restoring.scored(number, loss)
+            case fx.Restorable():
+                self.restoring.restore(now, event)
+            case fx.Unrestorable(reason):
+                self.restoring.give_up(reason)
             case fx.CutKept(cut, reason):
                 self.cuts.kept(cut, reason)
             case fx.CutWritten(cut, manifest):
@@ -279,6 +289,8 @@ class Syncer:
             self.attendance.abandon(now, wakes)
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
+            if self.restoring.turn():
+                break
             self.end.turn(now, wakes)
             self.attendance.hurry(now, wakes)
             if self.phase == "running" and self.assembling.may_open(now, wakes):
@@ -302,7 +314,7 @@ class Syncer:
         self.settings = asked.settings
         for room in (
             *(self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.peers),
-            *(self.assembling, self.attendance, self.strikes, self.end, self.end.drain),
+            *(self.assembling, self.attendance, self.strikes, self.restoring, self.end, self.end.drain),
         ):
             room.settings = asked.settings
         if asked.reopen:

@@ -1,8 +1,9 @@
 """What a learner holds of the run's versions: announced, fetched, adopted.
 
 Rules kept here, each with its test: versions may be skipped, never taken twice or backwards; after a reconnect every
-version it lacks is fetched; with adopt = "carry" the copy that a version already contains is named, also when its
-announcement was lost with the connection.
+version it lacks is fetched; one that the run was rolled back with takes the place of the learner's own values; with
+adopt = "carry" the copy that a version already contains is named, also when its announcement was lost with the
+connection.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Versions:
     """Announced, per fragment."""
     adopting: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Handed to the training process: fragment → (version, round)."""
+    _least: dict[int, int] = field(default_factory=dict)
+    """Per fragment, the version that the run was last rolled back with."""
     retry_at: dict[int, float] = field(default_factory=dict)
     rounds: dict[int, int] = field(default_factory=dict)
     """Per fragment, the round of its newest version."""
@@ -58,8 +61,13 @@ class Versions:
         merged = self._merged.get(fragment)
         return merged[2] if merged is not None and self.counted[fragment] < merged[0] <= version else 0
 
+    def replaces_all(self, fragment: int, version: int) -> bool:
+        """Whether the run was rolled back between what is held and this version."""
+        return self.held[fragment] < self._least.get(fragment, -1) <= version
+
     def welcomed(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
+        self._least = dict(enumerate(welcome.least))
         fragments = len(self.newest)
         self._merged = {  # what was announced before may be of rounds that the disk did not keep
             fragment: merged
@@ -76,6 +84,8 @@ class Versions:
             self._merged[fragment] = (version, own.t, own.tokens)
         if announce.members:
             self.rounds[fragment] = announce.round
+        if announce.restored:
+            self._least[fragment] = version
 
     def lacks(self, fragment: int) -> bool:
         return self.newest[fragment] > self.held[fragment]
@@ -115,4 +125,5 @@ class Versions:
         self.held, self.counted = [-1] * fragments, [-1] * fragments
         self.adopting.clear()
         self.rounds.clear()
+        self._least.clear()
         self._merged.clear()

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.protocol.batch import must_be_synced
+from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
-from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Started
+from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Restored, Started
+from atoll.protocol.restoring import undone
 
-Entry = tuple[AnyRecord, float | None]
-"""A record, and the merged outer gradient that belongs to it."""
+Entry = tuple[AnyRecord, float | list[float] | None]
+"""A record, and what belongs to it: the merged outer gradient, or the values that the run is rolled back to."""
 AGAIN_S = 0.1
 """Between two tries on a full disk."""
 
@@ -41,8 +43,8 @@ class Disk:
         self.sync_s, self.every_round = sync_s, every_round
         self.journal: list[AnyRecord] = []
         """What a reader would find."""
-        self.gradients: dict[int, float] = {}
-        """Per record's place, the outer gradient of its round."""
+        self.payloads: dict[int, float | list[float]] = {}
+        """Per record's place, what belongs to it."""
         self.start: list[float] = []
         """Version 0."""
         self.losses = 0
@@ -73,9 +75,9 @@ class Disk:
         return True
 
     def append(self, entries: Sequence[Entry]) -> None:
-        for record, gradient in entries:
-            if gradient is not None:
-                self.gradients[len(self.journal)] = gradient
+        for record, payload in entries:
+            if payload is not None:
+                self.payloads[len(self.journal)] = payload
             self.journal.append(record)
         if self._is_synced(entries):
             self.synced = len(self.journal)
@@ -94,7 +96,7 @@ class Disk:
         lost = len(self.journal) - self.synced
         self.losses += lost > 0
         for place in range(self.synced, len(self.journal)):
-            self.gradients.pop(place, None)
+            self.payloads.pop(place, None)
         del self.journal[self.synced :]
         return lost
 
@@ -116,13 +118,31 @@ class Disk:
         history = History(self.begun) if newest is None else History.restore(_copied(newest.history))
         theta = [] if newest is None else list(newest.theta)
         for place in range(newest.place if newest else 0, len(self.journal)):
-            record = self.journal[place]
-            history.apply(record)
-            if isinstance(record, Started):
-                theta = list(self.start)
-            elif isinstance(record, Merged):
-                theta[record.fragment] -= step * self.gradients[place]
+            history.apply(self.journal[place])
+            theta = self._replayed(theta, place, step)
         return history, theta
+
+    def _replayed(self, theta: list[float], place: int, step: float) -> list[float]:
+        record, payload = self.journal[place], self.payloads.get(place)
+        if isinstance(record, Started):
+            return list(self.start)
+        if isinstance(record, Restored):
+            assert isinstance(payload, list)
+            return list(payload)
+        if isinstance(record, Merged):
+            assert isinstance(payload, float)
+            theta[record.fragment] -= step * payload
+        return theta
+
+    def earlier(self, restore: Restore, step: float) -> tuple[list[float], Restorable]:
+        """The values after so many rounds, by the whole journal."""
+        history, theta, place = History(self.begun), list[float](), 0
+        while not history.started or history.committed < restore.round:
+            history.apply(self.journal[place])
+            theta = self._replayed(theta, place, step)
+            place += 1
+        told = undone(self.journal, restore.round, len(theta))
+        return theta, Restorable(restore.round, ("digest",) * len(theta), told)
 
     def reign(self, history: History) -> int:
         """Claim the next term and begin its segment."""

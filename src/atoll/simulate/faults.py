@@ -57,6 +57,7 @@ Kind = Literal[
     "cuts-fail",
     # the operator
     "set",
+    "rollback",
     "end",
 ]
 
@@ -138,6 +139,7 @@ def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
     if dice.random() < 0.04:
         faults.append(Fault(round(dice.uniform(0.3, 1.0) * until, 3), "end"))
     faults += _drains(dice, learners, until, faults)
+    faults += _rollbacks(dice, until)
     return sorted(faults, key=lambda fault: fault.at)
 
 
@@ -159,6 +161,12 @@ def _drains(dice: random.Random, learners: int, until: float, others: list[Fault
         at = drains[-1].at + dice.uniform(-3, 1)
         drains.append(Fault(round(max(0.0, at), 3), "end"))
     return drains
+
+
+def _rollbacks(dice: random.Random, until: float) -> list[Fault]:
+    """Drawn behind all others, which are what they were before; most worlds have none."""
+    times = [dice.uniform(0, until) for _ in range(dice.choice([0, 0, 0, 1, 3]))]
+    return [Fault(round(at, 3), "rollback", length=round(dice.uniform(0, until - at), 3)) for at in times]
 
 
 def _drain(dice: random.Random, learners: int, until: float, others: list[Fault]) -> Fault:

@@ -163,6 +163,14 @@ def _set(world: World, fault: Fault) -> None:
     world.tell(world.reign, fx.ChangeAsked(changed, {}, str(changes)))
 
 
+def _rollback(world: World, fault: Fault) -> None:
+    """The operator lets the run be rolled back; it has a good score, and after a while one that is not finite."""
+    settings = msgspec.structs.replace(world.syncer.settings, guard="rollback")
+    world.tell(world.reign, fx.ChangeAsked(settings, {}, "guard=rollback"))
+    world.tell(world.reign, fx.Scored(world.syncer.committed, 1.0))
+    later(world, fault, lambda: world.tell(world.reign, fx.Scored(world.syncer.committed, None)))
+
+
 def _end(world: World, fault: Fault) -> None:
     world.tell(world.reign, fx.EndAsked("the operator asked for it"))
 
@@ -187,5 +195,6 @@ REST: dict[str, Callable[[World, Fault], object]] = {
     "disk-slow": _disk_slow,
     "cuts-fail": _disk("cuts_fail"),
     "set": _set,
+    "rollback": _rollback,
     "end": _end,
 }

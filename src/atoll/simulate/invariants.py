@@ -10,6 +10,7 @@
     a sample is in one holder's hands at a time; a data range is issued again only if no fragment has merged it
     only the recovered contribute   nobody is a member who has not taken the run's parameters, or waits for a state
     no broken numbers are committed
+    a rollback leaves nothing behind: whoever held something newer takes all that it brings in place of its own
     quorum                          a round asks and merges K, or as many as there are
     one fenced writer               terms go up; learners heed no term below the newest they heard of
     a cut never waits for the dead
@@ -129,7 +130,8 @@ class Invariants:
             raise Violation("clocks", f"the run's step goes back from {before} to {step}")
         self._step = step
         budget = machine.settings.steps
-        if 0 < budget <= step and machine.phase == "running" and not machine.assembling.returning:
+        waits = machine.assembling.returning or machine.restoring.busy
+        if 0 < budget <= step and machine.phase == "running" and not waits:
             raise Violation("a budget ends the run", f"it runs on at step {step} of {budget}")
 
     def _check_accounts(self, reign: Reign) -> None:
@@ -173,6 +175,10 @@ class Invariants:
                 self._merge(reign, number, fragment, parts)
             case fx.CompleteCut():
                 self.timing.completed(effect)
+            case fx.CommitRestored(versions):
+                if list(versions) != self.oracle.versions or reign.restored != self.oracle.theta:
+                    said = f"the run is rolled back to {reign.restored}, it was {self.oracle.theta} then"
+                    raise Violation("Θ is the replay of the journal", said)
             case fx.Commit(number, fragment, version):
                 self._commit(reign, number, fragment, version)
             case _:
@@ -314,6 +320,9 @@ class Invariants:
         if adopt.version <= island.adopted[f]:
             said = f"{island.name} adopts version {adopt.version} of fragment {f} over {island.adopted[f]}"
             raise Violation("versions +1", said, island.name, f)
+        if island.adopted[f] < self.oracle.least[f] <= adopt.version and adopt.rule != "overwrite":
+            said = f"{island.name} takes version {adopt.version} of fragment {f} by {adopt.rule} after a rollback"
+            raise Violation("a rollback leaves nothing behind", said, island.name, f)
         if dropped < 0:
             said = f"{island.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
             raise Violation("ledger balances", said, island.name, f)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.restoring import undone
 from atoll.simulate.promises import Violation
 from atoll.simulate.samples import Samples
 
@@ -53,6 +54,11 @@ class Oracle:
         self.values: dict[tuple[int, int], float] = {}
         """(fragment, version) → the value that was committed."""
         self.merged_tokens = [0] * self.world.settings.fragments
+        self.least = [-1] * self.world.settings.fragments
+        """Per fragment, the version that the run was last rolled back with."""
+        self._merged_so_far: list[records.Merged] = []
+        self._versions_at: list[list[int]] = [[0] * self.world.settings.fragments]
+        """By the rounds behind the run."""
         self.lives: set[tuple[str, int]] = set()
         self._until: dict[tuple[str, int], int] = {}
         """(session, fragment) → the last step of it that a version contains."""
@@ -80,6 +86,8 @@ class Oracle:
                 self._merged(record)
             case records.Passed():
                 self._turn(record)
+            case records.Restored():
+                self._restored(record)
             case records.Granted():
                 self.samples.granted(record)
             case records.Gone():
@@ -109,6 +117,7 @@ class Oracle:
         if record.round != self.committed:
             raise Violation("versions +1", f"round {record.round} is written where round {self.committed} is due")
         self.committed += 1
+        self._versions_at.append(list(self.versions))
         self._stepped(record.step)
 
     def _stepped(self, step: float) -> None:
@@ -128,9 +137,29 @@ class Oracle:
         deltas = [share.weight * self._share(record, share).delta for share in record.members]
         self.theta[f] -= self.world.outer_lr * (sum(deltas) / sum(weights))
         self.versions[f] = record.version
+        self._versions_at[-1] = list(self.versions)
+        self._merged_so_far.append(record)
         self.values[f, record.version] = self.theta[f]
         if not isfinite(self.theta[f]):
             raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
+
+    def _restored(self, record: records.Restored) -> None:
+        """Every fragment goes up by one and holds what it held then; what was merged since is not merged any more."""
+        if list(record.versions) != [version + 1 for version in self.versions]:
+            raise Violation("versions +1", f"a rollback makes versions {record.versions}, after {self.versions}")
+        if record.at != self.committed or not 0 <= record.round < self.committed:
+            raise Violation("versions +1", f"{record} is written after {self.committed} rounds")
+        since = [one for one in self._merged_so_far if one.round >= record.round]
+        if record.undone != undone(since, record.round, len(self.versions)):
+            raise Violation("ledger balances", f"{record.undone} is rolled back, {since} was merged")
+        for one in since:
+            self.merged_tokens[one.fragment] -= sum(share.tokens for share in one.members)
+        self._merged_so_far = [one for one in self._merged_so_far if one.round < record.round]
+        then = self._versions_at[record.round]
+        self.theta = [self.values[f, version] for f, version in enumerate(then)]
+        self.versions, self.least = list(record.versions), list(record.versions)
+        self._versions_at[-1] = list(self.versions)
+        self.values.update({(f, version): self.theta[f] for f, version in enumerate(self.versions)})
 
     def _share(self, record: records.Merged, share: records.Share) -> Body:
         """What really came from this member, which must be what is written of it, and new."""
@@ -149,6 +178,9 @@ class Oracle:
             raise Violation("no broken numbers are committed", f"round {record.round} merges {who}'s NaN", who, f)
         if copy.steps < 1 or copy.base < 0 or copy.base > self.versions[f]:
             said = f"{who} contributes {copy.steps} steps on version {copy.base} to fragment {f}"
+            raise Violation("only the recovered contribute", said, who, f)
+        if copy.base < self.least[f]:
+            said = f"{who} contributes to fragment {f} on version {copy.base}, rolled back with {self.least[f]}"
             raise Violation("only the recovered contribute", said, who, f)
         self._steps_once(record.round, body, who, f)
         self.merged_tokens[f] += copy.tokens

@@ -48,6 +48,8 @@ class Reign:
         self.initial: list[float] = []
         self.staged: dict[int, tuple[float, float]] = {}
         """Per fragment, the merged outer gradient and the new value."""
+        self.restored: list[float] = []
+        """What the run is about to be rolled back to."""
         self.bodies: dict[Key, float] = {}
         self._asked: set[Key] = set()
         self._probes: dict[str, Key] = {}
@@ -181,10 +183,12 @@ class Reign:
         return False
 
     def _entries(self, persist: fx.Persist) -> list[Entry]:
-        return [
-            (record, self.staged[record.fragment][0] if isinstance(record, records.Merged) else None)
-            for record in persist.records
-        ]
+        return [(record, self._payload(record)) for record in persist.records]
+
+    def _payload(self, record: records.AnyRecord) -> float | list[float] | None:
+        if isinstance(record, records.Restored):
+            return self.restored
+        return self.staged[record.fragment][0] if isinstance(record, records.Merged) else None
 
     def _end_write(self, count: int) -> object:
         if not self.alive or not self._writing:
@@ -229,6 +233,11 @@ class Reign:
             case fx.Commit(_, fragment, version):
                 self.theta[fragment] = self.staged.pop(fragment)[1]
                 self.served[fragment] = version
+            case fx.Restore():
+                self.restored, ready = self.world.disk.earlier(effect, self.world.outer_lr)
+                self.world.agenda.later(self.world.cut_s(), self.world.tell, self, ready)
+            case fx.CommitRestored(versions):
+                self.theta, self.served = list(self.restored), list(versions)
             case fx.TakeCut():
                 self._take_cut(effect)
             case fx.CompleteCut(cut):

@@ -38,8 +38,8 @@ def forgotten(disk: Disk, history: History) -> str | None:
     for record in disk.journal:
         whole.apply(record)
     ours, theirs = history.state(), whole.state()
-    names = ("term", "started", "versions", "committed", "lives", "leases", "cuts", "ended", "finished", "settings")
-    for name in names:
+    plain = ("term", "started", "versions", "committed", "lives", "leases", "cuts", "ended", "finished", "settings")
+    for name in (*plain, "trend", "least", "rolled_back", "good_cut"):
         if (mine := getattr(ours, name)) != (other := getattr(theirs, name)):
             return f"{name}: {mine} after a cut, {other} by the whole journal"
     return None

@@ -180,15 +180,16 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
     return path
 
 
-def prune(root: Path, keep: int) -> list[int]:
-    """Remove all but the newest complete cuts, and whatever lies before them; which cuts went.
+def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
+    """Remove all but the newest complete cuts, and whatever lies before them but `spared`; which cuts went.
 
     A cut goes as a whole: it loses its name first, so that nobody finds half of one.
     """
     kept = complete_cuts(root)[:keep]
     if not kept or not root.is_dir():
         return []
-    old = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit() and int(entry.name) < min(kept)]
+    there = [int(entry.name) for entry in root.iterdir() if entry.name.isdigit()]
+    old = [cut for cut in there if cut < min(kept) and cut != spared]
     for cut in old:
         folder_of(root, cut).rename(root / f"{GONE}{cut}")
     for entry in root.glob(f"{GONE}*"):

@@ -1,7 +1,8 @@
 """The journal of a run: what its syncer decided, durable before anybody is told.
 
     segment-000001.log        the records of term 1, kept for ever (segments.py)
-    payload-000001-0000.bin   merged outer gradients of term 1; a new file after every cut, the old ones are deleted
+    payload-000001-0000.bin   merged outer gradients of term 1, and what the run was rolled back to; a new file after
+                              every cut, the old ones are deleted
 
 Rules:
 - an append is durable when it returns, and all of it counts or nothing. Payloads come first, so that a record that is
@@ -29,7 +30,7 @@ from pathlib import Path
 from msgspec import structs
 
 from atoll.protocol import records
-from atoll.protocol.records import AnyRecord, Merged, Place, Reigned
+from atoll.protocol.records import AnyRecord, Merged, Place, Reigned, Restored
 from atoll.store.disk import Buffer, Corrupt, Disk, DiskFailed, Growing, NoRoom, delete, failed, make_durable, reading
 from atoll.store.segments import (
     HEAD_BYTES,
@@ -172,7 +173,7 @@ class Journal:
             assert (record.term, record.before_bytes, record.before_hash) == due, f"Reigned has to name {due}"
 
     def _place(self, record: AnyRecord, data: memoryview) -> AnyRecord:
-        assert isinstance(record, Merged), f"{type(record).__name__} has no payload"
+        assert isinstance(record, Merged | Restored), f"{type(record).__name__} has no payload"
         if self._payloads is None:
             self._payloads = Growing(payload_path(self._folder, self.position.term, self.file), self._disk)
             make_durable(self._folder, self._disk)

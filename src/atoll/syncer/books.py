@@ -15,9 +15,9 @@ import numpy as np
 
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.batch import must_be_synced
-from atoll.protocol.effects import CompleteCut
+from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned
+from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,
@@ -35,6 +35,7 @@ from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.terms import Reign
+from atoll.syncer.earlier import Earlier, read_earlier
 from atoll.syncer.recovery import CutState, Recovered, recover
 
 
@@ -113,7 +114,7 @@ class Books:
     def append(self, entries: Sequence[Entry]) -> None:
         """Beside the event loop, one at a time: the journal belongs to whoever appends."""
         with self._writing:
-            if any(isinstance(record, Merged) for record, _ in entries):
+            if any(isinstance(record, Merged | Restored) for record, _ in entries):
                 self._remove_model()
             self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
             if (before := self._needless) is not None:
@@ -162,10 +163,15 @@ class Books:
         try:
             manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
             mark = write_manifest(self._out.cuts, manifest)
-            prune(self._out.cuts, self._keep)
+            prune(self._out.cuts, self._keep, done.spared)
         except OSError as error:
             raise not_written(error, table.parent) from error
         return mark
+
+    def earlier(self, restore: Restore) -> Earlier:
+        """Beside the event loop. BadCut or Corrupt: it cannot be had."""
+        with self._writing:  # nothing is trimmed meanwhile, and no append is half there
+            return read_earlier(self._out, restore, disk=self._disk)
 
     def close(self) -> None:
         self._journal.close()

@@ -5,6 +5,7 @@
 | the program | 256 MiB: Python, NumPy, compiled kernels, what talk leaves behind |
 | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
 | a cut | the outer state once more, while it is written |
+| a rollback | Θ and the outer state twice more, with an evaluator and guard = "rollback" |
 | one learner | for each of its pulls a body and what is decoded of it; its queues, both ways; what waits of its tape |
 | states passed on | as many streams, and as much of each, as the relay lets through |
 | connections | as many as there may be, whoever holds them |
@@ -55,6 +56,8 @@ def ceiling(
     limits, relay = limits or Limits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
+    if settings.guard == "rollback":
+        fixed += 2 * (1 + slots) * model + model + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
     pulls = schedule.flights(settings) + MISSES
     body = make_codec(settings.codec).nbytes(plan.largest)

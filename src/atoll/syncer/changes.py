@@ -28,6 +28,7 @@ RULES = (
     "pull_floor_s",
     "strikes",
     "weight_limit",
+    "guard",
     "cut_every",
     "cut_wait_s",
 )

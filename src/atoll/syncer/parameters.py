@@ -166,6 +166,33 @@ class Parameters:
             raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
         self.commit(fragment, version, round)
 
+    def pack(self) -> ByteArray:
+        """Θ and the outer state of every fragment, one after the other."""
+        parts = [array for index in range(len(self._committed)) for array in self._parts(index)]
+        return np.concatenate(parts).view(np.uint8)
+
+    def restore(self, packed: ByteArray, versions: Sequence[int], round: int) -> tuple[str, ...]:
+        """What `pack` gave becomes every fragment's next version; their digests. ValueError: of another model."""
+        values, start = packed.view(np.float32), 0
+        if len(values) != sum(len(array) for index in range(len(self._committed)) for array in self._parts(index)):
+            raise ValueError(f"{packed.nbytes} bytes are not the values and outer state of this model")
+        for fragment, version in enumerate(versions):
+            self._staged[fragment] = new = self._take(fragment)
+            for array in (new.values, *self._parts(fragment)[1:]):
+                np.copyto(array, values[start : start + len(array)])
+                start += len(array)
+            new.digest = digest(new.values.view(np.uint8).data)
+            self.commit(fragment, version, round)
+        return self.digests()
+
+    def _parts(self, fragment: int) -> list[FloatArray]:
+        state = self._state[fragment]
+        return [self._committed[fragment].values, *(state[name] for name in sorted(state))]
+
+    def digests(self) -> tuple[str, ...]:
+        """Of the committed versions."""
+        return tuple(buffer.digest for buffer in self._committed)
+
     def snapshot(self) -> dict[str, FloatArray]:
         """Everything, as it is now. Θ is not copied: a committed version is never written to, but it may be used again,
         so it counts as read until `let_go`."""

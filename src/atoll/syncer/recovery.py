@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from atoll.config import Outer
 from atoll.numerics.fragments import make_plan
@@ -43,6 +44,8 @@ class Recovered:
     """None: the run has no parameters yet."""
     end: Position
     cut: int | None = None
+    start: Position = ORIGIN
+    """Of the journal, behind that cut."""
     kept: tuple[int, int] = (0, 0)
     """Term and payload file from which that cut needs payloads."""
     rounds: int = 0
@@ -67,7 +70,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
     broken: Corrupt | None = None
     for cut in known_cuts(out.cuts):
         try:
-            found = _from_cut(out.cuts, cut)
+            found = from_cut(out.cuts, cut)
             found.remarks = [*remarks]
             return _replayed(found, out.journal, disk)
         except (BadCut, Corrupt) as error:
@@ -79,7 +82,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
     return _from_the_beginning(out.journal, disk, remarks)
 
 
-def _from_cut(root: Path, cut: int) -> Recovered:
+def from_cut(root: Path, cut: int) -> Recovered:
     part, state, arrays = read_syncer_part(root, cut)
     try:
         at = msgspec.msgpack.decode(state, type=CutState)
@@ -90,7 +93,7 @@ def _from_cut(root: Path, cut: int) -> Recovered:
         parameters.load(arrays, [max(0, version) for version in history.versions], at.rounds)
     except (msgspec.MsgspecError, ValueError) as error:
         raise BadCut(f"cut {cut} cannot be used: {error}") from error
-    return Recovered(history, parameters, at.position, cut, (at.position.term, at.file))
+    return Recovered(history, parameters, at.position, cut, at.position, (at.position.term, at.file))
 
 
 def _from_the_beginning(folder: Path, disk: Disk, remarks: list[str]) -> Recovered | None:
@@ -119,13 +122,14 @@ def _apply(
             remarks = found.remarks or ["its first parameters (cut 0) are missing: put them back"]
             raise BadCut(f"the run has begun, but no cut leads on: {'; '.join(remarks)}")
         if found.parameters is not None:
-            _replay(found, position, record, folder, disk)
+            replay(found, position, record, folder, disk)
         found.history.apply(record)
         found.end = position
     return found
 
 
-def _replay(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
+def replay(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
+    """What one record does to the parameters. BadCut or Corrupt: it does not give what it gave then."""
     assert found.parameters is not None
     match record:
         case records.Merged(round=number, fragment=fragment, version=version, digest=mark, payload=place):
@@ -137,6 +141,16 @@ def _replay(found: Recovered, position: Position, record: records.AnyRecord, fol
             except ValueError as error:
                 raise BadCut(f"the journal does not give again what was committed: {error}") from error
             found.rounds += 1
+        case records.Restored(versions=versions, at=at, digests=marks, payload=place):
+            if place is None:
+                raise BadCut(f"what the run was rolled back to at round {at} is not in the journal")
+            data = np.frombuffer(payload(folder, position.term, place, disk=disk), dtype=np.uint8)
+            try:
+                given = found.parameters.restore(data, versions, at - 1)
+            except ValueError as error:
+                raise BadCut(f"the journal does not give again what the run was rolled back to: {error}") from error
+            if given != marks:
+                raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
         case records.Reset(fragment):
             found.parameters.reset(fragment)
         case records.Changed(outer=outer):
@@ -156,4 +170,4 @@ def _torn(tail: Tail) -> str:
     return f"{tail.file.name} ended in {tail.size_bytes} bytes of an append that was never acknowledged: cut off"
 
 
-__all__ = ["ORIGIN", "CutState", "Recovered", "outer_of", "recover"]
+__all__ = ["ORIGIN", "CutState", "Recovered", "from_cut", "outer_of", "recover", "replay"]

@@ -47,12 +47,14 @@ class Scribe:
         *,
         carry_out: Callable[[fx.SyncerEffect], None],
         payload: Callable[[int], memoryview | None],
+        restored: Callable[[], memoryview | None] = lambda: None,
         first_cut: Callable[[fx.TakeCut], Awaitable[None]],
         fenced: Callable[[], bool] = lambda: False,
         alarm: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`alarm` is told what is wrong, and an empty text when it is over."""
-        self._append, self._carry_out, self._payload = append, carry_out, payload
+        """`payload`: of a round; `restored`: of a rollback. `alarm` is told what is wrong, and an empty text when it is
+        over."""
+        self._append, self._carry_out, self._payload, self._restored = append, carry_out, payload, restored
         self._first_cut, self._fenced, self._alarm = first_cut, fenced, alarm
         self._waiting: deque[fx.SyncerEffect] = deque()
         self._written = 0
@@ -108,8 +110,7 @@ class Scribe:
         entries: list[Entry] = []
         for persist in batch:
             entries.extend((record, None) for record in persist.records[:-1])
-            gradient = self._payload(persist.round) if persist.round >= 0 else None
-            entries.append((persist.records[-1], gradient))
+            entries.append((persist.records[-1], self._payload_of(persist)))
 
         async def append(entries: Sequence[Entry]) -> None:
             await asyncio.to_thread(self._append, entries)
@@ -118,6 +119,11 @@ class Scribe:
         if self._fenced():
             raise Deposed(DEPOSED)
         self._written = len(batch)
+
+    def _payload_of(self, persist: fx.Persist) -> memoryview | None:
+        if persist.restored:
+            return self._restored()
+        return self._payload(persist.round) if persist.round >= 0 else None
 
     async def _insist(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
         """Again and again while there is no room; an alarm when it takes long, for whatever reason."""

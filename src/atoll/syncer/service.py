@@ -8,6 +8,7 @@ rules, and of an effect to whoever carries it out:
 - `first`: its first parameters, from the learner that was asked for them;
 - `inbox`, `merging`: contributions, and the versions made of them;
 - `cuts`: the syncer's part of them;
+- `restorer`: values and outer state of an earlier round, when the run is rolled back;
 - `ending`: who is waited for when the run is over.
 """
 
@@ -48,6 +49,7 @@ from atoll.syncer.merging import Merging
 from atoll.syncer.model import Model, earlier_terms, first_joiners
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
+from atoll.syncer.restorer import Restorer
 from atoll.syncer.scribe import Scribe
 from atoll.syncer.standstill import Standstill
 from atoll.syncer.status import Meter, manifest, told
@@ -87,6 +89,7 @@ class SyncerService:
             books.append,
             carry_out=self._carry_out,
             payload=self._gradient,
+            restored=lambda: self._restorer.packed.data,
             first_cut=lambda cut: self._cuts.write_first(cut),
             fenced=books.fenced,
             alarm=self._alarm,
@@ -183,6 +186,7 @@ class SyncerService:
         self._screen = Screen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
         self._merging = Merging(self._parameters, self._inbox, self._screen, self._handle, self._spawn)
         self._cuts = Cuts(self._books, self._parameters, history.run, self._handle, self._spawn)
+        self._restorer = Restorer(self._books, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
         self._first = FirstParameters(self._parameters, self._machine)
 
@@ -328,6 +332,7 @@ class SyncerService:
     def score(self, score: Score) -> None:
         self.meter.score(score)
         self._events.say("score", *told(score))
+        self._handle(fx.Scored(score.round, score.loss))
         if score.final:
             self._ending.scored()
 
@@ -372,6 +377,10 @@ class SyncerService:
                 self._merging.merge(effect)
             case fx.Commit(number, fragment, version):
                 self._parameters.commit(fragment, version, number)
+            case fx.Restore():
+                self._restorer.make_ready(effect)
+            case fx.CommitRestored(versions, at):
+                self._restorer.commit(versions, at)
             case fx.Retune(outer):
                 self._retune(msgspec.convert(outer, Outer))
             case fx.TakeCut():
@@ -386,7 +395,7 @@ class SyncerService:
             case fx.Finished(reason):
                 self._ending.finish(reason)
             case fx.Note(kind, text, data):
-                self.meter.note(time.time(), kind, data)
+                self.meter.note(time.time(), kind, data, text)
                 self._events.say(kind, text, data)
 
     def _send(self, learner: str, message: FromSyncer) -> None:

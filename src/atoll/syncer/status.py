@@ -49,10 +49,12 @@ class Meter:
         self._score: Score | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
+        self._rules_alarm = ""
+        """What the rules have raised an alarm about; empty: it is over."""
         self.notice: Callable[[], str] = str
         """What the operator should see to before long; empty: nothing."""
 
-    def note(self, at: float, kind: str, data: dict[str, Any]) -> None:
+    def note(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
             self._count_alive(at, kind, data.get("learner", ""))
         if kind == "recovered" and self._began is None:
@@ -66,6 +68,8 @@ class Meter:
             self._count_busy(data["learner"], data["incarnation"], data["busy_s"])
         elif kind == "ending":
             self._ended = at
+        elif kind == "alarm":
+            self._rules_alarm = "" if data["over"] else text
 
     def score(self, score: Score) -> None:
         self._score = score
@@ -129,7 +133,7 @@ class Meter:
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
-            alarm=self.alarm,
+            alarm=self.alarm or self._rules_alarm,
             notice=self.notice(),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,

@@ -6,7 +6,7 @@ part, and it waits until what it needs is there; so the result is the same on on
 
 A round whose members cannot all be played (an entry of a tape is missing, a copy was read before the cut that the
 replay begins with) is taken from the journal where its outer gradient is still kept, and that is said; where it is not,
-the replay ends there.
+the replay ends there. A rollback goes back to what the replay itself had then, or to what the journal keeps of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from atoll.launch.children import Child, describe_exit
 from atoll.launch.replay.actor import Actor, House, State
 from atoll.launch.replay.score import Act, Copied, Decision, Part, Score
 from atoll.mailbox.channel import Channel, Start, decode_to_courier
-from atoll.numerics.arrays import FloatArray
+from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import difference
 from atoll.protocol import tape
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import Changed, Merged, Passed, Reset, Started
+from atoll.protocol.records import Changed, Merged, Passed, Reset, Restored, Started
 from atoll.syncer.parameters import Parameters
 
 LOOK_S = 0.5
@@ -82,7 +82,7 @@ class Conductor:
         stage: Callable[[tuple[TensorSpec, ...]], Parameters],
         begun: bool,
         launch: Callable[[Part, str], Child],
-        gradient: Callable[[Merged], memoryview | None],
+        gradient: Callable[[Merged | Restored], memoryview | None],
         jobs: int,
         until: int | None = None,
         watch: Callable[[Outcome], None] = lambda outcome: None,
@@ -96,6 +96,10 @@ class Conductor:
         self._launch, self._gradient, self._jobs, self._until, self._watch = launch, gradient, jobs, until, watch
         self._waiting = [(part, acts) for part, acts in parts if acts]
         adoptions = [act for _, acts in parts for act in acts if isinstance(act, tape.Adopted)]
+        self._packed: dict[int, ByteArray | None] = {
+            decision.round: None for decision in decisions if isinstance(decision, Restored)
+        }
+        """By the rounds behind the run, what it is rolled back to later."""
         self._needed = Counter((act.fragment, act.version) for act in adoptions)
         """How many parts are still to adopt a version."""
         self._versions: dict[tuple[int, int], FloatArray] = {}
@@ -127,6 +131,7 @@ class Conductor:
         )
         if self._begun:
             self._keep_current(range(settings.fragments))
+            self._pack(next((one.round for one in self._decisions if isinstance(one, Merged | Passed)), 0))
 
     # ---- the course of it -------------------------------------------------------------------------------------------
 
@@ -278,6 +283,10 @@ class Conductor:
                     return False
             case Passed(number):
                 self.outcome.through = number
+                self._pack(number + 1)
+            case Restored():
+                if not self._restore(decision):
+                    return False
             case Reset(fragment):
                 self._parameters.reset(fragment)
             case Changed(outer=outer):
@@ -316,6 +325,33 @@ class Conductor:
         self._parameters.commit(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self._keep_current([record.fragment])
+        self._pack(record.round + 1)
+        return True
+
+    def _pack(self, rounds: int) -> None:
+        """So many are behind the run: keep what is here, if the run comes back to it."""
+        if rounds in self._packed:
+            self._packed[rounds] = self._parameters.pack()
+
+    def _restore(self, record: Restored) -> bool:
+        packed = self._packed[record.round]
+        if packed is None and (kept := self._gradient(record)) is not None:
+            packed = np.frombuffer(kept, dtype=np.uint8)
+            self._remark(f"what the run was rolled back to behind round {record.at - 1} is taken from the journal")
+        if packed is None:
+            self.outcome.stopped = (
+                f"the run was rolled back to round {record.round}, before the cut that the replay begins with, "
+                "and the journal does not keep that any more: begin with an older cut"
+            )
+            return False
+        made = self._parameters.restore(packed, record.versions, record.at - 1)
+        for fragment, (found, due) in enumerate(zip(made, record.digests, strict=True)):
+            if found != due:
+                names = tuple(tensor.name for tensor in self._parameters.plan.fragments[fragment].tensors)
+                self.outcome.difference = Difference(record.at, fragment, record.versions[fragment], names)
+                return False
+        self.outcome.compared += len(made)
+        self._keep_current(range(len(made)))
         return True
 
     def _difference(self, record: Merged) -> Difference:
@@ -353,6 +389,7 @@ class Conductor:
         self._parameters.begin()
         self._begun = True
         self._keep_current(range(len(values)))
+        self._pack(0)
 
     def _lend(self, part: Part, t: int, state: State) -> None:
         tickets = [ticket for ticket, (lender, at) in self._score.lent.items() if lender is part and at == t]

@@ -19,13 +19,20 @@ from atoll.launch.replay.score import Act, Decision, Part, Score, read_score
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
-from atoll.protocol.records import AnyRecord, Begun, Merged, Passed
+from atoll.protocol.records import AnyRecord, Begun, Merged, Passed, Restored
 from atoll.store.cuts import check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import payload, read
 from atoll.store.rundir import RunDir
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import CutState, outer_of
+
+Key = tuple[type[AnyRecord], int]
+
+
+def _key(record: Merged | Restored) -> Key:
+    """Which round it is, or behind how many rounds."""
+    return type(record), record.at if isinstance(record, Restored) else record.round
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,14 @@ class Replay:
             logs.mkdir(parents=True, exist_ok=True)
             return self._conductor(score, terms, logs).play()
 
-    def _read(self) -> tuple[Score, dict[int, int]]:
-        """The score, and the term of every merged round: its outer gradient lies there."""
-        terms: dict[int, int] = {}
+    def _read(self) -> tuple[Score, dict[Key, int]]:
+        """The score, and the terms of all records that have a payload: it lies there."""
+        terms: dict[Key, int] = {}
 
         def lines() -> Iterator[AnyRecord]:
             for position, record in read(self.out.journal, disk=LocalDisk()):
-                if isinstance(record, Merged):
-                    terms[record.round] = position.term
+                if isinstance(record, Merged | Restored):
+                    terms[_key(record)] = position.term
                 yield record
 
         first = next(read(self.out.journal, disk=LocalDisk()), None)
@@ -64,7 +71,7 @@ class Replay:
             raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
         return read_score(lines()), terms
 
-    def _conductor(self, score: Score, terms: dict[int, int], logs: Path) -> Conductor:
+    def _conductor(self, score: Score, terms: dict[Key, int], logs: Path) -> Conductor:
         begun = score.begun
         if begun.parent and self.cut is None:
             newest = min(complete_cuts(self.out.cuts), default=None)
@@ -77,11 +84,11 @@ class Replay:
         parameters = Parameters(plan, outer_of(History(begun)))
         decisions, parts, states = self._beginning(score, parameters)
 
-        def gradient(record: Merged) -> memoryview | None:
+        def gradient(record: Merged | Restored) -> memoryview | None:
             if record.payload is None:
                 return None
             try:
-                return memoryview(payload(self.out.journal, terms[record.round], record.payload, disk=LocalDisk()))
+                return memoryview(payload(self.out.journal, terms[_key(record)], record.payload, disk=LocalDisk()))
             except Corrupt:
                 return None
 
@@ -119,7 +126,9 @@ class Replay:
         first = next(
             n
             for n, one in enumerate([*score.decisions, None])
-            if one is None or (isinstance(one, Merged | Passed) and one.round >= history.committed)
+            if one is None
+            or (isinstance(one, Merged | Passed) and one.round >= history.committed)
+            or (isinstance(one, Restored) and one.at >= history.committed)
         )
         parts: list[tuple[Part, list[Act]]] = []
         states: dict[str, Path] = {}

@@ -25,6 +25,7 @@ from atoll.protocol.records import (
     Passed,
     Played,
     Reset,
+    Restored,
     Started,
 )
 from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
@@ -41,7 +42,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 Act = AnyEntry | Copied
-Decision = Started | Merged | Passed | Reset | Changed
+Decision = Started | Merged | Passed | Reset | Restored | Changed
 
 
 @dataclass
@@ -132,7 +133,7 @@ def _take(score: Score, record: AnyRecord) -> None:
             _decided(score, record)
         case Passed():
             _decided(score, record)
-        case Started() | Reset() | Changed():
+        case Started() | Reset() | Restored() | Changed():
             score.decisions.append(record)
         case Granted():
             range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)

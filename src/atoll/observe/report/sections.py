@@ -18,6 +18,7 @@ FATES = {
     "merged": "in the model",
     "dropped": "given up when a learner adopted a newer version",
     "lost": "gone with a process: a crash, or a learner that was given up",
+    "rolled_back": "in versions that were taken back when the validation loss had become worse",
     "in_flight": "on their way when the account ends",
 }
 CAUSES = {
@@ -117,7 +118,8 @@ def fault_table(run: Run) -> Html:
 
 
 def ledger(run: Run) -> Html:
-    tokens, computed = run.summary["tokens"], run.summary["tokens"]["computed"]
+    tokens = {**dict.fromkeys(FATES, 0), **run.summary["tokens"]}
+    computed = tokens["computed"]
     rows = [
         (name.replace("_", " "), f"{tokens[name]:,}", _share(tokens[name], computed), FATES[name]) for name in FATES
     ]

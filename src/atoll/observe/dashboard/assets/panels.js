@@ -3,11 +3,11 @@
 import { NONE, byName, bytes, clock, count, decimal, listing, percent, span } from "./words.js";
 
 const by = (id) => document.getElementById(id);
-const FATES = { merged: "merged", dropped: "dropped", lost: "lost", in_flight: "in flight" };
+const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", in_flight: "in flight" };
 const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const FRAGMENTS = 256, ALARMS = 4;
-const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "unbalanced", "low_share", "fault", "reigned", "ending", "finished"]);
+const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "restored", "unbalanced", "low_share", "fault", "reigned", "ending", "finished"]);
 
 // The page is changed only where a text has changed.
 function put(node, text) {

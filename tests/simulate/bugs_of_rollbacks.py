@@ -1,0 +1,34 @@
+"""Planted bugs of the way back: what learners keep, what they may give, what the books say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.simulate.planting import Plain, always, mutant, nothing
+
+from atoll.protocol.ledger import Ledger
+from atoll.protocol.membership import Learner
+from atoll.protocol.restoring import Restoring
+from atoll.protocol.rounds import Rounds
+from atoll.protocol.versions import Versions
+
+
+def _merged_alone(plain: Plain) -> Any:
+    return lambda self, fragment: self.merged[fragment]
+
+
+def _next_versions(plain: Plain) -> Any:
+    """Versions as they were: no new ones."""
+
+    def broken(self: Restoring, now: float, ready: Any) -> None:
+        self.rounds.versions = [version - 1 for version in self.rounds.versions]
+        plain(self, now, ready)
+
+    return broken
+
+
+mutant("a learner keeps its own steps on top of a rollback", (Versions, "replaces_all", always(False)))
+mutant("who has not taken a rollback contributes", (Learner, "least_base", _merged_alone))
+mutant("the ledger knows nothing of a rollback", (Ledger, "roll_back", nothing))
+mutant("a rollback gives the versions of then their old numbers", (Restoring, "restore", _next_versions))
+mutant("rounds go on behind a rollback that is under way", (Rounds, "abandon", nothing))
