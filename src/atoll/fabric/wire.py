@@ -70,6 +70,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The same, of one address: a whole site may be behind one."""
     token_connections: int = 2048
     """The same, of one token."""
+    viewer_connections: int = 128
+    """The same, of a viewer's token: the other places are learners'."""
     strangers: int = 512
     """Connections that have not said yet who they are."""
     messages_rate: float = 1000.0

@@ -17,7 +17,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
-| alarm | syncer | over: nothing can be committed, or can again |
+| alarm | syncer | over: nothing can be committed, or can again; without it: the dashboard failed |
 | turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
 | renewed | syncer | the syncer shows a new certificate |
 | unbalanced | syncer | learner: what it reports does not fit the ledger |
