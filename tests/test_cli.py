@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("syncer --learners 2 --quorum 3", "quorum = 3 can never be reached by 2 learners"),
         ("learn missing.py --syncer http://127.0.0.1:1", "there is no script missing.py"),
         ("learn script.py --syncer nowhere", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
-        ("learn script.py --syncer http://127.0.0.1:1 --name ../x", "cannot be a file name"),
+        ("learn script.py --syncer http://127.0.0.1:1 --name ../x", "'../x' is no name: use 1 to 64 of a-z"),
         ("status nowhere", "holds no run with a syncer: name the folder that --out made"),
         ("train --from-cut 3", "--from-cut says where to go on, and needs --resume DIR to say with which run"),
         ("train script.py --resume old", "goes on with the run's own script and settings: leave SCRIPT and --config"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from atoll import entry
+from atoll import cli, entry
 from atoll.fabric.way import way_of
 
 SECRET = "f00d" * 16
@@ -94,3 +95,50 @@ def test_the_list_of_processes_does_not_have_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "look.py" in done.stdout and SECRET not in done.stdout + done.stderr
+
+
+def test_nothing_is_imported_before_a_link_is_moved_but_what_moves_it() -> None:
+    """It is in the list of processes meanwhile."""
+    look = (
+        "import collections.abc, os, sys; before = set(sys.modules)\n"
+        "import atoll.entry; print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", look], text=True, capture_output=True, timeout=60, check=True)
+    assert set(done.stdout.split()) <= {"__future__", "atoll", "atoll.entry"}
+
+
+def test_a_link_in_a_file_is_never_in_the_list_of_processes(tmp_path: Path) -> None:
+    script = tmp_path / "look.py"
+    script.write_text("import os\nprint(os.environ['ATOLL_SYNCER'], flush=True)\ninput()\n")
+    (tmp_path / "link").write_text(f"{LINK}\n")
+    (tmp_path / "link").chmod(0o600)
+    atoll = tmp_path / "atoll"
+    atoll.write_text("from atoll.entry import main\nmain()\n")
+    process = subprocess.Popen(
+        [sys.executable, str(atoll), "learn", str(script), "--join", str(tmp_path / "link")],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    seen: set[bytes] = set()
+    assert process.stdout is not None
+    with process, selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while not ready.select(0):
+            seen.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        assert process.stdout.readline() == f"{LINK}\n"
+        process.communicate("\n", timeout=60)
+    assert process.returncode == 0 and len(seen) > 1 and not any(SECRET.encode() in words for words in seen)
+
+
+def test_a_link_in_a_file_that_others_can_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").write_text(LINK)
+    (tmp_path / "link").chmod(0o644)
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(sys, "argv", ["atoll", "learn", str(tmp_path / "script.py"), "--join", str(tmp_path / "link")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = "".join(capsys.readouterr())
+    assert "can be read by others on this machine: chmod 600" in said and SECRET not in said

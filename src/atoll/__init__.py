@@ -8,8 +8,7 @@ The names are resolved when they are first used, so that a syncer or a courier s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # that of `typing`, which takes 30 ms: a join link is on the command line so long (entry.py)
 if TYPE_CHECKING:
     from atoll.learner.evaluate import evaluate
     from atoll.learner.learner import Learner

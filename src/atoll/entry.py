@@ -1,6 +1,7 @@
 """`atoll`, as it is installed. A join link on the command line is a secret, and the list of processes is for everybody:
 before anything else it is moved to the environment, and the process starts anew without it. There is one place for it
-there: two different links on one line are refused."""
+there: two different links on one line are refused. Until then everybody sees it, so nothing is imported that is not
+needed; a link in a file (--join FILE) or in ATOLL_JOIN is never on the command line."""
 
 from __future__ import annotations
 

@@ -534,7 +534,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
         status, _ = await fort.request("GET", "/v1/status", "join")
         took = time.monotonic() - began
         assert status == 200
-        assert len(fort.stage.service.server._doorway._strangers) <= Limits().strangers
+        assert len(fort.stage.service.server._doorway.places.strangers) <= Limits().strangers
         await fort.unharmed(before)
         newcomer = fort.join("newcomer")
         await newcomer.until(Welcome)

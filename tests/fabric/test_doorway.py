@@ -34,7 +34,7 @@ class Guest(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         assert self.transport is not None
         if data == b"hello":
-            self.house.door.heard(self)
+            self.house.door.admit(self, "", viewer=False)
         self.transport.write(b"you said " + data)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -49,7 +49,7 @@ class House:
 
     async def opened(self, limits: Limits, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> int:
         shown = None if tls is None else lambda: tls
-        self.door = Doorway(limits, shown, lambda: Guest(self), lambda: self.guests, self._close)  # type: ignore[arg-type]
+        self.door = Doorway(limits, shown, lambda: Guest(self), self._close)
         self.port = await self.door.open(host, 0)
         return self.port
 
@@ -75,7 +75,7 @@ class House:
 
     @property
     def strangers(self) -> int:
-        return len(self.door._strangers)
+        return len(self.door.places.strangers)
 
     async def closed(self) -> None:
         await self.door.close()
@@ -168,11 +168,11 @@ async def test_of_one_address_the_silent_go_first(house: House, pair: tuple[ssl.
     await house.opened(Limits(strangers=4), pair[0])
     speaks = await house.knock()
     await asyncio.get_running_loop().sock_sendall(speaks, b"\x16\x03\x01")
-    await house.until(lambda: any(stranger.spoke for stranger in house.door._strangers))
+    await house.until(lambda: any(place.stage for place in house.door.places.strangers))
     for _ in range(20):
         await house.knock()
     await house.until(lambda: house.door.turned_away == 17)
-    assert [stranger.spoke for stranger in house.door._strangers] == [True, False, False, False]
+    assert [place.stage for place in house.door.places.strangers] == [1, 0, 0, 0]
 
 
 async def test_nobody_waits_while_many_come(house: House) -> None:
@@ -274,7 +274,7 @@ async def test_it_listens_on_ipv6(house: House) -> None:
     ],
 )
 async def test_an_address_that_is_not_ours_is_named(house: House, host: str, why: str) -> None:
-    house.door = Doorway(Limits(), None, lambda: Guest(house), list, house._close)
+    house.door = Doorway(Limits(), None, lambda: Guest(house), house._close)
     with pytest.raises(ConfigError, match=why) as caught:
         await house.door.open(host, 0)
     assert "--bind" in str(caught.value)
@@ -283,4 +283,4 @@ async def test_an_address_that_is_not_ours_is_named(house: House, host: str, why
 async def test_a_port_that_is_taken_is_named(house: House) -> None:
     port = await house.opened(Limits())
     with pytest.raises(ConfigError, match=rf"port {port} is in use on 127.0.0.1"):
-        await Doorway(Limits(), None, lambda: Guest(house), list, house._close).open("127.0.0.1", port)
+        await Doorway(Limits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)

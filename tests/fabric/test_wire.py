@@ -204,7 +204,7 @@ def test_no_integer_of_a_learner_passes_what_a_sum_can_hold(name: str, value: in
         decode_from_learner(encode(Contribution(**{**given, name: value})))
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "x" * 65, "é", "a\n"])
+@pytest.mark.parametrize("name", ["", ".", "..", ".x", "-x", "a/b", "../x", "a b", "x" * 65, "é", "a\n"])
 def test_names_that_are_no_names_are_refused(name: str) -> None:
     with pytest.raises(PeerError, match="is no name"):
         check_hello(Hello(protocol=PROTOCOL, learner=name, session="s"))

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.observe.written import WrittenRun, begun, cut_run, flip, with_rounds
 
 from atoll.launch.resume import Resume, from_cut, plan_resume
+from atoll.observe.verify import verify_run
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import Begun, Changed, Ended, Reigned
 from atoll.store import disk as disk_module
@@ -144,11 +145,34 @@ def test_a_run_that_nobody_joined_goes_on_with_the_settings_it_has_by_then(tmp_p
     assert (found.run, found.reopen, found.changes, found.only_end) == ("", False, (), False)
 
 
-def test_a_run_whose_first_cut_is_missing_cannot_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_whose_cuts_are_all_gone_cannot_be_gone_on_with_and_says_what_to_put_back(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 3)
     shutil.rmtree(run.dir.cuts)
-    with pytest.raises(ConfigError, match="cannot be gone on with: the cut that its journal begins with is missing"):
+    with pytest.raises(ConfigError, match=r"and .*/cuts holds no cut with them: put back a copy"):
         plan_resume(run.dir)
+
+
+def test_a_run_goes_on_behind_claims_that_were_removed(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.journal.close()
+    shutil.rmtree(run.dir.journal / "terms")
+    plan_resume(run.dir)
+    books = Books(run.dir, acquire(run.dir.journal))
+    assert books.term == 2 and books.recovered is not None and books.recovered.history.committed == 5
+    books.close()
+
+
+def test_a_run_goes_on_before_garbage_behind_its_last_record(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    run.journal.close()
+    with (run.dir.journal / "segment-000001.log").open("ab") as segment:
+        segment.write(b"what another program wrote to the wrong file" * 10)
+    plan_resume(run.dir)
+    books = Books(run.dir, acquire(run.dir.journal))
+    assert books.recovered is not None and books.recovered.history.committed == 5
+    assert "ended in 440 bytes" in books.recovered.remarks[0]
+    books.close()
+    assert verify_run(run.dir.path).ok
 
 
 def test_a_damaged_journal_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from atoll.fabric import tasks
 from atoll.fabric.desk import Desk
 from atoll.fabric.server import Server
 from atoll.observe.dashboard import NAME, Dashboard, history, lanes, pages, site, viewers
@@ -425,11 +426,21 @@ def test_the_syncer_finds_it_by_name() -> None:
         named("atoll.nowhere:pages")
 
 
-async def test_a_mistake_of_the_dashboard_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_mistake_of_the_dashboard_is_an_alarm_and_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "AGAIN_S", 0.001)
     lines: list[bytes] = []
+    third = asyncio.Event()
 
     def broken() -> RunStatus:
+        if len(lines) == 2:
+            third.set()
         raise ZeroDivisionError("a mistake")
 
-    await show(Dashboard(tmp_path / "events.jsonl"), broken, EventLog(lines.append))
-    assert b"the dashboard stands still (ZeroDivisionError: a mistake); the run goes on" in lines[0]
+    showing = asyncio.create_task(show(Dashboard(tmp_path / "events.jsonl"), broken, EventLog(lines.append)))
+    async with asyncio.timeout(10):
+        await third.wait()
+    showing.cancel()
+    await asyncio.wait([showing])
+    assert b'"kind":"alarm"' in lines[0] and b"the dashboard failed (ZeroDivisionError: a mistake)" in lines[0]

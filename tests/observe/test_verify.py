@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.observe.written import (
     WrittenRun,
+    begin_term,
     cut_run,
     everything,
     flip,
@@ -27,6 +28,7 @@ from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import save_model
+from atoll.store.terms import acquire
 
 # ---- runs that are well ---------------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     shutil.rmtree(run.dir.journal)
     run.dir.journal.mkdir()
-    Journal.begin(run.dir.journal, 1, disk=LocalDisk()).close()
+    begin_term(run.dir.journal, 1).close()
     report = well(run)
     assert report.facts["records"] == 0 and report.remarks == ("the run has not begun: its journal holds no record",)
     assert dict(report.rows())["run"] == "has not begun"
@@ -117,7 +119,7 @@ def test_a_torn_end_is_remarked_on(tmp_path: Path) -> None:
 
 def test_a_segment_that_came_too_late_is_remarked_on(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run")
-    Journal.begin(run.dir.journal, 2, disk=LocalDisk()).close()
+    begin_term(run.dir.journal, 2).close()
     (remark,) = well(run).remarks
     assert remark.startswith("segment-000002.log counts for nothing")
 
@@ -201,6 +203,15 @@ def test_tokens_in_flight_at_the_end_are_remarked_on(tmp_path: Path) -> None:
     (remark,) = well(run).remarks
     # Its 64 tokens are in fragment 0; of fragment 1 the last 32 are not, of fragment 2 the last 16.
     assert remark.startswith("48 fragment-tokens of learner-1 (incarnation 1) were in flight at the end")
+
+
+def test_claims_that_were_removed_are_named(tmp_path: Path) -> None:
+    run = whole(tmp_path)
+    shutil.rmtree(run.dir.journal / "terms")
+    report = verify_run(run.dir.path)
+    assert not report.ok and "journal/terms holds no claim of term 1" in report.problem
+    acquire(run.dir.journal).release()
+    assert verify_run(run.dir.path).ok, "whoever goes on with the run makes them again"
 
 
 # ---- the journal ----------------------------------------------------------------------------------------------------

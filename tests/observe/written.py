@@ -46,6 +46,7 @@ from atoll.store.cuts import LearnerPart, Manifest, digest_of, write_manifest, w
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
+from atoll.store.terms import claim
 from atoll.syncer.earlier import read_earlier
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import CutState
@@ -97,7 +98,7 @@ class WrittenRun:
         self.history = History(Begun(run, settings, outer, tensors, plan.fingerprint))
         self.rounds = [-1] * P
         self.islands: dict[str, Island] = {}
-        self.journal = Journal.begin(self.dir.journal, 1, disk=LocalDisk())
+        self.journal = begin_term(self.dir.journal, 1)
         self.raw(self.history.begun)
 
     # ---- records ------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class WrittenRun:
         """The syncer was killed; another goes on."""
         before = self.journal.position
         self.journal.close()
-        self.journal = Journal.begin(self.dir.journal, before.term + 1, disk=LocalDisk())
+        self.journal = begin_term(self.dir.journal, before.term + 1)
         self.write(Reigned(before.term + 1, before.offset, before.hash, self.history.committed))
 
     def end(self, progress: float = -1.0) -> None:
@@ -277,6 +278,12 @@ class WrittenRun:
     def trim(self) -> None:
         """As after the newest cut: only its payloads and later ones stay."""
         self.journal.trim(self.journal.position.term, self.journal.file)
+
+
+def begin_term(folder: Path, term: int) -> Journal:
+    (folder / "terms").mkdir(exist_ok=True)
+    assert claim(folder, term)
+    return Journal.begin(folder, term, disk=LocalDisk())
 
 
 def begun(path: Path, **given: Any) -> WrittenRun:
@@ -336,7 +343,7 @@ def continued(old: WrittenRun, path: Path, change: Callable[[CutState], CutState
     run.dir.journal.mkdir()
     begun = replace(old.history.begun, run="next", parent=f"{old.history.run} cut {cut}")
     run.history = History.restore(replace(old.history.state(), begun=begun, cuts=[]))
-    run.journal = Journal.begin(run.dir.journal, 1, disk=LocalDisk())
+    run.journal = begin_term(run.dir.journal, 1)
     run.raw(begun)
     learners = {name: run._learner_part(name, cut) for name in run.islands}
     write_manifest(run.dir.cuts, Manifest("next", cut, cut, run.syncer_part(cut, change), learners))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import errno
 import hashlib
+import random
 import struct
 
 import pytest
@@ -29,7 +30,7 @@ from atoll.protocol import records
 from atoll.protocol.records import Merged, Passed, Reigned
 from atoll.store.disk import Corrupt, DiskFailed
 from atoll.store.journal import ORIGIN, Entry, Journal, Position, Tail, payload, read, seal
-from atoll.store.segments import HEAD_BYTES, LONGEST_BYTES, MAGIC
+from atoll.store.segments import GARBAGE_BYTES, HEAD_BYTES, LONGEST_BYTES, MAGIC
 
 
 def test_the_bytes_are_what_the_documentation_says() -> None:
@@ -218,11 +219,45 @@ def test_damage_is_told_in_one_line_with_file_byte_and_record() -> None:
         contents(disk, start=at)
 
 
-def test_a_length_that_no_record_has_is_not_torn() -> None:
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<I", LONGEST_BYTES + 1) + bytes(16) + b"body",
+        b"what another program wrote to the wrong file\n" * 100,
+        random.Random(7).randbytes(10_000),
+    ],
+    ids=["a length", "text", "noise"],
+)
+def test_garbage_behind_the_last_record_is_cut_off_and_said(garbage: bytes) -> None:
     disk = FaultyDisk()
     Journal.begin(FOLDER, 1, disk=disk).append([passed(0)])
-    disk.put(FIRST, disk.bytes_of(FIRST) + struct.pack("<I", LONGEST_BYTES + 1) + bytes(16) + b"body")
-    with pytest.raises(Corrupt, match="record 2: a length of 67108865 bytes cannot be"):
+    whole = disk.bytes_of(FIRST)
+    disk.put(FIRST, whole + garbage)
+    assert contents(disk) == [passed(0)[0]]
+    assert tails(disk) == [Tail(FOLDER / FIRST, len(whole), len(garbage))]
+
+
+def test_a_damaged_start_of_a_record_is_no_garbage() -> None:
+    """Its record, or one behind it, is still there, and may have been acknowledged."""
+    disk = FaultyDisk()
+    journal = Journal.begin(FOLDER, 1, disk=disk)
+    journal.append([passed(0)])
+    at = journal.position.offset
+    for number in (1, 2):
+        journal.append([passed(number)])
+        data = bytearray(disk.bytes_of(FIRST))
+        data[at : at + 20] = b"\xff" * 20
+        hurt = FaultyDisk()
+        hurt.put(FIRST, bytes(data))
+        with pytest.raises(Corrupt, match="record 2: a length of 4294967295 bytes cannot be"):
+            contents(hurt)
+
+
+def test_so_much_garbage_is_not_judged() -> None:
+    disk = FaultyDisk()
+    Journal.begin(FOLDER, 1, disk=disk).append([passed(0)])
+    disk.put(FIRST, disk.bytes_of(FIRST) + b"\xff" * (GARBAGE_BYTES + 1))
+    with pytest.raises(Corrupt, match="record 2: a length of 4294967295 bytes cannot be"):
         contents(disk)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Passed, Reigned
 from atoll.store.disk import DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import Journal, read, seal
-from atoll.store.terms import Reign, Turn, acquire, claim, newest_claim
+from atoll.store.terms import Reign, Turn, acquire, claim, newest_claim, unclaimed_terms
 
 STALE_S = 10.0
 
@@ -270,3 +271,19 @@ def _take_over(folder: Path) -> Reign:
     journal = Journal.begin(folder, reign.term, after=end, disk=LocalDisk())
     journal.append([(Reigned(reign.term, end.offset, end.hash, 0), None)])
     return reign
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_claims_that_were_removed_are_made_again_from_the_segments(folder: Path, standby: bool) -> None:
+    """Or the next syncer would take a term that has written already."""
+    for term in (1, 2, 3):
+        reign = acquire(folder)
+        assert reign.term == term
+        (folder / f"segment-{term:06d}.log").touch()
+        reign.release()
+    shutil.rmtree(folder / "terms")
+    assert unclaimed_terms(folder) == [1, 2, 3]
+    found = Turn(folder, 5.0).look(0.0) if standby else acquire(folder)
+    assert found is not None and found.term == 4 and not found.fenced()
+    assert unclaimed_terms(folder) == [] and newest_claim(folder) == 4
+    found.release()

@@ -219,7 +219,7 @@ def test_when_every_cut_is_damaged_all_of_it_is_said(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     for cut in (0, 2, 4):
         damage(run, cut)
-    with pytest.raises(BadCut, match="the run has begun, but no cut leads on: ") as error:
+    with pytest.raises(BadCut, match="the journal tells of parameters, but no cut holds them: ") as error:
         found_in(run)
     for cut in (0, 2, 4):
         assert f"cut {cut} is passed over: {folder_of(run.dir.cuts, cut)}/theta-001.bin is damaged" in str(error.value)
@@ -228,7 +228,7 @@ def test_when_every_cut_is_damaged_all_of_it_is_said(tmp_path: Path) -> None:
 def test_a_run_that_began_and_has_no_cut_at_all_asks_for_it(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     shutil.rmtree(run.dir.cuts)
-    with pytest.raises(BadCut, match=r"its first parameters \(cut 0\) are missing: put them back"):
+    with pytest.raises(BadCut, match=r"/cuts holds no cut: put back a copy of that folder"):
         found_in(run)
 
 

@@ -11,7 +11,9 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -57,7 +59,7 @@ class Rogue:
         self._adopts: list[fx.Adopt] = []
         self._holds: dict[int, int] = {}
         self._waits = self._over = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: asyncio.TaskGroup | None = None
         self._link = Link(
             url,
             hello=self.machine.hello,
@@ -70,14 +72,14 @@ class Rogue:
         if self.attack.noise:
             await self._shout_on()
             return
-        linked = asyncio.ensure_future(self._link.run())
-        try:
-            while not self._over:
-                await asyncio.sleep(self.step_s)
-                self._step()
-        finally:
-            await self._link.close()
-            await asyncio.wait([linked])
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._link.run())
+            try:
+                while not self._over:
+                    await asyncio.sleep(self.step_s)
+                    self._step()
+            finally:
+                await self._link.close()
 
     async def _shout_on(self) -> None:
         """Again and again: an honest hello, then noise, until it is cut off."""
@@ -209,10 +211,9 @@ class Rogue:
         else:
             self._tell(fx.Uploaded(number, attempt, mark))
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)
 
 
 def begun_of(out: RunDir) -> Begun:

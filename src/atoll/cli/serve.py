@@ -27,7 +27,7 @@ from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.store.keys import KeyDir
+from atoll.store.keys import KeyDir, check_private
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.runlock import check_not_alive
 from atoll.store.terms import served, syncer_holding
@@ -159,7 +159,7 @@ def _serve(
     def ready(url: str, run: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         console.print(f"dashboard: {url}/", soft_wrap=True)
-        for line in invitation(settings.service, url, run):
+        for line in invitation(settings.service, url, run, on_terminal=console.is_terminal):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     code = serve(
@@ -187,8 +187,8 @@ def check_door(service: Service) -> None:
         doors_of(service, str)
 
 
-def invitation(service: Service, url: str, run: str) -> list[str]:
-    """How learners join."""
+def invitation(service: Service, url: str, run: str, *, on_terminal: bool) -> list[str]:
+    """How learners join. `on_terminal`: where it is not, it lands in a log, and the link is left out."""
     if not service.keys:
         return [f"join with: atoll learn SCRIPT --syncer {url}"]
     keys = KeyDir.open(Path(service.keys))
@@ -202,8 +202,11 @@ def invitation(service: Service, url: str, run: str) -> list[str]:
     return [
         *([] if service.front or signs_itself(keys.certificate.read_bytes()) else [stays]),
         "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
-        "join with (a secret: whoever has it can join):",
-        f"  atoll learn SCRIPT --join {join_link(last, token)}",
+        *(
+            ["join with (a secret: whoever has it can join):", f"  atoll learn SCRIPT --join {join_link(last, token)}"]
+            if on_terminal
+            else [f"join with the link that this prints, a secret: atoll tokens link --keys {short(keys.path)}"]
+        ),
     ]
 
 
@@ -229,7 +232,10 @@ def learn(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script, which uses atoll.Learner.")],
     join: Annotated[
-        str | None, typer.Option(help="The join link that the syncer printed.", envvar="ATOLL_JOIN", metavar="LINK")
+        str | None,
+        typer.Option(
+            help="The join link that the syncer printed, or a file that holds it.", envvar="ATOLL_JOIN", metavar="LINK"
+        ),
     ] = None,
     syncer: Annotated[
         str | None,
@@ -259,7 +265,7 @@ def learn(
 ) -> None:
     """Run a training script as one learner of a run that somebody else started.
 
-    ATOLL_JOIN says the same as --join, and is in no list of processes.
+    A link in a file, or in ATOLL_JOIN, is in no list of processes.
 
     Examples:
 
@@ -268,7 +274,7 @@ def learn(
       atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
     """
     arguments = script_arguments(script, context.args)
-    if (where := join or syncer) is None:
+    if (where := _link_in(join) if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
         if value is not None:
@@ -284,6 +290,15 @@ def learn(
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
+
+
+def _link_in(said: str) -> str:
+    """A link itself, or the one in a file that nobody else may read."""
+    path = Path(said)
+    if said.startswith(SCHEME) or not path.is_file():
+        return said
+    check_private(path)
+    return path.read_text().strip()
 
 
 def _own_name() -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from atoll.courier.body import Bodies, load_kernels
 from atoll.courier.states import StateEffect, States
 from atoll.fabric.client import Link
+from atoll.fabric.tasks import lasting
 from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
@@ -95,7 +96,7 @@ class Courier:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            watch = tasks.create_task(self._watch_parent())
+            watch = tasks.create_task(lasting("watch for the parent", self._watch_parent))
             self._kernels = tasks.create_task(asyncio.to_thread(load_kernels))
             self._loop.add_reader(self._channel.sock, self._called, self._readable)
             try:

@@ -135,6 +135,7 @@ class States:
                 self._say(f"newcomers get this learner's state through the syncer only: {error}")
             else:
                 self._host = host
+                self._spawn(host.vital.watch())
         return "" if self._host is None else self._host.url
 
     def _give(self, number: int, ticket: str) -> None:

@@ -3,10 +3,8 @@
 Rules:
 - a connection is a stranger from its first packet until its first request has come whole (and, where tokens are asked
   for, has shown one); it has `header_s` for that, the TLS handshake included;
-- so many strangers at once; one more costs a stranger of the address that has the most its place: the oldest that has
-  not said a word, or else the oldest. So a flood takes places from itself, and one of half-open connections takes none
-  from whoever comes in properly;
-- so many connections in all, and of one address; more are closed unread;
+- who has a place, and whose it costs, is said in `places`; a connection that is closed has given its place back;
+- what fails while one connection comes in closes that connection; accepting itself is vital (see `tasks`);
 - who speaks plain HTTP to a TLS port is told so in plain HTTP, and closed.
 """
 
@@ -16,12 +14,15 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import NoReturn
 
+from atoll.fabric.places import Place, Places, Stage
+from atoll.fabric.tasks import Mistakes, Vital, start_for_connection
 from atoll.fabric.wire import Limits, one_line
 from atoll.protocol.errors import ConfigError
 
@@ -31,6 +32,8 @@ PLAIN = b"this port speaks TLS: use https://, or the join link\n"
 BACKLOG = 1024
 TOGETHER = 16
 """Connections that are let in before everybody else has a turn."""
+NO_LISTENER = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})
+"""Whatever else accepting fails with passes."""
 
 Connection = asyncio.Protocol
 Made = Callable[[], Connection]
@@ -39,11 +42,12 @@ Tls = Callable[[], ssl.SSLContext]
 
 
 @dataclass(eq=False)
-class Stranger:
-    address: str
-    spoke: bool = False
-    """In TLS, its first byte is here."""
+class Entry:
+    """A connection and its place."""
+
+    place: Place
     task: asyncio.Task[None] | None = None
+    """Brings it in: the first byte, the TLS handshake."""
     connection: Connection | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -54,17 +58,18 @@ class Doorway:
         limits: Limits,
         tls: Tls | None,
         make: Made,
-        there: Callable[[], Iterable[Connection]],
         close: Callable[[Connection], None],
+        vital: Vital | None = None,
+        mistakes: Mistakes | None = None,
     ) -> None:
-        """`make` one connection's protocol; `there` are those that are open; `close` one of them."""
-        self._limits, self._tls, self._make, self._there, self._shut = limits, tls, make, there, close
-        self._strangers: dict[Stranger, None] = {}
-        self._by_connection: dict[Connection, Stranger] = {}
-        self._addresses: Counter[str] = Counter()
-        """Connections by address, those of late that are closed already included."""
+        """`make` one connection's protocol; `close` one of them. `vital` hears when accepting fails."""
+        self._limits, self._tls, self._make, self._shut = limits, tls, make, close
+        self._vital, self._mistakes = vital or Vital(), mistakes or Mistakes()
+        self.places = Places(limits)
+        self._entries: dict[Place, Entry] = {}
+        self._by_connection: dict[Connection, Entry] = {}
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: asyncio.Task[NoReturn] | None = None
         self.turned_away = 0
 
     async def open(self, host: str, port: int) -> int:
@@ -77,7 +82,7 @@ class Doorway:
         except (OSError, UnicodeError) as error:
             raise ConfigError(_unbindable(host, port, error)) from error
         self._listener.setblocking(False)
-        self._accepting = loop.create_task(self._accept(self._listener))
+        self._accepting = self._vital.start("accept", partial(self._accept, self._listener))
         return int(self._listener.getsockname()[1])
 
     async def close(self) -> None:
@@ -86,13 +91,18 @@ class Doorway:
             await asyncio.wait([self._accepting])
         if self._listener is not None:
             self._listener.close()
-        for stranger in list(self._strangers):
-            self._drop(stranger)
+        for place in list(self.places.strangers):
+            self._drop(self._entries[place])
 
-    def heard(self, connection: Connection) -> None:
-        """Its first request is here, and may be asked."""
-        if (stranger := self._by_connection.pop(connection, None)) is not None:
-            self._forget(stranger)
+    def admit(self, connection: Connection, token: str, *, viewer: bool) -> bool:
+        """Its first request is here, and may be asked. Whether there is a place for one more of its token."""
+        if (entry := self._by_connection.get(connection)) is None:
+            return False  # it is closed already
+        if not self.places.admit(entry.place, token, viewer=viewer):
+            return False
+        if entry.timer is not None:
+            entry.timer.cancel()
+        return True
 
     # ---- coming in ------------------------------------------------------------------------------------------------
 
@@ -101,58 +111,38 @@ class Doorway:
         for number in count(1):
             try:
                 sock, address = await loop.sock_accept(listener)
-            except OSError:  # no more descriptors, or it went before it was here
-                await asyncio.sleep(0.05)
+            except OSError as error:
+                if error.errno in NO_LISTENER:
+                    raise
+                await asyncio.sleep(0.05)  # no more descriptors, or it went before it was here
                 continue
-            if self._room(str(address[0])):
-                self._greet(sock, str(address[0]))
-            else:
-                self.turned_away += 1
-                sock.close()
+            self._greet(sock, str(address[0]))
             if number % TOGETHER == 0:
                 await asyncio.sleep(0)  # where many wait, accepting does not: everybody else has a turn in between
 
-    def _room(self, address: str) -> bool:
-        limits = self._limits
-        if (
-            sum(self._addresses.values()) >= limits.connections
-            or self._addresses[address] >= limits.address_connections
-        ):
-            self._recount()
-        if (
-            sum(self._addresses.values()) >= limits.connections
-            or self._addresses[address] >= limits.address_connections
-        ):
-            return False
-        if len(self._strangers) >= limits.strangers:
-            self.turned_away += 1
-            self._drop(self._oldest_of_the_most())
-        return True
-
     def _greet(self, sock: socket.socket, address: str) -> None:
+        if not self.places.has_room(address):
+            self.turned_away += 1
+            sock.close()
+            return
         loop = asyncio.get_running_loop()
-        stranger = Stranger(address)
-        self._strangers[stranger] = None
-        self._addresses[address] += 1
-        stranger.timer = loop.call_later(self._limits.header_s, self._drop, stranger)
-        stranger.task = loop.create_task(self._enter(stranger, sock))
-        stranger.task.add_done_callback(lambda task: sock.close() if task.cancelled() else None)
+        if (dropped := self.places.one_to_drop(loop.time())) is not None:
+            self.turned_away += 1
+            self._drop(self._entries[dropped])
+        entry = Entry(self.places.take(address))
+        self._entries[entry.place] = entry
+        entry.timer = loop.call_later(self._limits.header_s, self._drop, entry)
+        entry.task = start_for_connection(partial(self._enter, entry, sock), partial(self._drop, entry), self._mistakes)
+        entry.task.add_done_callback(lambda task: self._entered(entry, sock))
 
-    async def _enter(self, stranger: Stranger, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-
-        def made() -> Connection:
-            stranger.connection = connection = self._make()
-            self._by_connection[connection] = stranger
-            return connection
-
+    async def _enter(self, entry: Entry, sock: socket.socket) -> None:
+        loop, limits = asyncio.get_running_loop(), self._limits
         try:
             if self._tls is None:
-                await loop.connect_accepted_socket(made, sock)
-            elif await self._first_byte(stranger, sock) == TLS_HANDSHAKE:
-                limits = self._limits
+                await loop.connect_accepted_socket(lambda: self._watched(entry), sock)
+            elif await self._first_byte(entry, sock) == TLS_HANDSHAKE:
                 await loop.connect_accepted_socket(
-                    made,
+                    lambda: self._watched(entry),
                     sock,
                     ssl=self._tls(),
                     ssl_handshake_timeout=limits.header_s,
@@ -160,14 +150,17 @@ class Doorway:
                 )
             else:
                 _say_plainly(sock)
-                self._forget(stranger)
-        except (OSError, ssl.SSLError):  # a TimeoutError is one: gone, slow, or not speaking TLS 1.3 as we do
-            sock.close()
-            self._forget(stranger)
-        finally:
-            stranger.task = None
+        except (OSError, ssl.SSLError):
+            pass  # a TimeoutError is one: gone, slow, or not speaking TLS 1.3 as we do
 
-    async def _first_byte(self, stranger: Stranger, sock: socket.socket) -> int:
+    def _entered(self, entry: Entry, sock: socket.socket) -> None:
+        """It is in, and its place is given back when it is lost; or it never was."""
+        entry.task = None
+        if entry.connection is None:
+            sock.close()
+            self._gone(entry)
+
+    async def _first_byte(self, entry: Entry, sock: socket.socket) -> int:
         """Without taking it; a connection that never says anything costs no more than this."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(sock, ready.set)
@@ -178,47 +171,53 @@ class Doorway:
         first = sock.recv(1, socket.MSG_PEEK)
         if not first:
             raise ConnectionResetError("it went without a word")
-        stranger.spoke = True
+        entry.place.stage = Stage.SPOKE
         return first[0]
+
+    def _watched(self, entry: Entry) -> Watched:
+        return Watched(self._make(), lambda connection: self._came(entry, connection), lambda: self._gone(entry))
+
+    def _came(self, entry: Entry, connection: Connection) -> None:
+        entry.place.stage = Stage.SPOKE if self._tls is None else Stage.SECURED
+        entry.connection = connection
+        self._by_connection[connection] = entry
 
     # ---- going ----------------------------------------------------------------------------------------------------
 
-    def _drop(self, stranger: Stranger) -> None:
-        self._forget(stranger)
-        if stranger.task is not None:
-            stranger.task.cancel()
-        if stranger.connection is not None:
-            self._shut(stranger.connection)
+    def _drop(self, entry: Entry) -> None:
+        """Its place is free once it is closed, which is at once, or for a TLS that is being closed within `flush_s`."""
+        self.places.dismiss(entry.place)
+        if entry.connection is not None:
+            self._shut(entry.connection)
+        elif entry.task is not None:
+            entry.task.cancel()
 
-    def _forget(self, stranger: Stranger) -> None:
-        self._strangers.pop(stranger, None)
-        if stranger.timer is not None:
-            stranger.timer.cancel()
-        if stranger.connection is not None:
-            self._by_connection.pop(stranger.connection, None)
-
-    def _oldest_of_the_most(self) -> Stranger:
-        most = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
-        theirs = (stranger for stranger in self._strangers if stranger.address == most)
-        return min(theirs, key=lambda stranger: stranger.spoke)  # the first of those that are least
-
-    def _recount(self) -> None:
-        open_now: Counter[str] = Counter(
-            address for connection in self._there() if (address := address_of(connection)) is not None
-        )
-        open_now.update(
-            stranger.address
-            for stranger in self._strangers
-            if stranger.task is not None and (stranger.connection is None or address_of(stranger.connection) is None)
-        )
-        self._addresses = open_now
+    def _gone(self, entry: Entry) -> None:
+        self.places.give_back(entry.place, asyncio.get_running_loop().time())
+        self._entries.pop(entry.place, None)
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if entry.connection is not None:
+            self._by_connection.pop(entry.connection, None)
 
 
-def address_of(connection: asyncio.BaseProtocol) -> str | None:
-    """None for one that is closed."""
-    transport: asyncio.BaseTransport | None = getattr(connection, "transport", None)
-    name = transport.get_extra_info("peername") if transport is not None else None
-    return str(name[0]) if name else None
+class Watched(asyncio.Protocol):
+    """A connection's protocol, and a word to the doorway when the connection is made and when it is lost."""
+
+    def __init__(self, inner: Connection, made: Callable[[Connection], None], lost: Callable[[], None]) -> None:
+        self._inner, self._made, self._lost = inner, made, lost
+        self.data_received = inner.data_received  # type: ignore[method-assign]
+        self.eof_received = inner.eof_received  # type: ignore[method-assign]
+        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made(self._inner)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
+        self._inner.connection_lost(error)
 
 
 def _say_plainly(sock: socket.socket) -> None:

@@ -32,6 +32,8 @@ class Visitor(msgspec.Struct, frozen=True):
     """Its name; empty where there are none."""
     learner: str = ""
     most: int = 0
+    role: Role = "operator"
+    """Where there are no tokens, everybody is."""
 
 
 MANY = 0.75
@@ -93,7 +95,7 @@ class TokenDoor:
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
-        return Visitor(token.id, token.learner, token.most)
+        return Visitor(token.id, token.learner, token.most, token.role)
 
     def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
         if reason := self.gone(visitor.token):  # also one that was there a moment ago

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -25,10 +24,11 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from atoll.fabric.doorway import Doorway, Tls, address_of
+from atoll.fabric.doorway import Doorway, Tls
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
+from atoll.fabric.tasks import Mistakes, Vital
 from atoll.fabric.transfer import pieces
 from atoll.fabric.way import check_bind, host_port
 from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
@@ -65,7 +65,10 @@ class Port:
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls
         self._guard: Guard = guard or OpenDoor()
-        self._shares = Shares(limits.token_connections)
+        self.vital = Vital()
+        """What it starts that must not end: its owner watches it."""
+        self.mistakes = Mistakes()
+        """Of ours, each of which cost somebody a connection."""
         self._runner: web.AppRunner | None = None
         self._doorway: Doorway | None = None
 
@@ -101,7 +104,7 @@ class Port:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._doorway = Doorway(limits, self._tls, server, lambda: server.connections, _force_close)
+        self._doorway = Doorway(limits, self._tls, server, _force_close, self.vital, self.mistakes)
         try:
             self.port = await self._doorway.open(self.host, self.port)
         except ConfigError:
@@ -134,9 +137,9 @@ class Port:
         except Rejected as error:
             self._refused(request, str(error))
             return _turned_away(request, error)
-        if not self._shares.takes(request.protocol, request[VISITOR].token):
+        visitor = request[VISITOR]
+        if not self._doorway.admit(request.protocol, visitor.token, viewer=visitor.role == "viewer"):
             return _turned_away(request, Rejected(429, "this token has too many connections open: try again later"))
-        self._doorway.heard(request.protocol)
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
@@ -153,6 +156,11 @@ class Port:
             return error_response(error.status, error.reason)
         except ConnectionError as error:
             return error_response(400, error)  # to nobody: the peer went while it was being answered
+        except Exception as error:
+            self.mistakes.add(error)
+            if request.writer.output_size and request.transport is not None:
+                request.transport.abort()  # an answer had begun
+            return _turned_away(request, Rejected(500, "the syncer made a mistake: its log has more about it"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,8 @@ class Pace:
 def drain_means_sent(transport: asyncio.WriteTransport) -> None:
     """Nothing of a body waits in its own buffer once its drain is over. (TLS keeps a copy of what is under way; its
     transport, told to wait for less than one byte, would wait for ever.)"""
+    if transport.is_closing():
+        raise ConnectionResetError("the connection is closed")  # a TLS transport that is closed answers no question
     if transport.get_extra_info("sslcontext") is None:
         transport.set_write_buffer_limits(0)
     else:
@@ -299,36 +309,6 @@ def _turned_away(request: web.Request, error: Rejected) -> web.Response:
 def _is_the_peers(record: logging.LogRecord) -> bool:
     """One that speaks no HTTP, or goes while it is answered, is no mistake of ours: it fills no log."""
     return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError | ConnectionError)
-
-
-FEW = 64
-"""Closed connections may be remembered before they are looked for."""
-
-
-class Shares:
-    """Open connections by token."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._token_of: dict[asyncio.BaseProtocol, str] = {}
-        self._counts: Counter[str] = Counter()
-        """Those of late that are closed already included …"""
-        self._look_at = FEW
-        """… until there are so many of them all."""
-
-    def takes(self, connection: asyncio.BaseProtocol, token: str) -> bool:
-        """Whether there is a place for it, which it then has."""
-        if connection in self._token_of:
-            return True
-        if len(self._token_of) >= self._look_at or self._counts[token] >= self._most:
-            self._token_of = {one: name for one, name in self._token_of.items() if address_of(one) is not None}
-            self._counts = Counter(self._token_of.values())
-            self._look_at = max(FEW, 2 * len(self._token_of))
-        if self._counts[token] >= self._most:
-            return False
-        self._token_of[connection] = token
-        self._counts[token] += 1
-        return True
 
 
 def _force_close(connection: asyncio.Protocol) -> None:

@@ -12,6 +12,9 @@ import asyncio
 import random
 from collections import deque
 from contextlib import suppress
+from functools import partial
+
+from atoll.fabric.tasks import Mistakes, start_for_connection
 
 PACKET = 1460
 """Bytes that share a bottleneck take turns by: what one segment of TCP carries."""
@@ -57,6 +60,7 @@ class Line:
         """Seconds that packets of control channels (WebSockets) spent on this line, both ways."""
         self._open = asyncio.Event()
         self._open.set()
+        self.mistakes = Mistakes()
         self._server: asyncio.Server | None = None
         self._both: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -109,8 +113,10 @@ class Line:
             back, far = await asyncio.open_connection(*self._upstream, limit=CHUNK)
             self._writers.add(far)
             control = asyncio.Event()
-            up = asyncio.ensure_future(self._pump(reader, far, control, upwards=True))
-            down = asyncio.ensure_future(self._pump(back, writer, control, upwards=False))
+            pump_up = partial(self._pump, reader, far, control, upwards=True)
+            pump_down = partial(self._pump, back, writer, control, upwards=False)
+            up = start_for_connection(pump_up, far.transport.abort, self.mistakes)
+            down = start_for_connection(pump_down, writer.transport.abort, self.mistakes)
             try:
                 await asyncio.wait([up, down], return_when=asyncio.ALL_COMPLETED)
             finally:
@@ -130,7 +136,8 @@ class Line:
     ) -> None:
         queue: deque[tuple[float, float, bytes]] = deque()
         room, work = asyncio.Event(), asyncio.Event()
-        sender = asyncio.ensure_future(self._send(queue, writer, room, work, control, upwards=upwards))
+        send = partial(self._send, queue, writer, room, work, control, upwards=upwards)
+        sender = start_for_connection(send, writer.transport.abort, self.mistakes)
         loop, due, held = asyncio.get_running_loop(), 0.0, 0
         try:
             while data := await reader.read(CHUNK):

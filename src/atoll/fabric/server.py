@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from aiohttp import web
 
@@ -81,7 +81,7 @@ class Server(Port):
         self._bodies_out = 0
         self._probe = Probe(self._limits)
         self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
-        self._sweeping: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[NoReturn] | None = None
 
     @property
     def bytes_in(self) -> int:
@@ -115,7 +115,7 @@ class Server(Port):
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
         )
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+        self._sweeping = self.vital.start("sweep", self._sweep)
 
     async def _sweep(self) -> None:
         while True:

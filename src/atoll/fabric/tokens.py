@@ -48,9 +48,9 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         if not self.id.isprintable() or not 0 < len(self.id) <= 64:
-            raise ConfigError("a token's id is a name of up to 64 letters")
+            raise ConfigError("a token's id is 1 to 64 characters that can be printed")
         if not SECRET.fullmatch(self.secret):
-            raise ConfigError(f"the secret of token {self.id!r} is none: 16 to 128 letters, digits, - and _")
+            raise ConfigError(f"the secret of token {self.id!r} is none: 16 to 128 of a-z, A-Z, 0-9, '-' and '_'")
         if self.most < 0 or not (self.expires >= 0 and math.isfinite(self.expires)):
             raise ConfigError(f"most and expires of token {self.id!r} are 0 or above")
         if self.names < 1:

@@ -5,7 +5,7 @@ Rules:
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
 - a message of a learner is read within 50 ms, whatever it is: only a hello, which names every tensor, may be large;
 - every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
-- a name that a peer brings (learner, session) has at most 64 letters, digits, dots, dashes and underscores.
+- a name that a peer brings (learner, session) is one that may be part of a path (protocol/names.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from atoll.protocol.messages import (
     FromSyncer,
     Hello,
 )
+from atoll.protocol.names import ALLOWED, is_name
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -45,7 +46,6 @@ PROTOCOL_HEADER = "Atoll-Protocol"
 SAMPLE_CHARS = 4000
 """Of what a model wrote are kept."""
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LINE_CHARS = 300
 _MESSAGE_BYTES = 1 * MIB
 """Largest message of a learner that is no hello."""
@@ -70,6 +70,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The same, of one address: a whole site may be behind one."""
     token_connections: int = 2048
     """The same, of one token."""
+    viewer_connections: int = 128
+    """The same, of a viewer's token: the other places are learners'."""
     strangers: int = 512
     """Connections that have not said yet who they are."""
     messages_rate: float = 1000.0
@@ -202,10 +204,8 @@ def check_hello(message: FromLearner) -> Hello:
             "install the same version of atoll on both"
         )
     for what, name in (("learner", message.learner), ("session", message.session)):
-        if not _NAME.fullmatch(name):
-            raise PeerError(
-                f"{what} = '{one_line(name[:64])}' is no name: use up to 64 letters, digits, dots, dashes, underscores"
-            )
+        if not is_name(name):
+            raise PeerError(f"{what} = '{one_line(name[:64])}' is no name: {ALLOWED}")
     if message.learner == SYNCER:
         raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
     for what, count in (("t", message.t), ("incarnation", message.incarnation), ("term", message.term)):

@@ -124,7 +124,10 @@ def _read_beginning(out: RunDir) -> History | None:
         if history is None and isinstance(record, records.Begun):
             history = History(record)
         elif history is None or isinstance(record, records.Started):
-            raise ConfigError(f"{out.path} cannot be gone on with: the cut that its journal begins with is missing")
+            raise ConfigError(
+                f"{out.path} cannot be gone on with: its journal tells of parameters, and {out.cuts} holds no cut with "
+                "them: put back a copy of that folder"
+            )
         else:
             history.apply(record)
     return history

@@ -101,7 +101,7 @@ class PeerStates:
     def _write(self, courier: int, number: int, t: int, copied: Snapshot) -> None:
         try:
             self._made.put((courier, *_in_memory(number, t, copied)))
-        except (OSError, AtollError) as error:
+        except Exception as error:  # whatever it is: the courier waits for an answer
             self._made.put((courier, StateCopy(number, t, reason=f"its state could not be copied: {error}"), None))
 
     # ---- a peer's -----------------------------------------------------------------------------------------------

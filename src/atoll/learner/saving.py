@@ -92,7 +92,7 @@ class Saver:
             for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-NEWEST]:
                 if old.name not in wanted:
                     old.unlink(missing_ok=True)
-        except (OSError, AtollError) as error:
+        except Exception as error:  # whatever it is: the syncer waits for an answer
             self.refuse(cut, t, f"its part could not be written: {error}")
         else:
             self._results.put(Saved(cut, t, path.name, mark))

@@ -32,6 +32,7 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, Tail, read
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
+from atoll.store.terms import unclaimed_terms
 
 EVERY = 10_000
 """Records between two words of progress."""
@@ -151,6 +152,7 @@ class Verification:
             if self._records % EVERY == 0:
                 self._findings.progress("records", self._records)
         self._findings.progress("records", self._records)
+        self._check_claims()
         self._tell_segments()
         self._read_whole = True
 
@@ -197,6 +199,13 @@ class Verification:
         if self._shelf:
             raise Wrong(f"{self._run.journal} holds no record, but there are cuts: put back a copy of the journal")
         self._findings.remark("the run has not begun: its journal holds no record")
+
+    def _check_claims(self) -> None:
+        if missing := unclaimed_terms(self._run.journal):
+            raise Wrong(
+                f"{self._run.journal / 'terms'} holds no claim of term {missing[0]}, of which there is a segment: "
+                "put back a copy of that folder, or go on with the run, which makes it again"
+            )
 
     def _tell_segments(self) -> None:
         for path in sorted(self._run.journal.glob("segment-*.log")):

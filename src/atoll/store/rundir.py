@@ -15,12 +15,11 @@
     report.html         all of it on one page, once somebody asked for it
 
 A folder that holds a run is never written over unless that was asked for, and then only these names are removed. Names
-that come from outside (learners, processes) become part of a path only if they match `[a-z0-9-]+`.
+that come from outside (learners, processes) become part of a path only if they are such (protocol/names.py).
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -33,14 +32,12 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.names import ALLOWED, LONGEST, is_name
 from atoll.store.atomic import staged
 from atoll.store.runlock import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""
-LONGEST_NAME = 64
-
-_NAME = re.compile(r"[a-z0-9-]+")
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
 _OURS = (
@@ -167,11 +164,8 @@ def newest_run(below: Path = RUNS) -> RunDir:
 
 def checked_name(name: str) -> str:
     """The name itself, if it may become part of a path."""
-    if not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
-        raise ConfigError(
-            f"the name {name[:LONGEST_NAME]!r} cannot be a file name: use only a-z, 0-9 and '-', "
-            f"at most {LONGEST_NAME} characters"
-        )
+    if not is_name(name):
+        raise ConfigError(f"{name[:LONGEST]!r} is no name: {ALLOWED}")
     return name
 
 

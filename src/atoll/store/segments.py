@@ -10,6 +10,8 @@ zero, and no single flipped bit turns one into the other or into zero. So the en
 
     torn       an append that is incomplete, or that ends in zeros up to the end of the file, as a file does that grew
                without its data coming. It was never acknowledged: it is cut off, and that is said (`Tail`)
+    garbage    a length that no record has, with no record in what lies behind it: nothing that we wrote. It is cut off
+               in the same way
     Corrupt    anything else that is not right: a whole frame whose hash does not fit, something bad with more behind
                it, a whole record under a length that is too long, or anything at all within a seal
 """
@@ -35,6 +37,9 @@ _ANY = b"atoll journal "
 LAST, MORE = b"\n", b","
 LONGEST_BYTES = 64 * 2**20
 """Of one record. The longest is Begun, with the names of all tensors."""
+
+GARBAGE_BYTES = 2**18
+"""Of what lies behind the last record are looked through; more of it is not judged."""
 
 _HEAD = struct.Struct("<16sIIQ16s")
 _FRAME = struct.Struct("<I16s")
@@ -180,7 +185,10 @@ class Segment:
             return None
         length, expected = _FRAME.unpack(start)
         if length > LONGEST_BYTES:
-            raise self._damaged(at, f"a length of {length} bytes cannot be")
+            rest = ahead.peek(GARBAGE_BYTES + 1)
+            if len(rest) > GARBAGE_BYTES or _holds_whole(chain, expected, rest[_FRAME.size :]) or _holds_record(rest):
+                raise self._damaged(at, f"a length of {length} bytes cannot be")
+            return None
         size = _FRAME.size + length + 1
         frame = ahead.peek(size)
         body, closing = frame[_FRAME.size : -1], frame[-1:]
@@ -215,6 +223,27 @@ def _holds_whole(chain: bytes, expected: bytes, data: bytes) -> bool:
             if body.digest() == expected:
                 return True
     return False
+
+
+def _holds_record(data: bytes) -> bool:
+    """Whether it may be something that we wrote: a record behind a damaged start, or a frame later on."""
+    first, closing = _FRAME.size, LAST + MORE
+    if any(data[end] in closing and _is_record(data[first:end]) for end in range(first + 1, len(data))):
+        return True
+    for start in range(1, len(data) - first):
+        length, _ = _FRAME.unpack_from(data, start)
+        end = start + first + length
+        if length and end < len(data) and data[end] in closing and _is_record(data[start + first : end]):
+            return True
+    return False
+
+
+def _is_record(body: bytes) -> bool:
+    try:
+        records.decode(body)
+    except (msgspec.MsgspecError, AtollError):
+        return False
+    return True
 
 
 class _Ahead:

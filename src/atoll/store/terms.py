@@ -6,6 +6,7 @@
 
 Rules:
 - a term is claimed once. Claims order the syncers of a run: whoever sees a higher claim than its own is fenced;
+- claims that somebody removed are made again for the segments that are there, or a term would be given twice;
 - the lock says that a process is there, the heartbeat that it moves. A holder that was paused keeps its lock, so a
   standby goes by the heartbeat and claims the next term without the lock;
 - staleness is measured on the standby's own monotonic clock, as the time in which it saw no change. The clock on the
@@ -24,6 +25,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -32,6 +34,8 @@ from pathlib import Path
 
 from atoll.protocol.errors import ConfigError
 from atoll.store.disk import LocalDisk, not_written, reading
+
+_SEGMENT = re.compile(r"segment-(\d{6,})\.log")
 
 
 class Reign:
@@ -82,6 +86,7 @@ class Turn:
         lock = _take_lock(self.folder)
         if lock is not None:
             return _reign_with(self.folder, lock)
+        _restore_claims(self.folder)
         seen = newest_claim(self.folder), _heartbeat(self.folder)
         if seen != self._seen:
             self._seen, self._since = seen, now
@@ -156,8 +161,21 @@ def newest_claim(folder: Path) -> int:
         return max((int(name) for name in os.listdir(terms) if name.isdecimal()), default=0)
 
 
+def unclaimed_terms(folder: Path) -> list[int]:
+    """Terms that have written a segment, and whose claim is not there: somebody has removed it."""
+    with reading(folder):
+        written = [int(found[1]) for name in os.listdir(folder) if (found := _SEGMENT.fullmatch(name))]
+    return sorted(term for term in written if not (folder / "terms" / f"{term:06d}").exists())
+
+
+def _restore_claims(folder: Path) -> None:
+    for term in unclaimed_terms(folder):
+        claim(folder, term)
+
+
 def _reign_with(folder: Path, lock: int) -> Reign:
     try:
+        _restore_claims(folder)
         while not claim(folder, term := newest_claim(folder) + 1):
             pass
         return Reign(folder, term, lock, "no other syncer is there")

@@ -1,17 +1,16 @@
 """Pages that show the run as it goes. They are made above this layer, and handed in or named.
 
-A mistake in them is told and ends them; the run does not notice.
+A mistake in them is told, and they are started again; the run does not notice.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from atoll.fabric.pages import Pages
-from atoll.fabric.wire import one_line
+from atoll.fabric.tasks import keep_showing
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import EventLog
@@ -22,7 +21,7 @@ Figures = Callable[[], RunStatus]
 
 
 class LivePages(Pages, Protocol):
-    async def run(self, figures: Figures) -> None:
+    def run(self, figures: Figures) -> Coroutine[Any, Any, None]:
         """Follow the run until cancelled."""
         ...
 
@@ -39,11 +38,6 @@ def named(name: str) -> Maker:
         raise ConfigError(f"--pages {name} is not there ({error}): name a module and a function in it") from error
 
 
-async def show(pages: LivePages, figures: Figures, events: EventLog) -> None:
-    try:
-        await pages.run(figures)
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:  # whatever it is, it is no reason to stop training
-        text = f"the dashboard stands still ({type(error).__name__}: {error}); the run goes on"
-        events.say("warning", one_line(text))
+async def show(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
+    """Until cancelled."""
+    await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from atoll.config import Config
+from atoll.fabric.tasks import Vital
 from atoll.fabric.way import host_port
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
@@ -148,7 +149,8 @@ async def _serve(
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(save))
             started = tasks.create_task(service.started.wait())
-            beside: list[asyncio.Task[Any]] = [tasks.create_task(_fall_with_callbacks(loop)), started]
+            beside: list[asyncio.Task[Any]] = [started]
+            _fall_with_callbacks(loop, service.vital)
             if begin.pages is not None:
                 beside.append(tasks.create_task(show(begin.pages, service.figures, events)))
             if supervised:
@@ -192,18 +194,15 @@ async def _obey(service: SyncerService) -> None:
         transport.close()
 
 
-async def _fall_with_callbacks(loop: asyncio.AbstractEventLoop) -> bool:
+def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: Vital) -> None:
     """A mistake of ours in a timer must not leave a syncer that looks alive and does nothing."""
-    broken: asyncio.Future[bool] = loop.create_future()
 
     def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context and not broken.done():
-            broken.set_exception(context["exception"])
-        else:
-            loop.default_exception_handler(context)
+        if "handle" in context:
+            vital.fail(context["exception"])
+        loop.default_exception_handler(context)
 
     loop.set_exception_handler(fail)
-    return await broken
 
 
 def _first(errors: BaseExceptionGroup[AtollError]) -> AtollError:

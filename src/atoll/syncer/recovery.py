@@ -119,8 +119,9 @@ def _apply(
 ) -> Recovered:
     for position, record in lines:
         if isinstance(record, records.Started) and found.parameters is None:
-            remarks = found.remarks or ["its first parameters (cut 0) are missing: put them back"]
-            raise BadCut(f"the run has begun, but no cut leads on: {'; '.join(remarks)}")
+            cuts = folder.parent / "cuts"
+            remarks = found.remarks or [f"{cuts} holds no cut: put back a copy of that folder"]
+            raise BadCut(f"the journal tells of parameters, but no cut holds them: {'; '.join(remarks)}")
         if found.parameters is not None:
             replay(found, position, record, folder, disk)
         found.history.apply(record)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from atoll.fabric.desk import Channel, Served
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
+from atoll.fabric.tasks import Vital, lasting
 from atoll.fabric.wire import Limits, Score, one_line
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import Screen
@@ -116,8 +118,9 @@ class SyncerService:
         """Serve until the run is over; `save` writes the finished model down."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            scribe = tasks.create_task(self._scribe.run())
-            beats = tasks.create_task(beat(self._books, self._run, self._norms))
+            watch = tasks.create_task(self.vital.watch())
+            scribe = tasks.create_task(lasting("journal", self._scribe.run))
+            beats = tasks.create_task(lasting("heartbeat", partial(beat, self._books, self._run, self._norms)))
             # What the operator changed (a run that is opened again, more steps) is durable before anybody hears of
             # this term: its supervisor starts the next one without saying it again.
             await self._scribe.emptied()
@@ -135,11 +138,16 @@ class SyncerService:
             await self._scribe.emptied()
             self._ending.say(self._machine, self._traffic)
             await self.server.stop()
-            scribe.cancel()
-            beats.cancel()
+            for task in (scribe, beats, watch):
+                task.cancel()
             self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
+
+    @property
+    def vital(self) -> Vital:
+        """What must not fail: the port's tasks, the rules, timers."""
+        return self.server.vital
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""
@@ -341,9 +349,13 @@ class SyncerService:
     def _handle(self, event: fx.SyncerEvent) -> None:
         if self._machine is None:
             return
-        self._look_for_standstill()
-        self._scribe.put(self._machine.handle(self._loop.time(), event))
-        self._wake_at(self._machine.wake_at)
+        try:
+            self._look_for_standstill()
+            self._scribe.put(self._machine.handle(self._loop.time(), event))
+            self._wake_at(self._machine.wake_at)
+        except Exception as error:  # half of what follows may be decided: this term ends, and goes on from its journal
+            self.vital.fail(error)
+            raise
 
     def _look_for_standstill(self) -> None:
         """Before anything else is judged by the clock."""

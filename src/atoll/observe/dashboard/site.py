@@ -88,8 +88,10 @@ class Dashboard:
         self._figures = figures
         while True:
             self._reading = True
-            await asyncio.to_thread(self._catch_up)
-            self._reading = False
+            try:
+                await asyncio.to_thread(self._catch_up)
+            finally:
+                self._reading = False
             self.tick(time.time(), figures())
             await self._pause()
 

@@ -1,0 +1,47 @@
+"""No task ends unnoticed: each is of a kind that says what happens when it fails (fabric/tasks.py).
+
+Elsewhere tasks are started in TaskGroups alone, which pass errors on to their owner; each place says who that is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "atoll"
+STARTS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "Thread", "start_new_thread"}
+
+CONNECTION = "of one connection: what it raises ends the request, which is closed, logged and counted (Port._answer)"
+VITAL = "of the run: what it raises ends the process"
+KNOWN = {
+    "chaos/inject.py": (2, "faults of a test: what one raises ends the attack"),
+    "chaos/rogue.py": (2, "a rogue's link and uploads: what one raises ends the rogue"),
+    "courier/body.py": (1, VITAL + "; its learner starts another courier"),
+    "courier/service.py": (3, VITAL + "; its learner starts another courier"),
+    "courier/states.py": (1, VITAL + "; its learner starts another courier"),
+    "fabric/client.py": (1, "a learner's channel: what it raises ends its courier"),
+    "fabric/control.py": (1, CONNECTION),
+    "fabric/tasks.py": (2, "the kinds themselves"),
+    "launch/baselines/faults.py": (1, "faults of a baseline: what one raises ends it"),
+    "launch/baselines/run.py": (1, "asked for its result at every turn"),
+    "launch/local.py": (1, "what goes on beside a run: its error is raised when the run is over"),
+    "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
+    "learner/peer.py": (1, "a thread that answers whatever happens"),
+    "learner/saving.py": (1, "a thread that answers whatever happens"),
+    "observe/dashboard/viewers.py": (2, CONNECTION),
+    "syncer/process.py": (4, VITAL),
+    "syncer/service.py": (4, VITAL),
+    "workloads/elastic.py": (1, "a thread that reads orders; without it the supervisor ends the process"),
+}
+
+
+def started(path: Path) -> int:
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    names = Counter(func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls)
+    return sum(names[name] for name in STARTS)
+
+
+def test_every_task_is_of_a_known_kind() -> None:
+    found = {str(path.relative_to(SOURCE)): count for path in SOURCE.rglob("*.py") if (count := started(path))}
+    assert found == {file: count for file, (count, _) in KNOWN.items()}
