@@ -52,6 +52,8 @@ TOKENS = {
         token("eu", learner="eu-*", most=2),
         token("look", role="viewer"),
         token("boss", role="operator"),
+        token("score", role="evaluator"),
+        token("other", role="evaluator"),
         token("few", names=2),
         token("gone", revoked=True),
         token("over", expires=1.0),

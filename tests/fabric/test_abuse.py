@@ -195,6 +195,11 @@ CASES: dict[str, tuple[Case, str]] = {
     "a viewer joins": (viewers_channel, "the token 'look' is for a viewer, and this takes a learner"),
     "a viewer takes the weights": (asks("GET", "/v1/fragments/0", "look"), "^403 the token 'look' is for a viewer"),
     "a viewer scores": (asks("POST", "/v1/scores", "look", b"{}"), "^403 the token 'look' is for a viewer"),
+    "a learner scores": (asks("POST", "/v1/scores", "join", b"{}"), "^403 .*learner, and this takes an evaluator"),
+    "an operator scores": (asks("POST", "/v1/scores", "boss", b"{}"), "^403 .*operator, and this takes an evaluator"),
+    "an evaluator joins": (asks("GET", "/v1/control", "score"), "^403 .*evaluator, and this takes a learner"),
+    "an evaluator sends a body": (asks("PUT", "/v1/initial/x/0", "score"), "^403 .*and this takes a learner"),
+    "an evaluator changes settings": (asks("POST", "/v1/settings", "score", b"[]"), "^403 .*takes an operator"),
     "a learner changes settings": (asks("POST", "/v1/settings", "join", b'["quorum=1"]'), "403 .* takes an operator"),
     "a learner drains another": (asks("POST", "/v1/drain", "eu", b'["honest"]'), "403 .* takes an operator"),
     "a body without a hello": (
@@ -231,10 +236,10 @@ CASES: dict[str, tuple[Case, str]] = {
         "^400 settings could not be read",
     ),
     "compressed score": (
-        asks("POST", "/v1/scores", "join", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        asks("POST", "/v1/scores", "score", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
         "^400 a score could not be read",
     ),
-    "long score": (asks("POST", "/v1/scores", "join", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
+    "long score": (asks("POST", "/v1/scores", "score", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
     "settings that are none": (
         asks("POST", "/v1/settings", "boss", b'{"quorum": 1}'),
         "^400 settings could not be read",

@@ -34,14 +34,15 @@ def beside() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 async def asked(way: Way, path: str, method: str = "GET") -> tuple[int, bytes]:
     url = f"{way.urls[0]}{path}"
-    async with aiohttp.ClientSession() as http, http.request(method, url, headers=way.headers, ssl=way.context()) as it:
+    shown, tls = way.headers_for(url), way.context()
+    async with aiohttp.ClientSession() as http, http.request(method, url, headers=shown, ssl=tls) as it:
         head = "\n".join(f"{name}: {value}" for name, value in it.headers.items())
         return it.status, head.encode() + await it.read()
 
 
 async def looked_at(way: Way) -> bytes:
     """The first that a viewer of the dashboard is told."""
-    headers = {**way.headers, "Origin": way.urls[0]}
+    headers = {**way.headers_for(f"{way.urls[0]}/v1/live"), "Origin": way.urls[0]}
     async with (
         aiohttp.ClientSession() as http,
         http.ws_connect(f"{way.urls[0]}/v1/live", headers=headers, ssl=way.context()) as socket,

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from atoll.chaos.plan import KINDS, Fault, Plan
 from atoll.chaos.trouble import Trouble
 from atoll.fabric.link import Line
+from atoll.fabric.nearby import publish_secrets, published_secrets, withdraw_secrets
 from atoll.launch.children import Child
 from atoll.launch.local import LocalRun
 from atoll.telemetry.status import RunStatus
@@ -60,12 +61,14 @@ class Injector:
         assert address.hostname is not None and address.port is not None
         line = self.lines[name] = Line(address.hostname, address.port, seed=self.plan.seed)
         await line.start()
+        publish_secrets(line.host, line.port, published_secrets(address.hostname, address.port))
         return line
 
     async def close(self) -> None:
         """Once the run is over: its last steps travel on the lines too."""
         for line in self.lines.values():
             await line.stop()
+            withdraw_secrets(line.host, line.port)
 
     def watch(self, status: RunStatus | None) -> None:
         self._status = status

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from atoll.cli.app import app
 from atoll.fabric.certificates import fingerprint
-from atoll.fabric.tokens import NAMES, RANKS, Role, Token, new_secret
+from atoll.fabric.tokens import NAMES, Role, Token, new_secret
 from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.figures import span
 from atoll.observe.tables import table
@@ -67,7 +67,7 @@ def list_tokens(context: typer.Context, keys: Keys = FOLDER) -> None:
 def add(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="What it is called; no secret.")],
-    role: Annotated[str, typer.Option(help="viewer, learner or operator.")] = "learner",
+    role: Annotated[str, typer.Option(help="viewer, learner, evaluator or operator.")] = "learner",
     learner: Annotated[str, typer.Option(help="Only for this learner, or with a star at the end for a group.")] = "",
     most: Annotated[int, typer.Option(help="So many learners at once; 0: any number.")] = 0,
     names: Annotated[int, typer.Option(help="So many different names, those that have left included.")] = NAMES,
@@ -79,7 +79,7 @@ def add(
 
       atoll tokens add anna --learner anna-laptop --hours 48
     """
-    if role not in RANKS:
+    if role not in get_args(Role):
         raise ConfigError(f"--role {role} is none of {', '.join(get_args(Role))}")
     _check_numbers(most, names, hours)
     keys = KeyDir.open(context.obj)

@@ -16,13 +16,9 @@ from aiohttp import web
 
 from atoll.fabric.intake import Rejected
 from atoll.fabric.owners import Owners
-from atoll.fabric.tokens import RANKS, Role, Token, Tokens
+from atoll.fabric.tokens import Token, Tokens, roles_for
 from atoll.fabric.way import RUN_HEADER
 from atoll.protocol.errors import PeerError
-
-OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
-VIEWER_PATHS = frozenset({"/v1/status", "/v1/live"})
-"""Below /v1/; all else there takes a learner. What lies beside /v1/ are pages, which only read."""
 
 
 class Visitor(msgspec.Struct, frozen=True):
@@ -87,9 +83,8 @@ class TokenDoor:
             raise Rejected(401, "this token is not known here: is the join link of another run?")
         if reason := token.refuses(time.time()):
             raise Rejected(401, reason)
-        needed = role_for(request.path)
-        if RANKS[token.role] < RANKS[needed]:
-            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(needed)}")
+        if token.role not in (takes := roles_for(request.path)):
+            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(takes[0])}")
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
@@ -136,14 +131,8 @@ class TokenDoor:
         return f"the token {id!r} is not there any more" if found is None else found.refuses(time.time())
 
 
-def role_for(path: str) -> Role:
-    if path in OPERATOR_PATHS:
-        return "operator"
-    return "learner" if path.startswith("/v1/") and path not in VIEWER_PATHS else "viewer"
-
-
 def _a(role: str) -> str:
-    return f"an {role}" if role == "operator" else f"a {role}"
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
 
 
 def _shown(request: web.Request) -> str:

@@ -30,7 +30,7 @@ from atoll.fabric.guard import VISITOR, Guard, OpenDoor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.transfer import pieces
-from atoll.fabric.way import check_bind, host_port
+from atoll.fabric.way import address_of_name, check_bind, host_port
 from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -60,7 +60,7 @@ class Port:
         check_bind(host, secured=guard is not None and tls is not None)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
-        self.host = host
+        self.host = address_of_name(host)
         self.port = port
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls

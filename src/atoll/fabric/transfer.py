@@ -53,10 +53,9 @@ def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
 def showing(way: Way) -> aiohttp.ClientMiddlewareType:
     """Every request shows the syncer what the way to it says. Not by headers of the session: aiohttp shows those to
     a proxy too, token and all, when it asks it for a tunnel."""
-    headers = way.headers
 
     async def show(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        request.headers.update(headers)
+        request.headers.update(way.headers_for(str(request.url)))
         return await handler(request)
 
     return show

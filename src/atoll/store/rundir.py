@@ -3,6 +3,7 @@
     run.toml            what was asked for
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
+    secrets/            what is shown at its port, where it has no keys (syncer/doors.py); for nobody else to read
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
@@ -46,7 +47,7 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 _OURS = (
     *_MARKS,
     *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
-    *("journal", "cuts", "learners", "logs"),
+    *("journal", "cuts", "learners", "logs", "secrets"),
 )
 
 
@@ -101,6 +102,10 @@ class RunDir:
     def address(self) -> Path:
         """Where the syncer of this run listens, while it does."""
         return self.path / "syncer.url"
+
+    @property
+    def secrets(self) -> Path:
+        return self.path / "secrets"
 
     @property
     def norms(self) -> Path:

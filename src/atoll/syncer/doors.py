@@ -1,10 +1,11 @@
-"""What a syncer's keys make of its port: TLS, and tokens; both may change while it goes on."""
+"""Who gets in at a syncer's port. With keys: TLS, and tokens; both may change while it goes on. Without keys: this
+machine alone, by secrets that the run makes for itself and that commands of the same user find (fabric/nearby.py)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,16 @@ import msgspec
 from atoll.config import Service
 from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import Guard, TokenDoor
-from atoll.fabric.tokens import Token, Tokens
+from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, Stamp, check_private, stamp
+from atoll.store.keys import KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
 
 Say = Callable[[str, str], None]
 """An event's kind and text."""
+LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
+"""The tokens of a run without keys: a file each in its folder of secrets."""
+LOCAL_NAMES = 1 << 20
+"""Learners of one machine are its user's own to start, as often as they like."""
 LOOK_S = 0.5
 """Between two looks at the files of tokens and certificates."""
 
@@ -28,13 +33,19 @@ class Doors:
     tls: Tls | None = None
     notice: Callable[[], str] = str
     """What the operator should see to; empty: nothing."""
+    secrets: Mapping[Role, str] = field(default_factory=dict, repr=False)
+    """What commands of the same user show, to be published with the port; with keys none."""
 
 
-def doors_of(service: Service, run: Callable[[], str], say: Say = lambda kind, text: None) -> Doors:
-    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to.
-    `say`: what the operator should know of either."""
+def doors_of(
+    service: Service, run: Callable[[], str], say: Say = lambda kind, text: None, *, secrets: Path | None = None
+) -> Doors:
+    """Tokens alone without keys, of the folder `secrets`, and behind a proxy that ends TLS: then only this machine is
+    listened to. `say`: what the operator should know of either."""
     if not service.keys:
-        return Doors()
+        assert secrets is not None, "a run without keys has secrets of its own"
+        own = local_tokens(secrets)
+        return Doors(TokenDoor(lambda: own, run), secrets={token.role: token.secret for token in own.all})
     keys = KeyDir.open(Path(service.keys))
     guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
     if service.front:
@@ -45,6 +56,17 @@ def doors_of(service: Service, run: Callable[[], str], say: Say = lambda kind, t
 
     tls = LiveTls(keys, say, mutual=service.mutual)
     return Doors(guard, tls, tls.notice)
+
+
+def local_tokens(folder: Path) -> Tokens:
+    """Of a run without keys, one for each role, made if it is not there. An earlier term's stay: learners hold them."""
+    KeyDir.create(folder)
+    check_folder(folder)
+    made = (
+        Token(id=name, role=role, names=LOCAL_NAMES, secret=kept_secret(folder / name, new_secret, SECRET.fullmatch))
+        for name, role in LOCAL.items()
+    )
+    return Tokens(made)
 
 
 def read_tokens(keys: KeyDir) -> Tokens:

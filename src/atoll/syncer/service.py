@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.nearby import publish_secrets, withdraw_secrets
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
@@ -92,7 +93,7 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        doors = doors_of(config.service, lambda: self._run, events.say)
+        self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=books.secrets)
         self.meter.notice = doors.notice
         known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
@@ -119,6 +120,7 @@ class SyncerService:
             # this term: its supervisor starts the next one without saying it again.
             await self._scribe.emptied()
             await self.server.start()
+            self._publish_secrets()  # before the loop has a turn, and with it whoever has just connected
             self.started.set()
             self._standstill.start()
             self._handle(fx.Tick())
@@ -132,11 +134,18 @@ class SyncerService:
             await self._scribe.emptied()
             self._ending.say(self._machine, self._traffic)
             await self.server.stop()
+            if self._doors.secrets:
+                withdraw_secrets(self.server.host, self.server.port)
             scribe.cancel()
             beats.cancel()
             self._standstill.stop()
             if self._wake is not None:
                 self._wake.cancel()
+
+    def _publish_secrets(self) -> None:
+        """With keys there are none, and their tokens alone count."""
+        if self._doors.secrets:
+            publish_secrets(self.server.host, self.server.port, self._doors.secrets)
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""
