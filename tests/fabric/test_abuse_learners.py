@@ -195,7 +195,7 @@ async def too_slow(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
 async def hangs_up(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
     path = f"/v1/contributions/{rogue.name}/{pull.round}/{pull.attempt}"
     _, writer = await fort.raw()
-    head = f"PUT {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKENS['eu'].secret}\r\n"
+    head = f"PUT {path} HTTP/1.1\r\nHost: [::1]\r\nAuthorization: Bearer {TOKENS['eu'].secret}\r\n"
     writer.write(
         f"{head}Atoll-Session: {rogue.session}\r\nContent-Length: {len(fort.values(pull, 1.0))}\r\n\r\nabc".encode()
     )

@@ -38,7 +38,8 @@ DOOR = TokenDoor(lambda: ALL, lambda: "r1")
 def asks(path: str = "/v1/status", *authorization: str, **more: str) -> web.Request:
     shown = [("Authorization", value) for value in authorization]
     headers = CIMultiDict([*shown, *((key.replace("_", "-"), value) for key, value in more.items())])
-    return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers))
+    cookies = dict(one.split("=", 1) for one in headers.getall("Cookie", []))
+    return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers, cookies=cookies))
 
 
 def bearer(token: Token) -> str:

@@ -18,8 +18,8 @@ from atoll.observe.figures import span
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
-from atoll.store.rundir import checked_name
-from atoll.syncer.doors import read_tokens, write_tokens
+from atoll.store.rundir import RunDir, checked_name
+from atoll.syncer.doors import local_tokens, read_tokens, write_tokens
 
 tokens_app = typer.Typer(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
 app.add_typer(tokens_app, name="tokens", invoke_without_command=True)
@@ -134,6 +134,9 @@ def link(
     ca: Annotated[
         bool, typer.Option("--ca", help="By the authority of the certificate: stays good when it is renewed.")
     ] = False,
+    run: Annotated[
+        Path | None, typer.Option(help="Of a run without keys: for another user of its machine.", metavar="DIR")
+    ] = None,
 ) -> None:
     """The join link of a token, again. It is a secret: whoever has it can join.
 
@@ -142,7 +145,12 @@ def link(
       atoll tokens link eu
 
       atoll tokens link eu --ca
+
+      atoll tokens link --run atoll-runs/first
     """
+    if run is not None:
+        print(local_link(RunDir(run.absolute()), name))
+        return
     keys = KeyDir.open(context.obj)
     _print_link(keys, read_tokens(keys).named(name), by_authority=ca)
 
@@ -150,6 +158,17 @@ def link(
 def join_link(last: Last, token: Token) -> str:
     urls = tuple(f"{'https' if last.pin else 'http'}://{host}" for host in last.hosts)
     return Way(urls=urls, run=last.run, token=token.secret, pin=last.pin).link()
+
+
+def local_link(run: RunDir, name: str) -> str:
+    """Of a run that has no keys, on its own machine."""
+    if not run.secrets.is_dir() or not run.address.is_file():
+        raise ConfigError(
+            f"{run.path} has no secrets of its own: they are made when a syncer without --keys starts; "
+            f"with --keys the link is that of atoll tokens --keys DIR link {name}"
+        )
+    token = local_tokens(run.secrets).named(name)
+    return Way(urls=(run.address.read_text(),), token=token.secret).link()
 
 
 def remember(keys: KeyDir, last: Last) -> None:

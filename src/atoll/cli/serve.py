@@ -152,10 +152,10 @@ def _serve(
 ) -> None:
     console = Console()
 
-    def ready(url: str, run: str) -> None:
+    def ready(url: str, run: str, look: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
-        console.print(f"dashboard: {url}/", soft_wrap=True)
-        for line in invitation(settings.service, url, run):
+        console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
+        for line in invitation(settings.service, url, run, short(run_dir.path)):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     code = serve(
@@ -183,10 +183,13 @@ def check_door(service: Service) -> None:
         doors_of(service, str)
 
 
-def invitation(service: Service, url: str, run: str) -> list[str]:
+def invitation(service: Service, url: str, run: str, folder: Path) -> list[str]:
     """How learners join."""
     if not service.keys:
-        return [f"join with: atoll learn SCRIPT --syncer {url}"]
+        return [
+            f"join with: atoll learn SCRIPT --syncer {url}",
+            f"another user of this machine joins by a link: atoll tokens link --run {folder}",
+        ]
     keys = KeyDir.open(Path(service.keys))
     hosts, pin = _asked_for(service, urlsplit(url).port or 0)
     last = Last(hosts, run, pin, service.front)

@@ -4,6 +4,7 @@
 
 Rules:
 - beyond this machine only with TLS and tokens (`guard`); connections as `doorway` lets them in;
+- asked by a name that is not its own, it answers nothing else (`hostnames`);
 - every error is {"error": "one line"};
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,7 +27,8 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.doorway import Doorway, Tls, address_of
-from atoll.fabric.guard import VISITOR, Guard, OpenDoor
+from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.hostnames import check_host, own_names
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.transfer import pieces
@@ -56,7 +58,9 @@ class Port:
         *,
         guard: Guard | None = None,
         tls: Tls | None = None,
+        names: Collection[str] = (),
     ) -> None:
+        """`names`: those by which it may be asked, beside its addresses and this machine's name."""
         check_bind(host, secured=guard is not None and tls is not None)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
@@ -65,6 +69,7 @@ class Port:
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls
         self._guard: Guard = guard or OpenDoor()
+        self._names = frozenset({self.host, *own_names(), *names})
         self._shares = Shares(limits.token_connections)
         self._runner: web.AppRunner | None = None
         self._doorway: Doorway | None = None
@@ -114,10 +119,17 @@ class Port:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    def _admit(self, request: web.Request) -> Visitor:
+        """Rejected for whoever may not ask this, or asks by a name that is not ours."""
+        visitor = self._guard.admit(request)
+        reached = request.get_extra_info("sockname")
+        check_host(request.headers.getall("Host", []), {*self._names, *([str(reached[0])] if reached else [])})
+        return visitor
+
     async def _expected(self, request: web.Request) -> None:
         """Nobody's body is asked for before it is known who they are."""
         try:
-            self._guard.admit(request)
+            self._admit(request)
         except Rejected:
             return  # they are told by `_answer`
         if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
@@ -130,12 +142,12 @@ class Port:
     ) -> web.StreamResponse:
         assert self._doorway is not None
         try:
-            request[VISITOR] = self._guard.admit(request)
+            request[VISITOR] = self._admit(request)
         except Rejected as error:
             self._refused(request, str(error))
-            return _turned_away(request, error)
+            return _turned_away(error, password=self._guard.password)
         if not self._shares.takes(request.protocol, request[VISITOR].token):
-            return _turned_away(request, Rejected(429, "this token has too many connections open: try again later"))
+            return _turned_away(Rejected(429, "this token has too many connections open: try again later"))
         self._doorway.heard(request.protocol)
         try:
             if "Origin" in request.headers and not self._pages_may(request):
@@ -287,10 +299,10 @@ def error_response(status: int, reason: object) -> web.Response:
     return web.json_response({"error": one_line(reason)}, status=status)
 
 
-def _turned_away(request: web.Request, error: Rejected) -> web.Response:
+def _turned_away(error: Rejected, *, password: bool = False) -> web.Response:
     """A stranger stays one: its connection closes with the answer, and nothing more of it is read."""
     response = error_response(error.status, error)
-    if error.status == 401:
+    if error.status == 401 and password:
         response.headers["WWW-Authenticate"] = 'Basic realm="atoll", charset="UTF-8"'
     response.force_close()
     return response

@@ -13,6 +13,7 @@ import msgspec
 from atoll.config import Service
 from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import Guard, TokenDoor
+from atoll.fabric.hostnames import host_name
 from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
@@ -33,6 +34,8 @@ class Doors:
     tls: Tls | None = None
     notice: Callable[[], str] = str
     """What the operator should see to; empty: nothing."""
+    names: frozenset[str] = frozenset()
+    """By which learners ask for it, beside its addresses."""
     secrets: Mapping[Role, str] = field(default_factory=dict, repr=False)
     """What commands of the same user show, to be published with the port; with keys none."""
 
@@ -45,17 +48,32 @@ def doors_of(
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
-        return Doors(TokenDoor(lambda: own, run), secrets={token.role: token.secret for token in own.all})
+        return Doors(
+            TokenDoor(lambda: own, run, password=False), secrets={token.role: token.secret for token in own.all}
+        )
     keys = KeyDir.open(Path(service.keys))
     guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
+    names = names_of(keys, service)
     if service.front:
-        return Doors(guard)
+        return Doors(guard, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
     from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
 
     tls = LiveTls(keys, say, mutual=service.mutual)
-    return Doors(guard, tls, tls.notice)
+    return Doors(guard, tls, tls.notice, names)
+
+
+def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
+    """Those that are advertised, and those of the certificates that are shown, now and next, here and by a proxy."""
+    from atoll.fabric.certificates import hosts_of
+
+    files = [keys.certificate, keys.next_certificate, *([Path(service.front)] if service.front else [])]
+    try:
+        shown = [name for file in files if file.is_file() for name in hosts_of(file.read_bytes())]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a certificate of {keys.path} cannot be read: {error}") from error
+    return frozenset([*(host_name(one) or one for one in service.advertise), *shown])
 
 
 def local_tokens(folder: Path) -> Tokens:

@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.guard import TokenDoor
 from atoll.fabric.nearby import publish_secrets, withdraw_secrets
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
@@ -98,7 +99,15 @@ class SyncerService:
         known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
-            self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls, owners=known
+            self,
+            host=host,
+            port=port,
+            limits=limits,
+            pages=pages,
+            guard=doors.guard,
+            tls=doors.tls,
+            owners=known,
+            names=doors.names,
         )
         if books.recovered is not None:
             self._come_back(books.recovered)
@@ -146,6 +155,11 @@ class SyncerService:
         """With keys there are none, and their tokens alone count."""
         if self._doors.secrets:
             publish_secrets(self.server.host, self.server.port, self._doors.secrets)
+
+    def dashboard_path(self) -> str:
+        """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
+        guard = self._doors.guard
+        return guard.make_code("viewer") if self._doors.secrets and isinstance(guard, TokenDoor) else "/"
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""
