@@ -21,7 +21,7 @@ from atoll.chaos.plan import KINDS, Fault, Plan
 from atoll.chaos.trouble import Trouble
 from atoll.fabric.link import Line
 from atoll.fabric.nearby import publish_secrets, published_secrets, withdraw_secrets
-from atoll.launch.children import Child
+from atoll.launch.children import Child, open_log
 from atoll.launch.local import LocalRun
 from atoll.telemetry.status import RunStatus
 
@@ -258,7 +258,7 @@ class Injector:
     async def _rogue(self, fault: Fault) -> None:
         """An extra learner that speaks the protocol and gives what it should not."""
         command = [sys.executable, "-m", "atoll.chaos.rogue", str(self.run.out.path), self.run.url, fault.kind]
-        with self.run.out.log("rogue").open("ab") as log:
+        with open_log(self.run.out.log("rogue")) as log:
             process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
         try:
             await asyncio.sleep(fault.for_s)

@@ -98,7 +98,7 @@ def syncer(
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
-    run_dir = RunDir.create(out, force=force)
+    run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
 

@@ -61,6 +61,8 @@ def serve(
     _allow_files()
     code = 0
     try:
+        if not config.service.share_files:
+            out.close_to_others()
         books = Books(
             out,
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
