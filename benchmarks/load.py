@@ -65,7 +65,8 @@ PAGE, TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 def dialled(way: Way) -> dict[str, Any]:
     """How a syncer is dialled."""
     settings = {"autoping": False, "max_msg_size": Limits().control_bytes, "compress": 0}
-    return {"url": f"{way.urls[0]}/v1/control", "headers": way.headers, "ssl": way.context() or True, **settings}
+    url = f"{way.urls[0]}/v1/control"
+    return {"url": url, "headers": way.headers_for(url), "ssl": way.context() or True, **settings}
 
 
 # ---- the syncer -----------------------------------------------------------------------------------------------------
@@ -269,7 +270,8 @@ async def measured(name: str, syncer: SyncerProcess, talkers: list[Talker], talk
 @asynccontextmanager
 async def idle(way: Way, count: int) -> AsyncIterator[None]:
     """Connections that asked once and were answered, as a browser or curl leaves them."""
-    where, shown = urlsplit(way.urls[0]), "".join(f"{name}: {value}\r\n" for name, value in way.headers.items())
+    where, headers = urlsplit(way.urls[0]), way.headers_for(f"{way.urls[0]}/v1/nothing")
+    shown = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     context = way.context()
     held = []
     try:

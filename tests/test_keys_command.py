@@ -102,7 +102,7 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("cert --next --renew", "--ca, --learner, --next and --renew are one thing each"),
         ("tokens --keys nowhere", "nowhere holds no keys: make them with `atoll cert --out nowhere`"),
         ("tokens add join", "two tokens are called 'join'"),
-        ("tokens add eu --role god", "--role god is none of viewer, learner, operator"),
+        ("tokens add eu --role god", "--role god is none of viewer, learner, evaluator, operator"),
         ("tokens add eu --most -1", "--most is 0 or more"),
         ("tokens add eu --names 0", "--names 1 or more"),
         ("tokens change join --names 0", "--names 1 or more"),
@@ -253,7 +253,7 @@ def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
     assert after != before and keys.authority.read_bytes() == authority and hosts_of(after) == hosts_of(before)
     assert linked(monkeypatch, capsys) == fingerprint(after), "the other links are of the certificate that is there now"
     check_door(Service(host="0.0.0.0", keys=str(keys.path), mutual=True))
-    lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", on_terminal=True)
+    lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
     assert "atoll tokens link --ca" in lines[0]
     capsys.readouterr()
     keys.authority_key.unlink()
@@ -265,7 +265,9 @@ def test_behind_a_proxy_links_name_the_certificate_that_it_shows_now(
 ) -> None:
     front = folder / "front.crt"
     front.write_bytes(make_server(["localhost"], 1.0).certificate)
-    invitation(Service(keys=str(keys.path), front=str(front)), "http://127.0.0.1:7077", "r1", on_terminal=True)
+    invitation(
+        Service(keys=str(keys.path), front=str(front)), "http://127.0.0.1:7077", "r1", Path("run"), on_terminal=True
+    )
     assert linked(monkeypatch, capsys) == fingerprint(front.read_bytes())
     front.write_bytes(make_server(["localhost"], 1.0).certificate)
     assert linked(monkeypatch, capsys) == fingerprint(front.read_bytes())
@@ -273,7 +275,7 @@ def test_behind_a_proxy_links_name_the_certificate_that_it_shows_now(
 
 def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
     service = Service(host="0.0.0.0", keys=str(keys.path), advertise=("a.example.org", "[2001:db8::1]:7078"))
-    lines = invitation(service, "https://127.0.0.1:7077", "r1", on_terminal=True)
+    lines = invitation(service, "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
     way = way_of(lines[-1].split()[-1], {})
     assert way.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
     assert way.pin == fingerprint(keys.certificate.read_bytes()) and way.token == read_tokens(keys).named("join").secret
@@ -290,7 +292,7 @@ def test_a_syncer_without_a_token_that_counts_says_so(keys: KeyDir, monkeypatch:
     atoll(monkeypatch, "tokens", "revoke", "join")
     assert (
         "atoll tokens add NAME"
-        in invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", on_terminal=True)[0]
+        in invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)[0]
     )
 
 

@@ -65,6 +65,8 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     durability: Literal["round", "cut"] = "round"
     """round: every round is on disk before it is told. cut: the disk is only waited for at cuts, so that a crash of the
     whole machine (not of a process) may cost the rounds since the last one."""
+    share_files: bool = False
+    """Other users of this machine may read the run's folder, as the umask allows. Its secrets stay private."""
     evaluate_every: int = 100
     """Rounds between two scores of the global model. 0: it is not scored."""
 

@@ -52,6 +52,8 @@ TOKENS = {
         token("eu", learner="eu-*", most=2),
         token("look", role="viewer"),
         token("boss", role="operator"),
+        token("score", role="evaluator"),
+        token("other", role="evaluator"),
         token("few", names=2),
         token("gone", revoked=True),
         token("over", expires=1.0),
@@ -83,7 +85,7 @@ class Fort:
 
     async def open(self, limits: Limits = SHORT, *, mutual: bool = False) -> None:
         """Its honest learner has given the first parameters, and makes no step unless it is told to."""
-        service = {"keys": str(self.keys.path), "mutual": mutual}
+        service = {"keys": str(self.keys.path), "mutual": mutual, "advertise": ["syncer.example.org:7077"]}
         pages = Dashboard(self.stage.out.events)
         await self.stage.open(service, limits, pages, quorum=2)
         looking = asyncio.create_task(pages.run(self.stage.service.figures))

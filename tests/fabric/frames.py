@@ -20,18 +20,22 @@ Pieces = list[bytes]
 
 TICKET = "0" * 32
 REQUESTS = (
-    b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /v1/manifest HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n",
-    b"GET /v1/fragments/0 HTTP/1.1\r\nHost: x\r\nRange: bytes=0-\r\n\r\n",
-    b"GET /v1/relay/" + TICKET.encode() + b" HTTP/1.1\r\nHost: x\r\nAtoll-Learner: honest\r\nAtoll-Session: s\r\n\r\n",
-    b"PUT /v1/relay/" + TICKET.encode() + b" HTTP/1.1\r\nHost: x\r\nAtoll-Offset: 0\r\nContent-Length: 4\r\n\r\nbody",
-    b"PUT /v1/contributions/honest/0/1 HTTP/1.1\r\nHost: x\r\nAtoll-Session: s\r\nContent-Length: 4\r\n\r\nbody",
-    b"PUT /v1/initial/honest/0 HTTP/1.1\r\nHost: x\r\nAtoll-Digest: 0\r\nContent-Length: 4\r\n\r\nbody",
-    b'POST /v1/scores HTTP/1.1\r\nHost: x\r\nContent-Length: 34\r\n\r\n{"round": 1, "loss": 2, "cpu_s": 0}',
-    b'POST /v1/settings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n["a"]\r\n0\r\n\r\n',
+    b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n\r\n",
+    b"GET /v1/manifest HTTP/1.1\r\nHost: [::1]\r\nConnection: keep-alive\r\n\r\n",
+    b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\nRange: bytes=0-\r\n\r\n",
+    b"GET /v1/relay/"
+    + TICKET.encode()
+    + b" HTTP/1.1\r\nHost: [::1]\r\nAtoll-Learner: honest\r\nAtoll-Session: s\r\n\r\n",
+    b"PUT /v1/relay/"
+    + TICKET.encode()
+    + b" HTTP/1.1\r\nHost: [::1]\r\nAtoll-Offset: 0\r\nContent-Length: 4\r\n\r\nbody",
+    b"PUT /v1/contributions/honest/0/1 HTTP/1.1\r\nHost: [::1]\r\nAtoll-Session: s\r\nContent-Length: 4\r\n\r\nbody",
+    b"PUT /v1/initial/honest/0 HTTP/1.1\r\nHost: [::1]\r\nAtoll-Digest: 0\r\nContent-Length: 4\r\n\r\nbody",
+    b'POST /v1/scores HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 34\r\n\r\n{"round": 1, "loss": 2, "cpu_s": 0}',
+    b'POST /v1/settings HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n["a"]\r\n0\r\n\r\n',
 )
 UPGRADE = (
-    b"GET /v1/control HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"GET /v1/control HTTP/1.1\r\nHost: [::1]\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 LINES = (

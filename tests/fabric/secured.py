@@ -50,7 +50,7 @@ async def secured_server(
     tokens = Tokens([Token(id="join", secret=SECRET, role=role)])
     guard, tls = TokenDoor(lambda: tokens, lambda: "run"), server_context(folder / "cert.pem", folder / "key.pem")
     desk = desk or SecuredDesk()
-    server = Server(desk, host="127.0.0.1", port=0, guard=guard, tls=lambda: tls)
+    server = Server(desk, host="127.0.0.1", port=0, guard=guard, tls=lambda: tls, names=["far.example"])
     await server.start()
     try:
         yield Secured(server, desk, fingerprint(pair.certificate))

@@ -29,7 +29,7 @@ from atoll.syncer.doors import write_tokens
 from .fort import STRANGE, TOKENS, Fort
 
 Case = Callable[[Fort], Awaitable[str]]
-STATUS = "GET /v1/status HTTP/1.1\r\nHost: x\r\n"
+STATUS = "GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 
 
 def asks(method: str, path: str, who: str | None = None, data: object = None, **headers: str) -> Case:
@@ -53,7 +53,7 @@ def says(text: str, who: str | None = None, *, tls: bool = True) -> Case:
 
 async def never_ending_header(fort: Fort) -> str:
     reader, writer = await fort.raw()
-    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: x\r\n")
+    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n")
 
     async def drip() -> None:
         while True:
@@ -99,7 +99,7 @@ async def another_runs_token(fort: Fort) -> str:
 
 async def basic_in_no_alphabet(fort: Fort) -> str:
     return await fort.says(
-        "GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Basic ünïcödé\r\n\r\n".encode("latin-1")
+        "GET /v1/status HTTP/1.1\r\nHost: [::1]\r\nAuthorization: Basic ünïcödé\r\n\r\n".encode("latin-1")
     )
 
 
@@ -116,7 +116,7 @@ async def page_elsewhere(fort: Fort, path: str, who: str) -> str:
 async def stranger_with_a_long_body(fort: Fort) -> str:
     """Chunks without an end: it hears that it is nobody, and not more of it is read than comes in a moment."""
     reader, writer = await fort.raw()
-    writer.write(b"PUT /v1/initial/a/0 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(b"PUT /v1/initial/a/0 HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n")
 
     async def pour() -> None:
         while True:
@@ -156,10 +156,16 @@ CASES: dict[str, tuple[Case, str]] = {
     "never ending header": (never_ending_header, "cut off after b''"),
     "handshake, then silence": (handshake_and_silence, "cut off after b''"),
     "thousand headers": (says(STATUS + "X-A: b\r\n" * 1000 + "AUTH\r\n\r\n", "join"), "400 Bad Request"),
-    "very long address": (says(f"GET /{'a' * 9000} HTTP/1.1\r\nHost: x\r\nAUTH\r\n\r\n", "join"), "400 Bad Request"),
+    "very long address": (
+        says(f"GET /{'a' * 9000} HTTP/1.1\r\nHost: [::1]\r\nAUTH\r\n\r\n", "join"),
+        "400 Bad Request",
+    ),
     "folded header": (says(f"{STATUS}X-A: b\r\n c\r\nAUTH\r\n\r\n", "join"), "400 Bad Request"),
     "two lengths": (
-        says("POST /v1/scores HTTP/1.1\r\nHost: x\r\nAUTH\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", "join"),
+        says(
+            "POST /v1/scores HTTP/1.1\r\nHost: [::1]\r\nAUTH\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+            "join",
+        ),
         "400 Bad Request",
     ),
     "length and chunks": (
@@ -175,7 +181,7 @@ CASES: dict[str, tuple[Case, str]] = {
         r"^HTTP/1.1 401(?!.*HTTP/1.1).*$",
     ),
     "expects to be asked for its body": (
-        says("PUT /v1/initial/a/0 HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"),
+        says("PUT /v1/initial/a/0 HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"),
         r"^HTTP/1.1 401(?!.*100 Continue)",
     ),
     "chunks without an end": (stranger_with_a_long_body, "^HTTP/1.1 401"),
@@ -184,17 +190,29 @@ CASES: dict[str, tuple[Case, str]] = {
         "^HTTP/1.1 401",
     ),
     "HTTP/1.0": (says("GET /v1/status HTTP/1.0\r\n\r\n"), "^HTTP/1.[01] 401"),
-    "TRACE": (says("TRACE /v1/status HTTP/1.1\r\nHost: x\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"), " 405 "),
+    "TRACE": (says("TRACE /v1/status HTTP/1.1\r\nHost: [::1]\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"), " 405 "),
     "OPTIONS": (asks("OPTIONS", "/v1/settings", "boss"), "^405 "),
-    "CONNECT": (says("CONNECT x:22 HTTP/1.1\r\nHost: x:22\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"), " 40[0-9] "),
+    "CONNECT": (
+        says("CONNECT x:22 HTTP/1.1\r\nHost: [::1]:22\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"),
+        " 40[0-9] ",
+    ),
     "a verb of its own": (
-        says("OVERTHROW / HTTP/1.1\r\nHost: x\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"),
+        says("OVERTHROW / HTTP/1.1\r\nHost: [::1]\r\nAUTH\r\nConnection: close\r\n\r\n", "boss"),
         " 40[05] ",
     ),
     # what is yours to do
     "a viewer joins": (viewers_channel, "the token 'look' is for a viewer, and this takes a learner"),
     "a viewer takes the weights": (asks("GET", "/v1/fragments/0", "look"), "^403 the token 'look' is for a viewer"),
     "a viewer scores": (asks("POST", "/v1/scores", "look", b"{}"), "^403 the token 'look' is for a viewer"),
+    "a name made to lead here": (
+        asks("GET", "/v1/fragments/0", "join", Host="evil.example"),
+        "^403 this syncer is not known as 'evil.example'",
+    ),
+    "a learner scores": (asks("POST", "/v1/scores", "join", b"{}"), "^403 .*learner, and this takes an evaluator"),
+    "an operator scores": (asks("POST", "/v1/scores", "boss", b"{}"), "^403 .*operator, and this takes an evaluator"),
+    "an evaluator joins": (asks("GET", "/v1/control", "score"), "^403 .*evaluator, and this takes a learner"),
+    "an evaluator sends a body": (asks("PUT", "/v1/initial/x/0", "score"), "^403 .*and this takes a learner"),
+    "an evaluator changes settings": (asks("POST", "/v1/settings", "score", b"[]"), "^403 .*takes an operator"),
     "a learner changes settings": (asks("POST", "/v1/settings", "join", b'["quorum=1"]'), "403 .* takes an operator"),
     "a learner drains another": (asks("POST", "/v1/drain", "eu", b'["honest"]'), "403 .* takes an operator"),
     "a body without a hello": (
@@ -231,10 +249,10 @@ CASES: dict[str, tuple[Case, str]] = {
         "^400 settings could not be read",
     ),
     "compressed score": (
-        asks("POST", "/v1/scores", "join", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
+        asks("POST", "/v1/scores", "score", gzip.compress(bytes(64 << 20)), Content_Encoding="gzip"),
         "^400 a score could not be read",
     ),
-    "long score": (asks("POST", "/v1/scores", "join", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
+    "long score": (asks("POST", "/v1/scores", "score", b'"' + b"x" * (2 << 20) + b'"'), "^413 "),
     "settings that are none": (
         asks("POST", "/v1/settings", "boss", b'{"quorum": 1}'),
         "^400 settings could not be read",
@@ -389,7 +407,7 @@ async def test_one_viewers_token_keeps_nobody_else_from_looking(fort: Fort) -> N
 
 
 async def test_a_browser_with_a_viewers_token_sees_the_dashboard_from_elsewhere(fort: Fort) -> None:
-    """What is not abuse must work: under another name than this machine's, with the password typed in."""
+    """What is not abuse must work: under a name that is advertised, with the password typed in."""
     await fort.open()
     shown = "Basic " + base64.b64encode(f"anna:{TOKENS['look'].secret}".encode()).decode()
     status, page = await fort.request("GET", "/", None, {"Authorization": shown, "Host": "syncer.example.org:7077"})

@@ -90,7 +90,7 @@ class Learner(OtherEnd):
 
     def run(self) -> None:
         self.sock = socket.create_connection(("127.0.0.1", self.port))
-        ask = "GET /v1/control HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        ask = "GET /v1/control HTTP/1.1\r\nHost: [::1]\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         key = b64encode(bytes(16)).decode()
         self.sock.sendall(f"{ask}Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n".encode())
         self.talk(bytes([PONG, 0x80, 0, 0, 0, 0]))

@@ -200,7 +200,7 @@ async def test_nobody_waits_while_many_come(house: House) -> None:
 async def test_who_speaks_plainly_to_a_tls_port_is_told_so(house: House, pair: tuple[ssl.SSLContext, str]) -> None:
     await house.opened(Limits(), pair[0])
     sock = await house.knock()
-    answer = await say(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = await say(sock, b"GET / HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400") and b"this port speaks TLS" in answer
     assert await say(sock, b"") == b"" and house.strangers == 0 and not house.guests
 

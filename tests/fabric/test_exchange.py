@@ -23,6 +23,7 @@ from aiohttp import web
 
 from atoll.config import convert
 from atoll.fabric.client import Link
+from atoll.fabric.way import way_of
 from atoll.fabric.wire import (
     PROTOCOL_HEADER,
     decode_from_learner,
@@ -152,7 +153,9 @@ async def syncer(tmp_path: Path) -> AsyncIterator[Syncer]:
 
 
 async def test_a_syncer_says_its_version_when_a_channel_opens(syncer: Syncer) -> None:
-    async with aiohttp.ClientSession() as http, http.get(f"{syncer.url}/v1/control", headers=UPGRADE) as answer:
+    url = f"{syncer.url}/v1/control"
+    headers = {**way_of(syncer.url, {}).headers_for(url), **UPGRADE}
+    async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as answer:
         assert answer.status == 101 and answer.headers[PROTOCOL_HEADER] == "2"
 
 

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from atoll.fabric.guard import NOBODY, OpenDoor, TokenDoor, Visitor, role_for
+from atoll.fabric.guard import NOBODY, OpenDoor, TokenDoor, Visitor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.owners import Owners
-from atoll.fabric.tokens import Token, Tokens
+from atoll.fabric.tokens import Token, Tokens, roles_for
 from atoll.protocol.errors import PeerError
 
 
@@ -27,17 +27,19 @@ def named(id: str, **more: object) -> Token:
 
 LEARNER = named("join", learner="eu-*", most=2)
 VIEWER = named("look", role="viewer")
+EVALUATOR = named("score", role="evaluator")
 OPERATOR = named("boss", role="operator")
 REVOKED = named("gone", revoked=True)
 OVER = named("over", expires=1.0)
-ALL = Tokens([LEARNER, VIEWER, OPERATOR, REVOKED, OVER])
+ALL = Tokens([LEARNER, VIEWER, EVALUATOR, OPERATOR, REVOKED, OVER])
 DOOR = TokenDoor(lambda: ALL, lambda: "r1")
 
 
 def asks(path: str = "/v1/status", *authorization: str, **more: str) -> web.Request:
     shown = [("Authorization", value) for value in authorization]
     headers = CIMultiDict([*shown, *((key.replace("_", "-"), value) for key, value in more.items())])
-    return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers))
+    cookies = dict(one.split("=", 1) for one in headers.getall("Cookie", []))
+    return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers, cookies=cookies))
 
 
 def bearer(token: Token) -> str:
@@ -55,36 +57,37 @@ def refusal(request: web.Request, door: TokenDoor = DOOR) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("path", "role"),
+    ("path", "roles"),
     [
-        ("/", "viewer"),
-        ("/metrics", "viewer"),
-        ("/assets/app.js", "viewer"),
-        ("/v1/status", "viewer"),
-        ("/v1/live", "viewer"),
-        ("/v1/control", "learner"),
-        ("/v1/contributions/learner-0/1/0", "learner"),
-        ("/v1/initial/learner-0/0", "learner"),
-        ("/v1/fragments/0", "learner"),
-        ("/v1/manifest", "learner"),
-        ("/v1/relay/t", "learner"),
-        ("/v1/scores", "learner"),
-        ("/v1/probe/1", "learner"),
-        ("/v1/whatever-comes-next", "learner"),
+        ("/", "viewer learner evaluator operator"),
+        ("/metrics", "viewer learner evaluator operator"),
+        ("/assets/app.js", "viewer learner evaluator operator"),
+        ("/v1/status", "viewer learner evaluator operator"),
+        ("/v1/live", "viewer learner evaluator operator"),
+        ("/v1/control", "learner operator"),
+        ("/v1/contributions/learner-0/1/0", "learner operator"),
+        ("/v1/initial/learner-0/0", "learner operator"),
+        ("/v1/fragments/0", "learner evaluator operator"),
+        ("/v1/manifest", "learner evaluator operator"),
+        ("/v1/relay/t", "learner operator"),
+        ("/v1/scores", "evaluator"),
+        ("/v1/probe/1", "learner operator"),
+        ("/v1/whatever-comes-next", "learner operator"),
         ("/v1/settings", "operator"),
         ("/v1/drain", "operator"),
     ],
 )
-def test_what_each_path_takes(path: str, role: str) -> None:
-    assert role_for(path) == role
-    ranks = {"viewer": [VIEWER, LEARNER, OPERATOR], "learner": [LEARNER, OPERATOR], "operator": [OPERATOR]}
-    for token in (VIEWER, LEARNER, OPERATOR):
-        if token in ranks[role]:
+def test_what_each_path_takes(path: str, roles: str) -> None:
+    takes = roles.split()
+    assert roles_for(path) == tuple(takes)
+    least = f"an {takes[0]}" if takes[0] in ("evaluator", "operator") else f"a {takes[0]}"
+    for token in (VIEWER, LEARNER, EVALUATOR, OPERATOR):
+        if token.role in takes:
             assert DOOR.admit(asks(path, bearer(token))).token == token.id
         else:
             status, reason = refusal(asks(path, bearer(token)))
-            takes = "an operator" if role == "operator" else f"a {role}"
-            assert (status, reason) == (403, f"the token {token.id!r} is for a {token.role}, and this takes {takes}")
+            assert status == 403 and reason.startswith(f"the token {token.id!r} is for a")
+            assert reason.endswith(f"{token.role}, and this takes {least}")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(pla
     host, state = await place.host(), bytearray(64 * MIB)
     host.offer("t-1", [memoryview(state)], len(state), digest(state))
     reader, writer = await place.raw(host.port)
-    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     async with asyncio.timeout(WAIT_S):
         await reader.readuntil(b"\r\n\r\n")
         host.withdraw("t-1")
@@ -144,7 +144,7 @@ async def test_a_newcomer_that_stops_reading_is_cut_off(place: Place) -> None:
     offer(host, bytes(64 * MIB))
     _, writer = await place.raw(host.port)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     await place.until(lambda: len(host._offers["t-1"].readers) == 1)
     await place.until(lambda: not host._offers["t-1"].readers)
     assert host.bytes_out < 64 * MIB
@@ -174,7 +174,7 @@ async def test_stopping_ends_what_is_under_way(place: Place) -> None:
     host = await place.host()
     offer(host, bytes(64 * MIB))
     reader, writer = await place.raw(host.port)
-    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     async with asyncio.timeout(WAIT_S):
         await reader.readuntil(b"\r\n\r\n")
         await host.stop()

@@ -78,7 +78,7 @@ def start(wanted: tuple[object, ...]) -> int:
 
 
 def put_head(offset: int, size: int = len(STATE), name: str = digest(STATE)) -> bytes:
-    lines = ["PUT /v1/relay/t-1 HTTP/1.1", "Host: x", f"Content-Length: {size - offset}"]
+    lines = ["PUT /v1/relay/t-1 HTTP/1.1", "Host: [::1]", f"Content-Length: {size - offset}"]
     lines += [f"{header}: {value}" for header, value in PEER.items()]
     lines += [f"Atoll-Offset: {offset}", f"Atoll-Size: {size}", f"Atoll-Digest: {name}", "", ""]
     return "\r\n".join(lines).encode()
@@ -97,7 +97,7 @@ async def begun_get(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamW
     """A newcomer that has asked, and reads when the test reads."""
     before = len(place.desk.told("wanted"))
     reader, writer = await place.raw()
-    lines = ["GET /v1/relay/t-1 HTTP/1.1", "Host: x", *(f"{header}: {value}" for header, value in NEWCOMER.items())]
+    lines = ["GET /v1/relay/t-1 HTTP/1.1", "Host: [::1]", *(f"{header}: {value}" for header, value in NEWCOMER.items())]
     writer.write("\r\n".join([*lines, "", ""]).encode())
     await place.desk.until("wanted", before + 1)
     return reader, writer

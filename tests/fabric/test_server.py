@@ -37,7 +37,7 @@ async def begin(place: Place, sent: bytes, path: str = PATH) -> tuple[asyncio.St
     """A PUT whose body stops after `sent`, once the server asked its desk for the buffer."""
     asked = len(place.desk.told("asked"))
     reader, writer = await place.raw()
-    head = [f"PUT {path} HTTP/1.1", "Host: x", f"Content-Length: {len(BODY)}"]
+    head = [f"PUT {path} HTTP/1.1", "Host: [::1]", f"Content-Length: {len(BODY)}"]
     head += [f"{name}: {value}" for name, value in HEADERS.items()]
     writer.write("\r\n".join([*head, "", ""]).encode() + sent)
     await writer.drain()
@@ -173,13 +173,13 @@ async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place:
     await place.open(Limits(send_s=0.1))
     place.desk.fragments[0] = bytes(64 << 20)
     _, leaving = await place.raw()
-    leaving.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: x\r\n\r\n")
+    leaving.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     await leaving.drain()
     leaving.close()
     await place.desk.until("released", 1)
     _, stalling = await place.raw()
     stalling.transport.pause_reading()  # type: ignore[attr-defined]
-    stalling.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: x\r\n\r\n")
+    stalling.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     await stalling.drain()
     await place.desk.until("released", 2)
     assert place.desk.held == 0
@@ -246,7 +246,7 @@ async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
 ) -> None:
     await place.open()
     reader, writer = await place.raw()
-    writer.write(b"GET /v1/control HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n")
+    writer.write(b"GET /v1/control HTTP/1.1\r\nHost: [::1]\r\n" + header + b"\r\n\r\n")
     async with asyncio.timeout(10):
         assert b" 400 " in await reader.readline()
     assert caplog.records == []
@@ -255,7 +255,7 @@ async def test_a_handshake_that_is_no_text_is_refused_without_a_word_in_the_log(
 async def test_what_is_no_http_fills_no_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     await place.open()
     reader, writer = await place.raw()
-    writer.write(b"GET /v1/status HTTP/1.1\rHost: x\r\r\n\r\n")
+    writer.write(b"GET /v1/status HTTP/1.1\rHost: [::1]\r\r\n\r\n")
     async with asyncio.timeout(10):
         assert b" 400 " in await reader.readline()
     assert caplog.records == []

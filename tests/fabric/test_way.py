@@ -112,12 +112,23 @@ def test_plain_http_goes_nowhere_but_to_this_machine(host: str) -> None:
 def test_plain_addresses_of_this_machine() -> None:
     assert way_of("http://127.0.0.1:7077,http://[::1]:7078/", {}).urls == ("http://127.0.0.1:7077", "http://[::1]:7078")
     way = way_of("atoll://localhost:7077/r1", {})
-    assert (way.urls, way.run, way.private, way.context()) == (("http://localhost:7077",), "r1", False, None)
+    assert (way.urls, way.run, way.private, way.context()) == (("http://127.0.0.1:7077",), "r1", False, None)
 
 
 def test_what_every_request_shows() -> None:
-    assert way_of(LINK, {}).headers == {"Authorization": f"Bearer {SECRET}", "Atoll-Run": "r1"}
-    assert way_of("http://127.0.0.1:7077", {}).headers == {}
+    way = way_of(LINK, {})
+    shown = {"Authorization": f"Bearer {SECRET}", "Atoll-Run": "r1"}
+    assert way.headers_for("https://syncer.example.org:7077/v1/status") == shown
+    assert way_of("http://127.0.0.1:7", {}).headers_for("http://127.0.0.1:7/v1/status") == {}
+
+
+def test_a_way_shows_its_token_to_the_syncers_own_addresses_alone() -> None:
+    """Bodies of a peer are fetched on the same session."""
+    way = way_of(f"atoll://{SECRET}@syncer.example.org:443,127.0.0.1:7077/r1/{PIN}", {})
+    for own in ("https://syncer.example.org/v1/control", "https://127.0.0.1:7077/v1/control"):
+        assert way.headers_for(own)["Authorization"] == f"Bearer {SECRET}"
+    for other in ("http://127.0.0.1:7077/v1/state/x", "https://127.0.0.1:7078/x", "https://syncer.example.org.evil/"):
+        assert way.headers_for(other) == {}
 
 
 def test_a_way_can_be_printed() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,12 @@ import pytest
 import safetensors.numpy
 
 from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import Appender, write_atomic
+from atoll.store.disk import LocalDisk
+from atoll.store.journal import Journal
 from atoll.store.rundir import RunDir, checked_name, save_model, unused_path
+from atoll.store.runlock import hold_run
+from atoll.store.terms import acquire
 
 
 def test_a_new_run_gets_its_folders(tmp_path: Path) -> None:
@@ -85,10 +91,57 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         assert np.array_equal(loaded[name], tensor)
     assert os.listdir(tmp_path) == ["model.safetensors"]
-    assert oct((tmp_path / "model.safetensors").stat().st_mode & 0o444) == oct(0o444 & ~_umask())
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+
+
+def fill(run: RunDir) -> dict[str, int]:
+    """By every way in which files of a run are made."""
+    write_atomic(run.settings, b"")
+    save_model(run.model, {"w": np.zeros(2, dtype=np.float32)})
+    with Appender(run.events) as sink:
+        sink(b"{}\n")
+    reign = acquire(run.journal)
+    Journal.begin(run.journal, reign.term, disk=LocalDisk()).close()
+    reign.release()
+    with hold_run(run.path):
+        run.learner("learner-0")
+    return modes(run.path)
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_run_is_for_its_user_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    found = fill(RunDir.create(tmp_path / "run"))
+    assert {"run", "journal", "terms", "learner-0", "logs", "run.lock", "alive", "model.safetensors"} <= found.keys()
+    assert set(found.values()) == {0o700, 0o600}, found
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_run_that_is_shared_is_as_open_as_the_umask_says(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    assert set(fill(RunDir.create(tmp_path / "run", shared=True)).values()) == {0o755, 0o644}
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_a_folder_that_was_open_is_closed_unless_it_holds_other_things(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert RunDir.create(tmp_path / "empty").path.stat().st_mode & 0o777 == 0o700
+    earlier = RunDir.create(tmp_path / "earlier", shared=True)
+    fill(earlier)
+    earlier.close_to_others()
+    assert earlier.path.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds letters\.txt, which is no part of a run: choose a folder of its own"):
+        RunDir.create(tmp_path / "home")
+    assert modes(tmp_path / "home") == {"home": 0o755, "letters.txt": 0o644}

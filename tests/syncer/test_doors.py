@@ -12,7 +12,7 @@ from atoll.fabric.certificates import make_authority, make_server
 from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
-from atoll.syncer.doors import LOOK_S, Doors, LiveTokens, doors_of, read_tokens, write_tokens
+from atoll.syncer.doors import LOCAL, LOOK_S, LiveTokens, doors_of, local_tokens, read_tokens, write_tokens
 
 JOIN = Token(id="join", secret=new_secret())
 
@@ -114,8 +114,31 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
     assert ids(live()) == ["join"]
 
 
-def test_a_port_without_keys_has_neither() -> None:
-    assert doors_of(Service(), lambda: "r1") == Doors(None, None)
+def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
+    doors = doors_of(Service(), lambda: "r1", secrets=tmp_path / "secrets")
+    assert doors.guard is not None and doors.tls is None
+    assert (
+        set(doors.secrets) == {"viewer", "learner", "evaluator", "operator"} and len(set(doors.secrets.values())) == 4
+    )
+    assert not any(secret in repr(doors) for secret in doors.secrets.values())
+
+
+def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Path) -> None:
+    """Learners hold them while a syncer is replaced; a file that was torn by a crash is made anew."""
+    folder, before = tmp_path / "secrets", os.umask(0)
+    try:
+        first = local_tokens(folder)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(LOCAL, 0o600)
+    assert local_tokens(folder).all == first.all
+    (folder / "viewer").write_text("")
+    again = local_tokens(folder)
+    assert again.named("join") == first.named("join") and again.named("viewer") != first.named("viewer")
+    (folder / "operator").chmod(0o640)
+    with pytest.raises(ConfigError, match="operator can be read by others on this machine: chmod 600"):
+        local_tokens(folder)
 
 
 def test_keys_bring_both(keys: KeyDir) -> None:

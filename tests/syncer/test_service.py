@@ -11,6 +11,7 @@ import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
+from atoll.fabric.way import way_of
 from atoll.fabric.wire import Score, digest
 from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
@@ -236,8 +237,8 @@ async def test_before_the_run_there_is_a_status_but_no_manifest_and_no_fragment(
     assert isinstance(status, dict) and (status["phase"], status["learners"]) == ("waiting", [])
     with pytest.raises(PeerError, match="has not begun"):
         await get_json(url(stage), "/v1/manifest")
-    async with aiohttp.ClientSession() as session, session.get(f"{url(stage)}/v1/fragments/0") as answer:
-        assert answer.status == 404
+    with pytest.raises(PeerError, match="the run has no parameters yet"):
+        await get_fragment_once(url(stage), 0, memoryview(bytearray(4)))
 
 
 async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
@@ -329,7 +330,9 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(("127.0.0.1", port))
-    slow.sendall(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    shown = way_of(url(stage), {}).headers_for(f"{url(stage)}/v1/fragments/0")
+    asked = "GET /v1/fragments/0 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {Authorization}\r\n\r\n"
+    slow.sendall(asked.format(**shown).encode())
     await until(lambda: parameters.held()[0].readers == 1)
     begun, over = asyncio.Event(), asyncio.Event()
 
@@ -339,7 +342,7 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
         await over.wait()
         yield bytes(4096)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as http:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1), headers=shown) as http:
         async with http.get(f"{url(stage)}/v1/fragments/0") as answer:
             assert len(await answer.read()) == 4 * size
         headers = {"Content-Length": "8192"}

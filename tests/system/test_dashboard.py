@@ -46,7 +46,8 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(run: Run, page: Page, 
     page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
     run.train(SCRIPTS / "line.py", "--learners", "4", "--steps", "100000", "--port", "0", "--evaluate-every", "0")
     address = run.address()
-    page.goto(f"{address}/")
+    assert page.goto(f"{address}/").status == 401, "without a link nobody looks on"
+    page.goto(run.command("dashboard", run.out).stdout.strip())
     page.wait_for_selector("body[data-connection=live]")
     page.wait_for_selector(ALL_STEPPING, state="attached")
     page.wait_for_selector("#loss .main-svg", state="attached")
@@ -79,7 +80,7 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(run: Run, page: Page, 
     run.until(lambda events: sum(event["kind"] == "round" for event in events) > said + 20)
     run.interrupt()
     run.ended()
-    assert f"dashboard: {address}/" in run.stdout
+    assert f"dashboard: {address}/enter/" in run.stdout
     assert not complaints
 
 

@@ -6,12 +6,11 @@ case among the long tests, writes that find no room are made to fail by a shim a
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import json
 import os
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.crashing import facts, full
 from tests.system.crashing.facts import Outage
 
+from atoll.fabric.client import get_json
 from atoll.telemetry.events import parse
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -98,8 +98,7 @@ def _mount(folder: Path) -> bool:
 
 def status(run: Run) -> dict[str, Any]:
     url = (run.out / "syncer.url").read_text()
-    with urllib.request.urlopen(f"{url}/v1/status", timeout=10) as answer:
-        return dict(json.load(answer))
+    return dict(asyncio.run(get_json(url, "/v1/status")))
 
 
 def until_alarmed(run: Run) -> str:

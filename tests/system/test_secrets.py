@@ -34,14 +34,15 @@ def beside() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 async def asked(way: Way, path: str, method: str = "GET") -> tuple[int, bytes]:
     url = f"{way.urls[0]}{path}"
-    async with aiohttp.ClientSession() as http, http.request(method, url, headers=way.headers, ssl=way.context()) as it:
+    shown, tls = way.headers_for(url), way.context()
+    async with aiohttp.ClientSession() as http, http.request(method, url, headers=shown, ssl=tls) as it:
         head = "\n".join(f"{name}: {value}" for name, value in it.headers.items())
         return it.status, head.encode() + await it.read()
 
 
 async def looked_at(way: Way) -> bytes:
     """The first that a viewer of the dashboard is told."""
-    headers = {**way.headers, "Origin": way.urls[0]}
+    headers = {**way.headers_for(f"{way.urls[0]}/v1/live"), "Origin": way.urls[0]}
     async with (
         aiohttp.ClientSession() as http,
         http.ws_connect(f"{way.urls[0]}/v1/live", headers=headers, ssl=way.context()) as socket,
@@ -136,3 +137,39 @@ def test_no_secret_leaves_the_folder_of_keys(run: Run, beside: list[subprocess.P
     assert leaks(secrets, **files) == []
     printed = run.stdout.replace(link, "").encode()
     assert link in run.stdout and leaks(secrets, stdout=printed, stderr=run.stderr.encode()) == []
+
+
+def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(run: Run) -> None:
+    run.train(SCRIPTS / "line.py", "--learners", "1", "--steps", "1000000", "--port", "0", "--evaluate-every", "0")
+    run.until(lambda events: any(event["kind"] == "cut" for event in events))
+    url = run.address()
+    secrets = [path.read_text().strip().encode() for path in (run.out / "secrets").iterdir()]
+    assert len(secrets) == 4
+    seen = {str(path): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
+    assert any(str(run.out).encode() in words for words in seen.values())
+    assert leaks(secrets, **seen) == []
+    boss = way_of(url, {})
+    answers = asyncio.run(answered_in_the_clear(boss))
+    assert [answers[path][0] for path in ("/", "/metrics", "/v1/status", "/v1/fragments/0")] == [200] * 4
+    assert leaks(secrets, **{path: body for path, (_, body) in answers.items()}) == []
+    told = [run.command("status", url, "--json"), run.command("set", url, "x=1"), run.command("dashboard", url)]
+    run.interrupt()
+    run.ended()
+    told += [run.command("report", run.out), run.command("verify", run.out)]
+    told.append(run.command("export", run.out, run.folder / "exported"))
+    assert [one.returncode for one in told] == [0, 1, 0, 0, 0, 0], [one.stderr for one in told]
+    for number, one in enumerate(told):
+        assert leaks(secrets, **{f"command {number}": (one.stdout + one.stderr).encode()}) == []
+    files = {
+        str(path): path.read_bytes()
+        for path in run.folder.rglob("*")
+        if path.is_file() and path.parent != run.out / "secrets"
+    }
+    assert {"run.toml", "events.jsonl", "report.html", "summary.json", "exported"} <= {
+        part for name in files for part in Path(name).parts
+    }
+    assert leaks(secrets, **files, stdout=run.stdout.encode(), stderr=run.stderr.encode()) == []
+
+
+async def answered_in_the_clear(boss: Way) -> dict[str, tuple[int, bytes]]:
+    return {path: await asked(boss, path) for path in PAGES}

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 from atoll.chaos.plan import KINDS, Fault, Plan
 from atoll.chaos.trouble import Trouble
 from atoll.fabric.link import Line
-from atoll.launch.children import Child
+from atoll.fabric.nearby import publish_secrets, published_secrets, withdraw_secrets
+from atoll.launch.children import Child, open_log
 from atoll.launch.local import LocalRun
 from atoll.telemetry.status import RunStatus
 
@@ -60,12 +61,14 @@ class Injector:
         assert address.hostname is not None and address.port is not None
         line = self.lines[name] = Line(address.hostname, address.port, seed=self.plan.seed)
         await line.start()
+        publish_secrets(line.host, line.port, published_secrets(address.hostname, address.port))
         return line
 
     async def close(self) -> None:
         """Once the run is over: its last steps travel on the lines too."""
         for line in self.lines.values():
             await line.stop()
+            withdraw_secrets(line.host, line.port)
 
     def watch(self, status: RunStatus | None) -> None:
         self._status = status
@@ -255,7 +258,7 @@ class Injector:
     async def _rogue(self, fault: Fault) -> None:
         """An extra learner that speaks the protocol and gives what it should not."""
         command = [sys.executable, "-m", "atoll.chaos.rogue", str(self.run.out.path), self.run.url, fault.kind]
-        with self.run.out.log("rogue").open("ab") as log:
+        with open_log(self.run.out.log("rogue")) as log:
             process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
         try:
             await asyncio.sleep(fault.for_s)

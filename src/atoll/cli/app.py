@@ -7,6 +7,7 @@ import time
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from atoll.config import convert
 from atoll.fabric.certificates import fingerprint
+from atoll.fabric.nearby import published_secrets
 from atoll.fabric.way import SCHEME, Way, way_of
 from atoll.observe.closing import print_closing
 from atoll.observe.story import last_sample, story
@@ -22,7 +24,8 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
 from atoll.store.rundir import RunDir
-from atoll.syncer.doors import read_tokens
+from atoll.store.terms import syncer_holding
+from atoll.syncer.doors import local_tokens, read_tokens
 from atoll.telemetry.events import parse
 
 OPERATOR = "operator"
@@ -74,7 +77,7 @@ def address_of(run: RunDir) -> str:
         raise ConfigError(f"{run.path} holds no run with a syncer: name the folder that --out made") from error
     service = convert(document_of(run.settings if run.settings.exists() else None), str(run.settings)).service
     if not service.keys:
-        return url
+        return _local_address(run, url)
     keys = KeyDir.open(Path(service.keys))
     if (token := read_tokens(keys).with_role("operator", time.time())) is None:
         raise ConfigError(f"{keys.tokens} has no operator's token that counts: atoll tokens add NAME --role operator")
@@ -82,6 +85,17 @@ def address_of(run: RunDir) -> str:
         _show_certificate(keys)
     pin = fingerprint(keys.certificate.read_bytes()) if url.startswith("https") else ""
     return Way(urls=(url,), token=token.secret, pin=pin).link()
+
+
+def _local_address(run: RunDir, url: str) -> str:
+    """Requests find the secrets by the address. Where they were published is another folder for a process with another
+    environment: then the run's own are shown, while a syncer has the run."""
+    parts = urlsplit(url)
+    if published_secrets(parts.hostname or "", parts.port or 0):
+        return url
+    if not (run.secrets.is_dir() and syncer_holding(run.journal)):
+        return url
+    return Way(urls=(url,), token=local_tokens(run.secrets).named("operator").secret).link()
 
 
 def _show_certificate(keys: KeyDir) -> None:

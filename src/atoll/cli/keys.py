@@ -12,14 +12,14 @@ from rich.console import Console
 
 from atoll.cli.app import app
 from atoll.fabric.certificates import fingerprint
-from atoll.fabric.tokens import NAMES, RANKS, Role, Token, new_secret
+from atoll.fabric.tokens import NAMES, Role, Token, new_secret
 from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.figures import span
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
-from atoll.store.rundir import checked_name
-from atoll.syncer.doors import read_tokens, write_tokens
+from atoll.store.rundir import RunDir, checked_name
+from atoll.syncer.doors import local_tokens, read_tokens, write_tokens
 
 tokens_app = typer.Typer(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
 app.add_typer(tokens_app, name="tokens", invoke_without_command=True)
@@ -67,7 +67,7 @@ def list_tokens(context: typer.Context, keys: Keys = FOLDER) -> None:
 def add(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="What it is called; no secret.")],
-    role: Annotated[str, typer.Option(help="viewer, learner or operator.")] = "learner",
+    role: Annotated[str, typer.Option(help="viewer, learner, evaluator or operator.")] = "learner",
     learner: Annotated[str, typer.Option(help="Only for this learner, or with a star at the end for a group.")] = "",
     most: Annotated[int, typer.Option(help="So many learners at once; 0: any number.")] = 0,
     names: Annotated[int, typer.Option(help="So many different names, those that have left included.")] = NAMES,
@@ -79,7 +79,7 @@ def add(
 
       atoll tokens add anna --learner anna-laptop --hours 48
     """
-    if role not in RANKS:
+    if role not in get_args(Role):
         raise ConfigError(f"--role {role} is none of {', '.join(get_args(Role))}")
     _check_numbers(most, names, hours)
     keys = KeyDir.open(context.obj)
@@ -134,6 +134,9 @@ def link(
     ca: Annotated[
         bool, typer.Option("--ca", help="By the authority of the certificate: stays good when it is renewed.")
     ] = False,
+    run: Annotated[
+        Path | None, typer.Option(help="Of a run without keys: for another user of its machine.", metavar="DIR")
+    ] = None,
 ) -> None:
     """The join link of a token, again. It is a secret: whoever has it can join.
 
@@ -142,7 +145,12 @@ def link(
       atoll tokens link eu
 
       atoll tokens link eu --ca
+
+      atoll tokens link --run atoll-runs/first
     """
+    if run is not None:
+        print(local_link(RunDir(run.absolute()), name))
+        return
     keys = KeyDir.open(context.obj)
     _print_link(keys, read_tokens(keys).named(name), by_authority=ca)
 
@@ -150,6 +158,17 @@ def link(
 def join_link(last: Last, token: Token) -> str:
     urls = tuple(f"{'https' if last.pin else 'http'}://{host}" for host in last.hosts)
     return Way(urls=urls, run=last.run, token=token.secret, pin=last.pin).link()
+
+
+def local_link(run: RunDir, name: str) -> str:
+    """Of a run that has no keys, on its own machine."""
+    if not run.secrets.is_dir() or not run.address.is_file():
+        raise ConfigError(
+            f"{run.path} has no secrets of its own: they are made when a syncer without --keys starts; "
+            f"with --keys the link is that of atoll tokens --keys DIR link {name}"
+        )
+    token = local_tokens(run.secrets).named(name)
+    return Way(urls=(run.address.read_text(),), token=token.secret).link()
 
 
 def remember(keys: KeyDir, last: Last) -> None:

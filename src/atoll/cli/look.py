@@ -1,4 +1,4 @@
-"""Commands that look at a run, check it, or change its settings: status, verify, export, set, drain."""
+"""Commands that look at a run, check it, or change its settings: status, dashboard, verify, export, set, drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from atoll.cli.app import address_of, app, short, where
 from atoll.fabric.client import get_json
-from atoll.fabric.transfer import post_drain, post_settings
+from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
 from atoll.observe.export import export_run
 from atoll.observe.screen import Screen
@@ -62,6 +62,19 @@ async def _follow(url: str) -> None:
             except Unreachable:
                 return
             await asyncio.sleep(0.5)
+
+
+@app.command()
+def dashboard(
+    run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a link with a token.")],
+) -> None:
+    """Print a link to the dashboard. It opens in one browser, once, within a day: ask for another for another one.
+
+    Example:
+
+      atoll dashboard atoll-runs/first
+    """
+    print(asyncio.run(make_dashboard_link(where(run))))
 
 
 @app.command()

@@ -102,7 +102,7 @@ def syncer(
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
-    run_dir = RunDir.create(out, force=force)
+    run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
 
@@ -156,10 +156,10 @@ def _serve(
 ) -> None:
     console = Console()
 
-    def ready(url: str, run: str) -> None:
+    def ready(url: str, run: str, look: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
-        console.print(f"dashboard: {url}/", soft_wrap=True)
-        for line in invitation(settings.service, url, run, on_terminal=console.is_terminal):
+        console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
+        for line in invitation(settings.service, url, run, short(run_dir.path), on_terminal=console.is_terminal):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     code = serve(
@@ -187,10 +187,13 @@ def check_door(service: Service) -> None:
         doors_of(service, str)
 
 
-def invitation(service: Service, url: str, run: str, *, on_terminal: bool) -> list[str]:
+def invitation(service: Service, url: str, run: str, folder: Path, *, on_terminal: bool) -> list[str]:
     """How learners join. `on_terminal`: where it is not, it lands in a log, and the link is left out."""
     if not service.keys:
-        return [f"join with: atoll learn SCRIPT --syncer {url}"]
+        return [
+            f"join with: atoll learn SCRIPT --syncer {url}",
+            f"another user of this machine joins by a link: atoll tokens link --run {folder}",
+        ]
     keys = KeyDir.open(Path(service.keys))
     hosts, pin = _asked_for(service, urlsplit(url).port or 0)
     last = Last(hosts, run, pin, service.front)

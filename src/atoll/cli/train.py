@@ -202,7 +202,7 @@ def train(
     if tape is not None:
         _follow(tape, settings, changes["protocol"], out, force=force, as_json=json_, kills=bool(kills))
         return
-    run_dir = RunDir.create(out, force=force or demo)
+    run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
     console = Console(stderr=json_)
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
@@ -243,7 +243,7 @@ def _go_on(
     if cut is None:
         run_dir, found = old, plan_resume(old, words)
     else:
-        run_dir, found = from_cut(old, cut, out, words, force=force)
+        run_dir, found = from_cut(old, cut, out, words, force=force, shared=settings.service.share_files)
     for remark in found.remarks:
         console.print(remark, soft_wrap=True, highlight=False)
     if found.only_end:
@@ -386,7 +386,8 @@ def _follow(
     assert isinstance(lines[0], Begun)
     config = msgspec.structs.replace(config, protocol=lines[0].settings)
     kernels.warm()
-    run_dir, console = RunDir.create(out, force=force), Console(stderr=True)
+    run_dir = RunDir.create(out, force=force, shared=config.service.share_files)
+    console = Console(stderr=True)
     said_so_far = TextColumn("{task.fields[said]}")
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), said_so_far)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

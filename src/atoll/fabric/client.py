@@ -301,7 +301,7 @@ def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
     return open_session(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=way.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        middlewares=[showing(way), _plain_answers],
+        middlewares=[showing(way), _plain_answers(way)],
         proxy=way.proxy or None,
         ws_response_class=Socket,
     )
@@ -311,15 +311,22 @@ class Denied(PeerError):
     """The syncer does not let us in, and dialling again with the same token cannot help."""
 
 
-async def _plain_answers(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+def _plain_answers(way: Way) -> aiohttp.ClientMiddlewareType:
     """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
-    response = await handler(request)
-    if 300 <= response.status < 400:
-        response.close()
-        raise PeerError("it answered with a redirect: is this a syncer?")
-    if response.status in (401, 403):
-        try:
-            raise Denied(await reason_of(response))
-        finally:
-            response.close()  # also when nobody waits for the reason any more
-    return response
+
+    async def answer(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        response = await handler(request)
+        if 300 <= response.status < 400:
+            response.close()
+            raise PeerError("it answered with a redirect: is this a syncer?")
+        if response.status in (401, 403):
+            try:
+                reason = await reason_of(response)
+            finally:
+                response.close()  # also when nobody waits for the reason any more
+            if way.headers_for(str(request.url)).get("Authorization") != request.headers.get("Authorization"):
+                raise PeerError(reason)  # its secrets were published since it was dialled: the next dial shows them
+            raise Denied(reason)
+        return response
+
+    return answer

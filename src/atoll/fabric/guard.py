@@ -1,7 +1,8 @@
 """Who stands at the door, and may they come in. Asked for every request, before anything else is read of it.
 
-A syncer without tokens is for this machine alone, and lets everybody do everything there. One with tokens answers
-nobody who shows none: 401 to strangers, 403 to those whose token is not for this. A link of another run is told so.
+A syncer answers nobody who shows no token (a browser: a cookie, or the code of its link): 401 to strangers, 403 to
+those whose token is not for this. A link of another run is told so. A courier's port asks for none: what it gives away
+goes by a ticket that nobody can guess.
 """
 
 from __future__ import annotations
@@ -14,15 +15,12 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
+from atoll.fabric.browser import ENTER, OneTimeCodes, cookie_for, opens, token_of_cookie
 from atoll.fabric.intake import Rejected
 from atoll.fabric.owners import Owners
-from atoll.fabric.tokens import RANKS, Role, Token, Tokens
+from atoll.fabric.tokens import Role, Token, Tokens, roles_for
 from atoll.fabric.way import RUN_HEADER
 from atoll.protocol.errors import PeerError
-
-OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
-VIEWER_PATHS = frozenset({"/v1/status", "/v1/live"})
-"""Below /v1/; all else there takes a learner. What lies beside /v1/ are pages, which only read."""
 
 
 class Visitor(msgspec.Struct, frozen=True):
@@ -44,6 +42,11 @@ VISITOR = web.RequestKey("visitor", Visitor)
 
 
 class Guard(Protocol):
+    @property
+    def password(self) -> bool:
+        """Whether a browser that shows nothing is to ask for a password."""
+        ...
+
     def admit(self, request: web.Request) -> Visitor:
         """Rejected for whoever may not ask this."""
         ...
@@ -59,7 +62,9 @@ class Guard(Protocol):
 
 
 class OpenDoor:
-    """This machine alone: everybody is its owner."""
+    """Everybody may ask: of a courier, whose tickets are secrets."""
+
+    password = False
 
     def admit(self, request: web.Request) -> Visitor:
         return NOBODY
@@ -73,29 +78,66 @@ class OpenDoor:
 
 class TokenDoor:
     def __init__(
-        self, tokens: Callable[[], Tokens], run: Callable[[], str], warn: Callable[[str], None] = lambda text: None
+        self,
+        tokens: Callable[[], Tokens],
+        run: Callable[[], str],
+        warn: Callable[[str], None] = lambda text: None,
+        *,
+        password: bool = True,
     ) -> None:
+        """`password`: browsers are asked for one, which is a token."""
+        self.password = password
+        self._codes = OneTimeCodes()
         self._tokens, self._run, self._warn = tokens, run, warn
         """The first two are asked each time: tokens come and go while a run goes on."""
         self._warned: dict[str, int] = {}
         """Tokens that have brought many names, and how many they might when that was said."""
 
     def admit(self, request: web.Request) -> Visitor:
-        secret = _shown(request)
-        if not secret:
-            raise Rejected(401, "this syncer asks for a token: join by its link (atoll learn --join LINK)")
-        token = self._tokens().find(secret)
-        if token is None:
-            raise Rejected(401, "this token is not known here: is the join link of another run?")
+        token = self._shown(request)
         if reason := token.refuses(time.time()):
             raise Rejected(401, reason)
-        needed = role_for(request.path)
-        if RANKS[token.role] < RANKS[needed]:
-            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(needed)}")
+        if token.role not in (takes := roles_for(request.path)):
+            raise Rejected(403, f"the token {token.id!r} is for {_a(token.role)}, and this takes {_a(takes[0])}")
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
         return Visitor(token.id, token.learner, token.most, token.role)
+
+    def _shown(self, request: web.Request) -> Token:
+        """What the request shows: a token, or a browser's cookie or code where those are enough."""
+        if secret := _secret(request):
+            if (token := self._tokens().find(secret)) is None:
+                raise Rejected(401, "this token is not known here: is the join link of another run?")
+            return token
+        if opens(request.path) and (token := self._of_browser(request)) is not None:
+            return token
+        if request.path.startswith(ENTER):
+            raise Rejected(
+                401, "this link was used, or its syncer was started anew: atoll dashboard RUN prints another"
+            )
+        raise Rejected(
+            401,
+            "this syncer asks for a token: join by its link (atoll learn --join LINK), "
+            "look at it by the link that atoll dashboard RUN prints",
+        )
+
+    def _of_browser(self, request: web.Request) -> Token | None:
+        tokens, now = self._tokens(), time.time()
+        if request.path.startswith(ENTER):
+            id = self._codes.token_of(request.path.removeprefix(ENTER), now)
+            if found := [token for token in tokens.all if token.id == id]:
+                return found[0]
+        return token_of_cookie(tokens, request.cookies, request.headers.get("Host", ""), now)
+
+    def make_code(self, token: str) -> str:
+        """The path by which a browser gets in once, in the name of this token."""
+        return f"{ENTER}{self._codes.make(token, time.time())}"
+
+    def take_code(self, code: str, visitor: Visitor) -> str:
+        """The cookie that a browser which came by it gets; the code counts no more."""
+        self._codes.use(code)
+        return cookie_for(self._tokens().named(visitor.token), time.time())
 
     def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
         if reason := self.gone(visitor.token):  # also one that was there a moment ago
@@ -138,17 +180,11 @@ class TokenDoor:
         return f"the token {id!r} is not there any more" if found is None else found.refuses(time.time())
 
 
-def role_for(path: str) -> Role:
-    if path in OPERATOR_PATHS:
-        return "operator"
-    return "learner" if path.startswith("/v1/") and path not in VIEWER_PATHS else "viewer"
-
-
 def _a(role: str) -> str:
-    return f"an {role}" if role == "operator" else f"a {role}"
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
 
 
-def _shown(request: web.Request) -> str:
+def _secret(request: web.Request) -> str:
     """A bearer's token; or, of a browser, the password that its owner typed. Said twice, it is not said."""
     said = request.headers.getall("Authorization", [])
     if len(said) != 1:

@@ -4,6 +4,7 @@
 
 Rules:
 - beyond this machine only with TLS and tokens (`guard`); connections as `doorway` lets them in;
+- asked by a name that is not its own, it answers nothing else (`hostnames`);
 - every error is {"error": "one line"};
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,12 +26,13 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.doorway import Doorway, Tls
-from atoll.fabric.guard import VISITOR, Guard, OpenDoor
+from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.hostnames import check_host, own_names
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.tasks import Mistakes, Vital
 from atoll.fabric.transfer import pieces
-from atoll.fabric.way import check_bind, host_port
+from atoll.fabric.way import address_of_name, check_bind, host_port
 from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -56,11 +58,13 @@ class Port:
         *,
         guard: Guard | None = None,
         tls: Tls | None = None,
+        names: Collection[str] = (),
     ) -> None:
+        """`names`: those by which it may be asked, beside its addresses and this machine's name."""
         check_bind(host, secured=guard is not None and tls is not None)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
-        self.host = host
+        self.host = address_of_name(host)
         self.port = port
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls
@@ -69,6 +73,7 @@ class Port:
         """What it starts that must not end: its owner watches it."""
         self.mistakes = Mistakes()
         """Of ours, each of which cost somebody a connection."""
+        self._names = frozenset({self.host, *own_names(), *names})
         self._runner: web.AppRunner | None = None
         self._doorway: Doorway | None = None
 
@@ -117,10 +122,17 @@ class Port:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    def _admit(self, request: web.Request) -> Visitor:
+        """Rejected for whoever may not ask this, or asks by a name that is not ours."""
+        visitor = self._guard.admit(request)
+        reached = request.get_extra_info("sockname")
+        check_host(request.headers.getall("Host", []), {*self._names, *([str(reached[0])] if reached else [])})
+        return visitor
+
     async def _expected(self, request: web.Request) -> None:
         """Nobody's body is asked for before it is known who they are."""
         try:
-            self._guard.admit(request)
+            self._admit(request)
         except Rejected:
             return  # they are told by `_answer`
         if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
@@ -133,13 +145,13 @@ class Port:
     ) -> web.StreamResponse:
         assert self._doorway is not None
         try:
-            request[VISITOR] = self._guard.admit(request)
+            request[VISITOR] = self._admit(request)
         except Rejected as error:
             self._refused(request, str(error))
-            return _turned_away(request, error)
+            return _turned_away(error, password=self._guard.password)
         visitor = request[VISITOR]
         if not self._doorway.admit(request.protocol, visitor.token, viewer=visitor.role == "viewer"):
-            return _turned_away(request, Rejected(429, "this token has too many connections open: try again later"))
+            return _turned_away(Rejected(429, "this token has too many connections open: try again later"))
         try:
             if "Origin" in request.headers and not self._pages_may(request):
                 raise Rejected(403, "web pages may only read")
@@ -160,7 +172,7 @@ class Port:
             self.mistakes.add(error)
             if request.writer.output_size and request.transport is not None:
                 request.transport.abort()  # an answer had begun
-            return _turned_away(request, Rejected(500, "the syncer made a mistake: its log has more about it"))
+            return _turned_away(Rejected(500, "the syncer made a mistake: its log has more about it"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +309,10 @@ def error_response(status: int, reason: object) -> web.Response:
     return web.json_response({"error": one_line(reason)}, status=status)
 
 
-def _turned_away(request: web.Request, error: Rejected) -> web.Response:
+def _turned_away(error: Rejected, *, password: bool = False) -> web.Response:
     """A stranger stays one: its connection closes with the answer, and nothing more of it is read."""
     response = error_response(error.status, error)
-    if error.status == 401:
+    if error.status == 401 and password:
         response.headers["WWW-Authenticate"] = 'Basic realm="atoll", charset="UTF-8"'
     response.force_close()
     return response

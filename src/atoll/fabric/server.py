@@ -6,11 +6,13 @@
     GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
+    POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `browser`)
     GET, PUT /v1/probe/{bytes}                         worth nothing: how fast the link is (see `probe`)
     and whatever `pages` bring, which only read
 
 Rules:
-- whoever asks anything has been let in by the guard (tokens, where there are any) before it is looked at;
+- whoever asks anything has been let in by the guard (tokens), and asks by a name of this syncer (`hostnames`), before
+  it is looked at;
 - only a learner whose channel is open, under that channel's session, may send a body, or ask for a peer's state;
 - a bad frame costs its sender the channel (see `control`), a bad request gets {"error": "one line"};
   nobody else notices either;
@@ -22,15 +24,16 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
 from aiohttp import web
 
+from atoll.fabric.browser import CODES_PATH, ENTER, PAGE, PAGE_HEADERS, cookie_name
 from atoll.fabric.control import Control
 from atoll.fabric.desk import Channel, Desk, Served
 from atoll.fabric.doorway import Tls
-from atoll.fabric.guard import VISITOR, Guard
+from atoll.fabric.guard import VISITOR, Guard, TokenDoor
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
 from atoll.fabric.owners import Owners
@@ -71,8 +74,9 @@ class Server(Port):
         guard: Guard | None = None,
         tls: Tls | None = None,
         owners: Owners | None = None,
+        names: Collection[str] = (),
     ) -> None:
-        super().__init__(host, port, limits or Limits(), guard=guard, tls=tls)
+        super().__init__(host, port, limits or Limits(), guard=guard, tls=tls, names=names)
         self._desk = desk
         self._pages = pages
         self._intake = Intake(self._limits)
@@ -111,6 +115,7 @@ class Server(Port):
                 web.post("/v1/scores", self._score),
                 web.post("/v1/settings", self._settings),
                 web.post("/v1/drain", self._drain),
+                *self._browser_routes(),
                 *self._probe.routes(),
                 *(self._pages.routes() if self._pages is not None else ()),
             ]
@@ -232,6 +237,26 @@ class Server(Port):
 
     async def _relay_put(self, request: web.Request) -> web.Response:
         return await self._relay.send(request, self._member(request).learner)
+
+    # ---- browsers -------------------------------------------------------------------------------------------------
+
+    def _browser_routes(self) -> list[web.RouteDef]:
+        """Where tokens are asked for, and there is something to look at."""
+        guard = self._guard
+        if not isinstance(guard, TokenDoor) or self._pages is None:
+            return []
+
+        async def make_code(request: web.Request) -> web.Response:
+            return web.json_response({"path": guard.make_code(request[VISITOR].token)})
+
+        async def enter(request: web.Request) -> web.Response:
+            response = web.Response(text=PAGE, content_type="text/html", headers=PAGE_HEADERS)
+            cookie = guard.take_code(request.match_info["code"], request[VISITOR])
+            name = cookie_name(request.headers.get("Host", ""))
+            response.set_cookie(name, cookie, httponly=True, samesite="Strict", secure=request.secure)
+            return response
+
+        return [web.post(CODES_PATH, make_code), web.get(f"{ENTER}{{code}}", enter, allow_head=False)]
 
     # ---- JSON -----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@
 | --- | --- |
 | viewer | look: status, dashboard, metrics |
 | learner | take part, and look |
-| operator | all of it: change settings, drain learners |
+| evaluator | fetch the model and score it, and look; only its scores are taken |
+| operator | change settings, drain learners, and what a learner may |
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ import msgspec
 
 from atoll.protocol.errors import ConfigError
 
-Role = Literal["viewer", "learner", "operator"]
+Role = Literal["viewer", "learner", "evaluator", "operator"]
 SECRET = re.compile(r"[A-Za-z0-9_-]{16,128}")
 """What fits into a join link and a header; anything shorter is guessed."""
 NAMES = 4096
 """Different names that one token may bring into a run, unless it says otherwise: 64 learners, each started 64 times."""
-RANKS: dict[str, int] = {"viewer": 0, "learner": 1, "operator": 2}
+
+OPERATOR_PATHS = frozenset({"/v1/settings", "/v1/drain"})
+VIEWER_PATHS = frozenset({"/v1/status", "/v1/live", "/v1/codes"})
+SCORES = "/v1/scores"
+MANIFEST, FRAGMENTS = "/v1/manifest", "/v1/fragments/"
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -119,6 +124,19 @@ class Tokens:
         before = self.named(id)
         changed = msgspec.structs.replace(before, **changes)
         return Tokens(changed if token is before else token for token in self.all)
+
+
+def roles_for(path: str) -> tuple[Role, ...]:
+    """Who may ask for it, the least of them first. What lies beside /v1/ are pages, which only read."""
+    if path in OPERATOR_PATHS:
+        return ("operator",)
+    if path == SCORES:
+        return ("evaluator",)
+    if path == MANIFEST or path.startswith(FRAGMENTS):
+        return ("learner", "evaluator", "operator")
+    if path.startswith("/v1/") and path not in VIEWER_PATHS:
+        return ("learner", "operator")
+    return ("viewer", "learner", "evaluator", "operator")
 
 
 def new_secret() -> str:

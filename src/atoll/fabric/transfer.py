@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from atoll.fabric.browser import CODES_PATH
 from atoll.fabric.calls import next_chunk, open_session, request
 from atoll.fabric.doorway import PLAIN
 from atoll.fabric.way import Way, way_of
@@ -53,10 +54,9 @@ def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
 def showing(way: Way) -> aiohttp.ClientMiddlewareType:
     """Every request shows the syncer what the way to it says. Not by headers of the session: aiohttp shows those to
     a proxy too, token and all, when it asks it for a tunnel."""
-    headers = way.headers
 
     async def show(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        request.headers.update(headers)
+        request.headers.update(way.headers_for(str(request.url)))
         return await handler(request)
 
     return show
@@ -130,6 +130,16 @@ async def post_settings(where: str, words: Sequence[str], deadline_s: float = 10
 async def post_drain(where: str, learner: str, deadline_s: float = 10.0) -> str:
     """Let a learner leave without loss; what the syncer says of it."""
     return await _told(where, "/v1/drain", [learner], "drained", deadline_s)
+
+
+async def make_dashboard_link(where: str, deadline_s: float = 10.0) -> str:
+    """A link that opens the dashboard in a browser, once."""
+    async with once(where, "POST", CODES_PATH, deadline_s, b"") as response:
+        answer = await _json(response)
+    try:
+        return f"{response.url.origin()}{msgspec.convert(answer, dict[str, str])['path']}"
+    except (msgspec.ValidationError, KeyError):
+        raise PeerError(f"{CODES_PATH} is not answered as a syncer does: is it an older one?") from None
 
 
 async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_s: float) -> str:

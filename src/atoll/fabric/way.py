@@ -6,6 +6,7 @@
     atoll://HOST:PORT/RUN                                 in the clear: this machine alone
     http://HOST:PORT,http://HOST:PORT                     the same, without a run
 
+A way without a token shows the secret that a syncer of the same user has published for its port (`nearby`).
 Nothing in it means a thing to a shell or a chat. Beside it, the environment may name files and an HTTP proxy. ATOLL_CA,
 ATOLL_CERT and ATOLL_KEY (mutual TLS); ATOLL_PROXY, without it HTTPS_PROXY, for what is not this machine and not in
 NO_PROXY. A proxy is only asked to pass TLS on: what goes in the clear never goes there, nor a token.
@@ -23,6 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from atoll.fabric.nearby import secret_for
 from atoll.fabric.tls import client_context
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import ConfigError
@@ -60,10 +62,15 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         """Whether somebody has to show something to get in."""
         return bool(self.token or self.pin)
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request shows."""
-        shown = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+    def headers_for(self, url: str) -> dict[str, str]:
+        """What a request shows: to the syncer's own addresses, and to nobody else."""
+        if _origin(url) not in map(_origin, self.urls):
+            return {}
+        token = self.token
+        if not token and not self.pin:
+            _, host, port = _origin(url)
+            token = secret_for(host, port, urlsplit(url).path)
+        shown = {"Authorization": f"Bearer {token}"} if token else {}
         return {**shown, RUN_HEADER: self.run} if self.run else shown
 
     @property
@@ -167,7 +174,13 @@ def checked_url(url: str) -> str:
     if not is_loopback(parts.hostname or ""):
         shown = without_secrets(url)
         raise ConfigError(f"{shown} is another machine, and this would go there in the clear: use its join link")
-    return url.rstrip("/")
+    # By a name, a request could reach ::1, where another user may listen.
+    return f"http://{host_port(address_of_name(parts.hostname or ''), parts.port or 0)}"
+
+
+def address_of_name(host: str) -> str:
+    """`localhost` is one address here, on both sides of a connection."""
+    return "127.0.0.1" if host == "localhost" else host
 
 
 def is_loopback(host: str) -> bool:
@@ -214,6 +227,11 @@ def _parts(url: str) -> SplitResult | None:
     except ValueError:
         return None
     return parts if good else None
+
+
+def _origin(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _path(name: str) -> Path | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from atoll.launch.script import SUPERVISOR
+from atoll.store.atomic import mode_in
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 SOON_S = (0.0, 0.1, 0.5, 2.0, 5.0)
@@ -44,7 +45,7 @@ class Child:
     _gave_way: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
+        with open_log(self.log) as log:
             self.process = self._succeeding() or self._spawn(log)
         if self.nice:
             with suppress(OSError):
@@ -55,7 +56,7 @@ class Child:
     def prepare(self) -> None:
         """Have a successor ready: a process of the same command that waits for a line on its standard input."""
         if self.successor is None or self.successor.poll() is not None:
-            with self.log.open("ab") as log:
+            with open_log(self.log) as log:
                 self.successor = self._spawn(log, "--wait")
 
     def _succeeding(self) -> subprocess.Popen[bytes] | None:
@@ -176,6 +177,11 @@ class Child:
         except OSError:
             return ""
         return lines[-1].strip() if lines else ""
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """To append to; as open to others as its folder."""
+    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode_in(path.parent)), "ab")
 
 
 def describe_exit(code: int) -> str:

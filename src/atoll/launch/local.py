@@ -27,6 +27,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.fabric.client import get_json
+from atoll.fabric.transfer import make_dashboard_link
 from atoll.launch.children import SOON_S, Child, cores, describe_exit
 from atoll.launch.resume import Resume
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
@@ -82,8 +83,8 @@ class LocalRun:
     """Called a few times a second with the newest status."""
     pages: str = ""
     """What makes the pages that the syncer serves beside (`--pages`); empty: none."""
-    listens: Callable[[str], None] = lambda url: None
-    """Called with the syncer's address, once it has one."""
+    listens: Callable[[str], None] = lambda link: None
+    """Called with a link to the dashboard that opens it once, as soon as the syncer listens."""
     route: Callable[[str], Awaitable[dict[str, str]]] | None = None
     """Told the syncer's address once it has one: where each learner dials instead."""
     beside: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -132,7 +133,7 @@ class LocalRun:
             loop.add_signal_handler(number, self._interrupt)
         self._start(self._syncer)
         self._url = await self._listening()
-        self.listens(self._url)
+        self.listens(await self._dashboard())
         plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self.addresses = await self.route(self._url) if self.route is not None else {}
@@ -177,6 +178,12 @@ class LocalRun:
             self._show(None)
             await asyncio.sleep(0.05)
         return self.out.address.read_text()
+
+    async def _dashboard(self) -> str:
+        try:
+            return await make_dashboard_link(self._url, 2.0) if self.pages else f"{self._url}/"
+        except (PeerError, Unreachable):  # to look on is no part of the run: `atoll dashboard` asks again
+            return f"{self._url}/"
 
     def _start_learners(self) -> None:
         script = [*RUNNER, *self.script]

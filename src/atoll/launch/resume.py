@@ -33,6 +33,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
+from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
     BadCut,
     Manifest,
@@ -185,7 +186,13 @@ def model_is_head(out: RunDir, head: History) -> bool:
 
 
 def from_cut(
-    old: RunDir, cut: int, out: Path | None, changes: tuple[str, ...] = (), *, force: bool = False
+    old: RunDir,
+    cut: int,
+    out: Path | None,
+    changes: tuple[str, ...] = (),
+    *,
+    force: bool = False,
+    shared: bool = False,
 ) -> tuple[RunDir, Resume]:
     """A new run in `out` that begins as the old one was at that cut. Nothing is made or replaced unless it can be."""
     if out is not None and out.absolute().resolve() == old.path.resolve():
@@ -198,7 +205,7 @@ def from_cut(
     part, state, arrays = read_syncer_part(old.cuts, cut)
     then = msgspec.msgpack.decode(state, type=CutState)
     _check_cut_has_budget(old, cut, History.restore(copy.deepcopy(then.history)), changes)
-    new = RunDir.create(out, force=force)
+    new = RunDir.create(out, force=force, shared=shared)
     run = secrets.token_hex(4)
     begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
     history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
@@ -210,8 +217,9 @@ def from_cut(
     reign.release()
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
     for name, learner in manifest.learners.items():
-        (new.learners / name).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(old.learners / name / learner.file, new.learners / name / learner.file)
+        make_folder(new.learners / name)
+        with staged(new.learners / name / learner.file) as draft:
+            shutil.copyfile(old.learners / name / learner.file, draft)
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
     exact = bool(manifest.learners)

@@ -18,6 +18,7 @@ from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
+from atoll.store.atomic import make_folder
 
 NEWEST = 2
 """Parts that stay whatever became of their cuts: the one that is open, and the one before."""
@@ -56,7 +57,7 @@ class Saver:
         if self._folder is None:
             return False
         self.finish(LIMIT_S - DRAIN_S)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         write(self._folder / FILE, capture())
         return True
 
@@ -86,7 +87,7 @@ class Saver:
         assert self._folder is not None
         path = self._folder / part_name(cut)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             mark = write(path, snapshot)
             wanted = {part_name(one) for one in kept}
             for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-NEWEST]:

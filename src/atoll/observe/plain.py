@@ -36,9 +36,9 @@ class PlainLines:
             self._say(line)
             self._last = line
 
-    def listens(self, url: str) -> None:
+    def listens(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
-        self._say(f"dashboard: {url}/")
+        self._say(f"dashboard: {link}")
 
     def __enter__(self) -> PlainLines:
         return self

@@ -59,7 +59,7 @@ class Screen:
         self._scores: list[float] = []
         self._scored_round: int | None = None
         self._status: RunStatus | None = None
-        self._url = ""
+        self._link = ""
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
@@ -73,9 +73,9 @@ class Screen:
                 self._scored_round = status.validation_round
         self._live.update(self.render(), refresh=True)
 
-    def listens(self, url: str) -> None:
+    def listens(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
-        self._url = url
+        self._link = link
 
     def __enter__(self) -> Screen:
         self._live.start()
@@ -93,8 +93,8 @@ class Screen:
         if status is None:
             return Group(Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width), self._events(4))
         run = _run_panel(status, self._scores, width)
-        if self._url:
-            run.subtitle, run.subtitle_align = Text(f"dashboard: {self._url}/"), "left"
+        if self._link:
+            run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
         learners = _learner_table(status.learners, width)
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
         return Group(run, learners, self._events(min(6, self._console.height - used)))

@@ -3,6 +3,9 @@
 A file is written beside its final name, made durable, renamed over it, and the folder made durable too: after a crash
 the old content or the new one is there, never a part. A line goes out with one write() on a descriptor opened for
 appending, so that several processes may share a file.
+
+A file, and a folder in a folder, is as open to others as the folder that it lies in, and never more than the umask
+allows: a run's folder decides for all that is in it (rundir.py).
 """
 
 from __future__ import annotations
@@ -16,6 +19,19 @@ from pathlib import Path
 from types import TracebackType
 
 
+def mode_in(folder: Path) -> int:
+    """The mode of a file that is made there, before the umask."""
+    return folder.stat().st_mode & 0o666
+
+
+def make_folder(path: Path) -> None:
+    """With those above it; one that is there stays as it is."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode=path.parent.stat().st_mode & 0o777, exist_ok=True)
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """The file holds exactly `data`, durably, once this returns."""
     with staged(path) as draft:
@@ -27,10 +43,10 @@ def staged(path: Path) -> Iterator[Path]:
     """A name to write to; what lies there at the end becomes `path`, or nothing changes if the block raises."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
-        draft.touch(exist_ok=False)
+        draft.touch(mode_in(path.parent), exist_ok=False)
         mode = draft.stat().st_mode
         yield draft
-        # Whoever wrote may have made the file anew and private (safetensors does): the umask is the operator's to set.
+        # Whoever wrote may have made the file anew and private (safetensors does): its folder says how open it is.
         draft.chmod(mode)
         _sync(draft)
         draft.replace(path)
@@ -65,7 +81,8 @@ class Appender:
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._torn = False
         """The end of the file is a part of a line, by us."""
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor: int | None = os.open(path, flags, mode_in(path.parent))
 
     def __call__(self, line: bytes) -> None:
         assert line.endswith(b"\n") and line.count(b"\n") == 1, "one line at a time"

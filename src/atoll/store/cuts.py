@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.protocol.errors import AtollError
-from atoll.store.atomic import staged, write_atomic
+from atoll.store.atomic import make_folder, staged, write_atomic
 
 T = TypeVar("T", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
@@ -100,7 +100,7 @@ def complete_cuts(root: Path) -> list[int]:
 def write_syncer_part(root: Path, run: str, cut: int, round: int, state: bytes, arrays: Mapping[str, Bytes]) -> str:
     """Durable once this returns; the digest of its table."""
     folder = folder_of(root, cut)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     files = {"state.bin": _write(folder / "state.bin", np.frombuffer(state, dtype=np.uint8))}
     for name, values in arrays.items():
         files[f"{name}.bin"] = _write(folder / f"{name}.bin", values)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from atoll.protocol.errors import AtollError
+from atoll.store.atomic import mode_in
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -101,7 +102,7 @@ class LocalFile:
 class LocalDisk:
     def create(self, path: Path) -> LocalFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return LocalFile(os.open(path, flags, 0o666))
+        return LocalFile(os.open(path, flags, mode_in(path.parent)))
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
         with path.open("rb") as file:

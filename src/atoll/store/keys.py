@@ -1,4 +1,4 @@
-"""The folder of a syncer's keys, apart from any run's: nothing secret lies in a run's folder.
+"""The folder of a syncer's keys, apart from any run's. The secrets of a run that has no keys lie in its own folder.
 
     syncer.crt, syncer.key     the syncer's certificate and its key; a syncer that runs takes new ones as they come
     next.crt, next.key         those that are to follow, where they are made: join links name both
@@ -6,13 +6,17 @@
     ca.crt, ca.key             an authority of one's own, where there is one
     NAME.crt, NAME.key         a learner's certificate, for mutual TLS; `operator`: of commands on this machine
 
-The folder has mode 700 and every file in it mode 600.
+    RUN/secrets/NAME           of a run without keys: one secret, as Prometheus and curl read it from a file
+
+Both folders have mode 700 and every file in them mode 600.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +113,23 @@ class KeyDir:
             os.umask(before)
 
 
+def kept_secret(file: Path, make: Callable[[], str], good: Callable[[str], object]) -> str:
+    """The secret in a file, which is made if it is not there or says nothing that is `good`. Never readable by others;
+    not durable: should the machine crash before it is on disk, nobody is left who holds it."""
+    check_private(file)
+    try:
+        with suppress(FileNotFoundError):
+            if good(found := file.read_text().strip()):
+                return found
+            file.unlink()
+        secret = make()
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as out:
+            out.write(f"{secret}\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot keep a secret in {file}: {error}; remove it, and a new one is made") from error
+    return secret
+
+
 def check_private(file: Path) -> None:
     """ConfigError for one that is there and that others can read, or have written."""
     try:
@@ -118,7 +139,7 @@ def check_private(file: Path) -> None:
     if found.st_mode & OPEN_TO_OTHERS:
         raise ConfigError(f"{file} can be read by others on this machine: chmod 600 {file}")
     if found.st_uid not in trusted():
-        raise ConfigError(f"{file} belongs to another user of this machine: make keys of your own with `atoll cert`")
+        raise ConfigError(f"{file} belongs to another user of this machine: remove it, and make one of your own")
 
 
 def check_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
     run.toml            what was asked for
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
+    secrets/            what is shown at its port, where it has no keys (syncer/doors.py); for nobody else to read
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner
@@ -13,6 +14,9 @@
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
     report.html         all of it on one page, once somebody asked for it
+
+The folder is this user's alone (mode 700), and so is all that is in it: a file is as open as its folder. A run with
+`[service] share_files` is as open as the umask says; its secrets never are.
 
 A folder that holds a run is never written over unless that was asked for, and then only these names are removed. Names
 that come from outside (learners, processes) become part of a path only if they are such (protocol/names.py).
@@ -33,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.names import ALLOWED, LONGEST, is_name
-from atoll.store.atomic import staged
+from atoll.store.atomic import make_folder, staged
 from atoll.store.runlock import hold_run
 
 RUNS = Path("atoll-runs")
@@ -43,8 +47,11 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 _OURS = (
     *_MARKS,
     *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
-    *("journal", "cuts", "learners", "logs"),
+    *("journal", "cuts", "learners", "logs", "secrets"),
 )
+
+_KEPT = ("run.lock",)
+"""Ours too, and never removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +59,9 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, path: Path | None = None, *, force: bool = False) -> RunDir:
+    def create(cls, path: Path | None = None, *, force: bool = False, shared: bool = False) -> RunDir:
         """A new, empty run directory; `force` removes the files of a run that lies there already, unless it is alive:
-        then ConfigError names who has it, and nothing of it is touched."""
+        then ConfigError names who has it, and nothing of it is touched. `shared`: others may read it."""
         run = cls((path or unused_path(time.localtime())).absolute())
         try:
             if run.holds_run() and not force:
@@ -64,15 +71,42 @@ class RunDir:
                 )
             if run.holds_run():
                 with hold_run(run.path):
+                    if not shared:
+                        run.close_to_others()
                     run._clear()
-            run.path.mkdir(parents=True, exist_ok=True)
-            run.learners.mkdir(exist_ok=True)
-            run.logs.mkdir(exist_ok=True)
+            run._make(shared)
+            make_folder(run.learners)
+            make_folder(run.logs)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the run to {run.path}: {error.strerror or error}; choose another folder with --out"
             ) from error
         return run
+
+    def _make(self, shared: bool) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+        if not shared:
+            self.close_to_others()
+
+    def close_to_others(self) -> None:
+        """Also where an earlier version, or somebody else, made the folder. One that holds other things than a run is
+        not ours to close."""
+        if not self.path.stat().st_mode & 0o077:
+            return
+        foreign = [entry.name for entry in self.path.iterdir() if entry.name not in (*_OURS, *_KEPT)]
+        if foreign and not self.holds_run():
+            raise ConfigError(
+                f"{self.path} can be read by others and holds {foreign[0]}, which is no part of a run: choose a folder "
+                "of its own with --out, or let others read the run with share_files = true in [service]"
+            )
+        try:
+            self.path.chmod(0o700)
+        except PermissionError:
+            raise ConfigError(
+                f"{self.path} is another user's and can be read by others: have its owner do chmod 700, "
+                "or let others read the run with share_files = true in [service]"
+            ) from None
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -98,6 +132,10 @@ class RunDir:
     def address(self) -> Path:
         """Where the syncer of this run listens, while it does."""
         return self.path / "syncer.url"
+
+    @property
+    def secrets(self) -> Path:
+        return self.path / "secrets"
 
     @property
     def norms(self) -> Path:
@@ -126,7 +164,7 @@ class RunDir:
     def learner(self, learner: str) -> Path:
         """The folder of one learner, made if it is not there."""
         folder = self.learners / checked_name(learner)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         return folder
 
     def log(self, process: str) -> Path:

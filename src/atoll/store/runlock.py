@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import mode_in
 from atoll.store.disk import not_written
 from atoll.store.terms import is_locked, syncer_holding
 
@@ -53,7 +54,7 @@ def _alive(path: Path, who: str) -> ConfigError:
 def _lock(path: Path) -> int | None:
     """An open descriptor that holds the lock; None if another has it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode_in(path.parent))
     except OSError as error:
         raise not_written(error, path) from error
     try:

@@ -33,6 +33,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import make_folder, mode_in
 from atoll.store.disk import LocalDisk, not_written, reading
 
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
@@ -46,7 +47,8 @@ class Reign:
         self.term, self.reason = term, reason
         self._folder, self._lock = folder, lock
         with _writing(folder / "alive"):
-            self._alive: int | None = os.open(folder / "alive", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._alive: int | None = os.open(folder / "alive", flags, mode_in(folder))
         self._beats = 0
         self.beat()
 
@@ -188,7 +190,7 @@ def _take_lock(folder: Path) -> int | None:
     """An open descriptor that holds the lock; None if another has it."""
     path = folder / "lock"
     with _writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, mode_in(folder))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -220,7 +222,7 @@ def _make_folders(folder: Path) -> None:
     terms = folder / "terms"
     with _writing(terms):
         if not terms.is_dir():
-            terms.mkdir(parents=True, exist_ok=True)
+            make_folder(terms)
             for path in (folder, folder.parent):
                 LocalDisk().sync(path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -75,6 +76,11 @@ class Books:
                 history.apply(line)
             if self.recovered.cut is not None:
                 self._kept.append(self.recovered.kept)
+
+    @property
+    def secrets(self) -> Path:
+        """The folder of the run's own."""
+        return self._out.secrets
 
     def norms(self, run: str) -> list[list[float]]:
         """Per fragment, those that an earlier term of this run knew to be usual; empty: nothing is known."""

@@ -1,10 +1,11 @@
-"""What a syncer's keys make of its port: TLS, and tokens; both may change while it goes on."""
+"""Who gets in at a syncer's port. With keys: TLS, and tokens; both may change while it goes on. Without keys: this
+machine alone, by secrets that the run makes for itself and that commands of the same user find (fabric/nearby.py)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,17 @@ import msgspec
 from atoll.config import Service
 from atoll.fabric.doorway import Tls
 from atoll.fabric.guard import Guard, TokenDoor
-from atoll.fabric.tokens import Token, Tokens
+from atoll.fabric.hostnames import host_name
+from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, Stamp, check_private, stamp
+from atoll.store.keys import KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
 
 Say = Callable[[str, str], None]
 """An event's kind and text."""
+LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
+"""The tokens of a run without keys: a file each in its folder of secrets."""
+LOCAL_NAMES = 1 << 20
+"""Learners of one machine are its user's own to start, as often as they like."""
 LOOK_S = 0.5
 """Between two looks at the files of tokens and certificates."""
 
@@ -28,23 +34,57 @@ class Doors:
     tls: Tls | None = None
     notice: Callable[[], str] = str
     """What the operator should see to; empty: nothing."""
+    names: frozenset[str] = frozenset()
+    """By which learners ask for it, beside its addresses."""
+    secrets: Mapping[Role, str] = field(default_factory=dict, repr=False)
+    """What commands of the same user show, to be published with the port; with keys none."""
 
 
-def doors_of(service: Service, run: Callable[[], str], say: Say = lambda kind, text: None) -> Doors:
-    """None of both without keys. Behind a proxy that ends TLS, tokens alone: then only this machine is listened to.
-    `say`: what the operator should know of either."""
+def doors_of(
+    service: Service, run: Callable[[], str], say: Say = lambda kind, text: None, *, secrets: Path | None = None
+) -> Doors:
+    """Tokens alone without keys, of the folder `secrets`, and behind a proxy that ends TLS: then only this machine is
+    listened to. `say`: what the operator should know of either."""
     if not service.keys:
-        return Doors()
+        assert secrets is not None, "a run without keys has secrets of its own"
+        own = local_tokens(secrets)
+        return Doors(
+            TokenDoor(lambda: own, run, password=False), secrets={token.role: token.secret for token in own.all}
+        )
     keys = KeyDir.open(Path(service.keys))
     guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
+    names = names_of(keys, service)
     if service.front:
-        return Doors(guard)
+        return Doors(guard, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
     from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
 
     tls = LiveTls(keys, say, mutual=service.mutual)
-    return Doors(guard, tls, tls.notice)
+    return Doors(guard, tls, tls.notice, names)
+
+
+def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
+    """Those that are advertised, and those of the certificates that are shown, now and next, here and by a proxy."""
+    from atoll.fabric.certificates import hosts_of
+
+    files = [keys.certificate, keys.next_certificate, *([Path(service.front)] if service.front else [])]
+    try:
+        shown = [name for file in files if file.is_file() for name in hosts_of(file.read_bytes())]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a certificate of {keys.path} cannot be read: {error}") from error
+    return frozenset([*(host_name(one) or one for one in service.advertise), *shown])
+
+
+def local_tokens(folder: Path) -> Tokens:
+    """Of a run without keys, one for each role, made if it is not there. An earlier term's stay: learners hold them."""
+    KeyDir.create(folder)
+    check_folder(folder)
+    made = (
+        Token(id=name, role=role, names=LOCAL_NAMES, secret=kept_secret(folder / name, new_secret, SECRET.fullmatch))
+        for name, role in LOCAL.items()
+    )
+    return Tokens(made)
 
 
 def read_tokens(keys: KeyDir) -> Tokens:

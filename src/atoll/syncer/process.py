@@ -49,11 +49,12 @@ def serve(
     changes: tuple[str, ...] = (),
     reopen: bool = False,
     standby: Callable[[], None] | None = None,
-    ready: Callable[[str, str], None] | None = None,
+    ready: Callable[[str, str, str], None] | None = None,
     pages: Maker | None = None,
     disk: Disk | None = None,
 ) -> int:
-    """Run a syncer until its run is over. Its address goes to the run directory, and with the run's name to `ready`.
+    """Run a syncer until its run is over. Its address goes to the run directory; that, the run's name and a link to the
+    dashboard go to `ready`.
 
     With `standby` it waits for its turn first, and says through it that it does. `pages` show the run on its port.
     """
@@ -61,6 +62,8 @@ def serve(
     _allow_files()
     code = 0
     try:
+        if not config.service.share_files:
+            out.close_to_others()
         books = Books(
             out,
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
@@ -68,7 +71,9 @@ def serve(
             keep=config.protocol.keep_cuts,
             disk=disk,
         )
-        begin = Beginning(changes, reopen, ready or (lambda url, run: None), pages(out) if pages is not None else None)
+        begin = Beginning(
+            changes, reopen, ready or (lambda url, run, look: None), pages(out) if pages is not None else None
+        )
         if standby is None or not _ended_well(out, books):
             asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
         books.close()
@@ -124,7 +129,7 @@ class Beginning:
 
     changes: tuple[str, ...]
     reopen: bool
-    ready: Callable[[str, str], None]
+    ready: Callable[[str, str, str], None]
     pages: LivePages | None = None
 
 
@@ -159,7 +164,7 @@ async def _serve(
             if not running.done():
                 url = _local_url(config, service)
                 write_atomic(out.address, url.encode())
-                begin.ready(url, service.name)
+                begin.ready(url, service.name, f"{url}{service.dashboard_path()}")
             await asyncio.wait([running])
             for task in beside:
                 task.cancel()

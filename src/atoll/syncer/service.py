@@ -25,6 +25,8 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.desk import Channel, Served
+from atoll.fabric.guard import TokenDoor
+from atoll.fabric.nearby import publish_secrets, withdraw_secrets
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.server import Server
@@ -97,12 +99,20 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        doors = doors_of(config.service, lambda: self._run, events.say)
+        self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=books.secrets)
         self.meter.notice = doors.notice
         known = Owners(books.recovered.history.owners if books.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
-            self, host=host, port=port, limits=limits, pages=pages, guard=doors.guard, tls=doors.tls, owners=known
+            self,
+            host=host,
+            port=port,
+            limits=limits,
+            pages=pages,
+            guard=doors.guard,
+            tls=doors.tls,
+            owners=known,
+            names=doors.names,
         )
         if books.recovered is not None:
             self._come_back(books.recovered)
@@ -125,6 +135,7 @@ class SyncerService:
             # this term: its supervisor starts the next one without saying it again.
             await self._scribe.emptied()
             await self.server.start()
+            self._publish_secrets()  # before the loop has a turn, and with it whoever has just connected
             self.started.set()
             self._standstill.start()
             self._handle(fx.Tick())
@@ -138,6 +149,8 @@ class SyncerService:
             await self._scribe.emptied()
             self._ending.say(self._machine, self._traffic)
             await self.server.stop()
+            if self._doors.secrets:
+                withdraw_secrets(self.server.host, self.server.port)
             for task in (scribe, beats, watch):
                 task.cancel()
             self._standstill.stop()
@@ -148,6 +161,16 @@ class SyncerService:
     def vital(self) -> Vital:
         """What must not fail: the port's tasks, the rules, timers."""
         return self.server.vital
+
+    def _publish_secrets(self) -> None:
+        """With keys there are none, and their tokens alone count."""
+        if self._doors.secrets:
+            publish_secrets(self.server.host, self.server.port, self._doors.secrets)
+
+    def dashboard_path(self) -> str:
+        """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
+        guard = self._doors.guard
+        return guard.make_code("viewer") if self._doors.secrets and isinstance(guard, TokenDoor) else "/"
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""

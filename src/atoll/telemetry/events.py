@@ -17,7 +17,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | reigned | syncer | run, term, round, cut, replayed: a new term goes on with the run |
 | cut | syncer | cut, learners, left_out: a cut is complete |
 | changed | syncer | what: settings that the operator changed |
-| alarm | syncer | over: nothing can be committed, or can again; the validation loss is bad (round, loss, best, good); the dashboard failed |
+| alarm | syncer | over: no commits, or again; the loss is bad (round, loss, best, good); the dashboard failed |
 | restored | syncer | round, committed, versions, fragment_tokens, suspects: the run is rolled back to that round |
 | turned_away | syncer | address (or a learner's name), reason, count: somebody was not let in |
 | renewed | syncer | the syncer shows a new certificate |

@@ -6,10 +6,9 @@ has a loss that is not a number, once), --steps N (leaves by itself), --deaf (go
 """
 
 import argparse
-import json
+import asyncio
 import os
 import time
-import urllib.request
 
 import torch
 
@@ -33,9 +32,10 @@ if said.poor:
 second = os.environ.get("ATOLL_LEARNER") == "learner-1"
 width = said.odd if said.odd and second else said.width
 while said.odd and second:
-    with urllib.request.urlopen(f"{os.environ['ATOLL_SYNCER']}/v1/status") as answer:
-        if json.load(answer)["phase"] != "waiting":
-            break
+    from atoll.fabric.client import get_json
+
+    if asyncio.run(get_json(os.environ["ATOLL_SYNCER"], "/v1/status"))["phase"] != "waiting":
+        break
     time.sleep(0.05)
 torch.manual_seed(0)
 model = torch.nn.Linear(width, width)

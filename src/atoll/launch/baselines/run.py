@@ -28,7 +28,7 @@ from atoll.launch.baselines.words import Heard, Words
 from atoll.launch.children import BACKOFF_S, Child, cores, describe_exit
 from atoll.launch.local import RUNNER, TRAINING_NICE
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.store.atomic import Appender, write_atomic
+from atoll.store.atomic import Appender, make_folder, write_atomic
 from atoll.store.rundir import RunDir
 from atoll.store.runlock import hold_run
 from atoll.telemetry.events import EventLog
@@ -86,7 +86,7 @@ class BaselineRun(ABC):
 
     async def _run_held(self) -> Summary:
         write_atomic(self.out.settings, self.config.toml())
-        (self.out.path / "groups").mkdir(exist_ok=True)
+        make_folder(self.out.path / "groups")
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             self._ranks = [self._child(rank) for rank in range(self.world)]

@@ -6,8 +6,8 @@
 
 Rules:
 - everything is read only; other verbs than GET and HEAD are refused (405);
-- without tokens only under a name of this machine, and the WebSocket only for a page of this very port: a page of
-  elsewhere, also one whose name was made to lead here, reads nothing (it has no token to show either);
+- the WebSocket is only for a page of this very port: a page of elsewhere reads nothing, and one whose name was made to
+  lead here asked by a name that the port does not answer to (fabric/hostnames.py);
 - a page runs no script but those served here, and loads nothing from elsewhere;
 - while nobody looks on, the run is looked at every two seconds, for the curves of whoever comes.
 """
@@ -15,16 +15,13 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from atoll.fabric.guard import NOBODY, VISITOR
 from atoll.fabric.intake import Rejected
 from atoll.observe.dashboard.history import History
 from atoll.observe.dashboard.viewers import Viewers
@@ -82,7 +79,7 @@ class Dashboard:
             "/metrics": self._metrics,
             "/v1/live": self._live,
         }
-        return [web.get(path, _here(answer), allow_head=path != "/v1/live") for path, answer in answers.items()]
+        return [web.get(path, answer, allow_head=path != "/v1/live") for path, answer in answers.items()]
 
     async def run(self, figures: Callable[[], RunStatus]) -> None:
         self._figures = figures
@@ -174,25 +171,6 @@ def plotly_file() -> Path | None:
     folders = spec.submodule_search_locations if spec is not None else None
     found = [Path(folder) / "package_data" / "plotly.min.js" for folder in folders or ()]
     return next((path for path in found if path.is_file()), None)
-
-
-def _here(answer: Answer) -> Answer:
-    """Only for a request that shows a token, or names this machine as its host."""
-
-    async def checked(request: web.Request) -> web.StreamResponse:
-        if not request.get(VISITOR, NOBODY).token and not names_this_machine(request.host):
-            raise Rejected(403, "ask for it under a name of this machine: 127.0.0.1 or localhost")
-        return await answer(request)
-
-    return checked
-
-
-def names_this_machine(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _file(path: Path) -> web.FileResponse:
