@@ -172,3 +172,11 @@ def test_huge_and_empty_contributions_are_judged_too() -> None:
     judged = Filter(PLAN).judge(0, list("abcde"), deltas)
     assert all(np.isfinite(one.factors).all() and np.isfinite(one.agreement) for one in judged)
     assert (judged[3].factors < 1e-30).all()
+
+
+def test_where_all_go_the_same_way_again_and_again_nobody_is_suspect() -> None:
+    """A model of few numbers has few directions."""
+    size = PLAN.fragments[0].size
+    filter_, names = Filter(PLAN), list("abcd")
+    told = [filter_.judge(0, names, [np.full(size, 0.25, np.float32)] * 4) for _ in range(20)]
+    assert not any(judged.suspect for one in told for judged in one)

@@ -8,8 +8,9 @@ Rules kept here, each with its test:
 - a tensor that points against the others is left out: its median cosine with them is below 0 by more than half of what
   the others have among themselves, and by more than chance;
 - a learner is *suspect* after `ROUNDS` rounds of evidence, not before: its agreement, averaged, is under `DISAGREES`
-  of the others' own; or its norm is over `LOUD` times theirs; or it gave the same direction `REPEATS` times in a row.
-  It is no longer once its agreement is above `AGREES`. A suspect's contributions are left out whole;
+  of the others' own; or its norm is over `LOUD` times theirs; or it gave the same direction `REPEATS` times in a row
+  while the others did not. It is no longer once its agreement is above `AGREES`. A suspect's contributions are left
+  out whole;
 - where the others do not agree with each other beyond chance, nobody is judged by agreement;
 - in a round of one or two there is no majority: a tensor is held to the usual norm of its fragment, and left out where
   it points against the outer momentum. Who was suspect before stays so;
@@ -44,6 +45,7 @@ AGAINST_MOMENTUM = -0.1
 DISAGREES, AGREES = 0.15, 0.3
 """Of the others' agreement. Noise has 0, a flipped sign −1; honest learners had 0.4 and more with other data."""
 SAME, REPEATS = 0.98, 3
+"""The cosine of what was given to a fragment twice in a row. A slow honest learner had 0.83."""
 ROUNDS = 8
 MEMORY = 32
 """Rounds that a learner's averages reach back."""
@@ -93,11 +95,15 @@ class Record:
         self.measured += 1
         self.loudness += (loudness - self.loudness) / min(self.measured, MEMORY)
 
-    def look(self, fragment: int, sketch: DoubleArray) -> None:
+    def likeness(self, fragment: int, sketch: DoubleArray) -> float:
+        """The cosine of this contribution with the one before it to the same fragment; 0 for the first."""
         before = self.sketches.get(fragment)
-        if before is not None:
-            self.repeats = self.repeats + 1 if float(np.sum(before * sketch)) > SAME else 0
         self.sketches[fragment] = sketch
+        return 0.0 if before is None else float(np.sum(before * sketch))
+
+    def repeat(self, own: float, others: float) -> None:
+        """`others`: how like the others' contributions are to theirs before; a tiny model has one direction to go."""
+        self.repeats = self.repeats + 1 if others < SAME < own else 0
 
     def verdict(self) -> str:
         if self.repeats >= REPEATS:
@@ -121,10 +127,13 @@ class Filter:
         """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one."""
         fragment = self._plan.fragments[index]
         records = [self._known(name) for name in names]
-        for record, delta in zip(records, deltas, strict=True):
-            record.look(index, agree.sketch(delta))
+        pairs = zip(records, deltas, strict=True)
+        likeness = np.array([record.likeness(index, agree.sketch(delta)) for record, delta in pairs])
         norms = agree.tensor_norms(fragment, deltas)
         if len(names) >= MAJORITY:
+            others = _median_without_each(likeness[:, np.newaxis])[:, 0]
+            for record, own, theirs in zip(records, likeness, others, strict=True):
+                record.repeat(float(own), float(theirs))
             factors, agreements = self._among_many(fragment, deltas, norms, records)
         else:
             factors, agreements = self._among_few(fragment, deltas, norms, momentum)
