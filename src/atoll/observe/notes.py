@@ -14,6 +14,8 @@ NOTABLE = {
     "alarm": "bold red",
     "unbalanced": "bold red",
     "low_share": "bold red",
+    "suspect": "bold red",
+    "above": "bold yellow",
     "chaos": "bold",
     "fault": "bold red",
     "mended": "dim",

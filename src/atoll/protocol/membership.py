@@ -62,10 +62,22 @@ class Learner:
     """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
     loss: float | None = None
+    agreement: float | None = None
+    """Of its last contribution with the others' …"""
+    influence: float | None = None
+    """… and its share of that merge."""
+    suspect: str = ""
+    """Why what it gives is not trusted; empty: it is."""
     misses: int = 0
     strikes: int = 0
+    declared: int = 0
+    """The most tokens that one of its steps has, as it said when it joined; 0: it said nothing."""
     usual: Usual = field(default_factory=Usual)
     """What this life has claimed so far."""
+    above: str = ""
+    """How far its tokens per step are above the others'; empty: they are not, or it was not looked at yet."""
+    compared_at: int = 0
+    """The step at which its tokens per step are next held against the others'."""
     step_s: Average = field(default_factory=Average)
     answer_s: Average = field(default_factory=Average)
     """From being asked to its whole answer."""
@@ -163,6 +175,7 @@ class Membership:
             budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
             draining=self.asked_to_leave.get(hello.session, ""),
+            declared=hello.tokens_per_step,
         )
         self._add(learner)
         return learner, True
@@ -191,7 +204,7 @@ class Membership:
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
-        learner.protocol = hello.protocol
+        learner.protocol, learner.declared = hello.protocol, learner.declared or hello.tokens_per_step
         same = hello.run == run and hello.incarnation == learner.incarnation
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"

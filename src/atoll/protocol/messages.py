@@ -40,12 +40,13 @@ NEW_MESSAGES = frozenset({"Drain"})
 NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Hello": frozenset({"tokens_per_step"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
     "Welcome": frozenset({"protocol"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
-NEW_SETTINGS = frozenset({"weight_limit"})
+NEW_SETTINGS = frozenset({"weight_limit", "weight_limits"})
 
 
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
@@ -87,6 +88,8 @@ class Hello(Message, frozen=True):
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MANY)] = ()
     data: Line = ""
     """A digest of what it trains on, where the script names one."""
+    tokens_per_step: Number = 0
+    """The most tokens that one of its steps has, as it declares; 0: it declares nothing."""
 
 
 class Progress(Message, frozen=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from atoll.protocol.bounds import Name
 from atoll.protocol.errors import ConfigError
 
 USUAL = 24
@@ -70,8 +72,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refused contributions in a row that send a learner into quarantine."""
-    weight_limit: float = 8.0
+    weight_limit: float = 2.0
     """No contribution counts for more than this many times the median of the others in its round; of two, none does."""
+    weight_limits: Annotated[dict[Name, float], Meta(max_length=1024)] = {}
+    """The same for single learners, by name, where the operator allows them more."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)
@@ -99,10 +103,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
             )
-        if not (self.weight_limit >= 1.0 and isfinite(self.weight_limit)):
-            raise ConfigError(
-                f"weight_limit = {self.weight_limit} is not a number of 1 (the median itself) or more: 8 is the default"
-            )
+        for limit in (self.weight_limit, *self.weight_limits.values()):
+            if not (limit >= 1.0 and isfinite(limit)):
+                raise ConfigError(
+                    f"weight_limit = {limit} is not a number of 1 (the median itself) or more: 2 is usual"
+                )
         if not 0.0 <= self.grace_share < 1.0:
             raise ConfigError(f"grace_share = {self.grace_share} must be at least 0 and below 1")
         for name in (
