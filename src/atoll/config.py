@@ -38,6 +38,8 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """μ."""
     norm_limit: float = 10.0
     """A contribution whose norm per step is this many times the running median is refused."""
+    robust: bool = False
+    """What points against the others, or is far larger, is shortened or left out before the merge; suspects whole."""
 
     def __post_init__(self) -> None:
         self.make()

@@ -91,6 +91,29 @@ def test_one_broken_value_breaks_the_norm(broken: float, place: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_dot_product_is_the_lanes_in_order(size: int) -> None:
+    a, b = draw(size), draw(size, 1)
+    padded = np.zeros(-(-size // LANES) * LANES)
+    padded[:size] = a.astype(np.float64) * b.astype(np.float64)
+    lanes: DoubleArray = np.add.accumulate(padded.reshape(-1, LANES), axis=0)[-1]
+    assert kernels.dot(kernels.read_only(a), kernels.read_only(b)) == float(np.add.accumulate(lanes)[-1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sketch_adds_rows_with_the_sign_of_their_number(size: int) -> None:
+    values, out = draw(size), np.zeros(16)
+    kernels.sketch(kernels.read_only(values), out)
+    padded = np.zeros(-(-size // 16) * 16)
+    padded[:size] = values
+    expected = np.zeros(16)
+    for row, part in enumerate(padded.reshape(-1, 16)):
+        mixed = (row + 1) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 % 2**64
+        expected += part if mixed >> 63 == 0 else -part
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_scale_rows(size: int) -> None:
     values, factors = draw(size * 2), draw(2, 1)
     expected: FloatArray = (values.reshape(2, size) * factors[:, np.newaxis]).ravel()
@@ -119,7 +142,7 @@ def test_sgd_is_its_equation(size: int) -> None:
 
 REAL_USE = """
 import numpy as np
-from atoll.numerics import kernels, merge, outer, codec, screen, fragments
+from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter
 from atoll.protocol.messages import TensorSpec
 
 def kinds():
@@ -134,6 +157,11 @@ x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
 for rule in merge.RULES:
     merge.merge(fragment, [x, received], [1.0, 2], y, rule)
+factors = [np.full(1, 0.5, np.float32), np.ones(1, np.float32)]
+merge.merge(fragment, [x, received], [1.0, 2], y, "rda-row", factors)
+plan = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1)
+filter.Filter(plan).judge(0, ["a", "b", "c"], [x, received, y], x)
+filter.Filter(plan).judge(0, ["a"], [received], x)
 for name in ("nesterov", "sgd"):
     outer.make_outer(name, 0.7, 0.5).step(received, y, {"momentum": x}, received)
     outer.make_outer(name, 0.7, 0.5).step(y, y, {"momentum": x}, x)

@@ -241,3 +241,41 @@ def test_inputs_are_left_alone() -> None:
     for rule in RULES:
         merged(deltas, weights, rule)
     assert [delta.tobytes() for delta in deltas] == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_left_out_of_a_tensor_is_as_if_it_were_not_there(rule: str) -> None:
+    deltas, weights = draw(4, seed=7)
+    factors = [np.ones(3, np.float32) for _ in deltas]
+    factors[2][1] = 0.0
+    out = np.full(FRAGMENT.size, np.nan, np.float32)
+    merge(FRAGMENT, deltas, weights, out, rule, factors)
+    without = merged([one for n, one in enumerate(deltas) if n != 2], [weights[n] for n in (0, 1, 3)], rule)
+    whole = merged(deltas, weights, rule)
+    for part, expected in zip(PARTS, (whole, without, whole), strict=True):
+        assert out[part].tobytes() == expected[part].tobytes()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_factor_below_one_shortens_and_factors_of_one_change_no_bit(rule: str) -> None:
+    deltas, weights = draw(3, seed=8)
+    ones = [np.ones(3, np.float32) for _ in deltas]
+    out = np.empty(FRAGMENT.size, np.float32)
+    merge(FRAGMENT, deltas, weights, out, rule, ones)
+    assert out.tobytes() == merged(deltas, weights, rule).tobytes()
+    ones[0] = np.full(3, 0.25, np.float32)
+    merge(FRAGMENT, deltas, weights, out, rule, ones)
+    assert out.tobytes() == merged([np.float32(0.25) * deltas[0], *deltas[1:]], weights, rule).tobytes()
+
+
+def test_a_round_of_which_nothing_is_left_is_void() -> None:
+    deltas, weights = draw(2, seed=9)
+    with pytest.raises(ValueError, match="leaves out every contribution"):
+        merge(FRAGMENT, deltas, weights, deltas[0].copy(), "mean", [np.zeros(3, np.float32)] * 2)
+
+
+def test_a_tensor_that_nobody_gives_does_not_move() -> None:
+    deltas, weights = draw(2, seed=9)
+    out, factor = np.empty(FRAGMENT.size, np.float32), np.array([1, 0, 1], np.float32)
+    merge(FRAGMENT, deltas, weights, out, "rda", [factor, factor])
+    assert not out[PARTS[1]].any() and out[PARTS[0]].any()

@@ -283,8 +283,33 @@ def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float,
     members = tuple(replace(share, weight=weight) for share, weight in zip(BACK, weights, strict=True))
     record = Merged(0, 0, 1, 1, "all reported", members, "digest")
     if not wrong:
-        tallies.merged_round(record, 8.0)
+        tallies.merged_round(record, Settings(weight_limit=8.0))
         return
     with pytest.raises(Wrong) as caught:
-        tallies.merged_round(record, 8.0)
+        tallies.merged_round(record, Settings(weight_limit=8.0))
+    assert wrong in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weight", "limit", "wrong"),
+    [
+        (640.0, 2.0, ""),
+        (320.0, 1.0, ""),
+        (2560.0, 8.0, "c (incarnation 1) may weigh 8 times the others, allowed are 2"),
+        (34816.0, 2.0, "c (incarnation 1) weighs 34816.0, but 4352 tokens in 544 steps weigh 34816.0, or 640.0"),
+    ],
+)
+def test_a_weight_is_what_its_limit_leaves_and_the_limit_what_the_run_allows(
+    weight: float, limit: float, wrong: str
+) -> None:
+    tallies = Tallies(2)
+    for share in BACK:
+        tallies.joined(Joined(share.learner, 1, share.learner, 0))
+    members = (*(replace(share, limit=2.0) for share in BACK[:2]), replace(BACK[2], weight=weight, limit=limit))
+    record = Merged(0, 0, 1, 1, "all reported", members, "digest")
+    if not wrong:
+        tallies.merged_round(record, Settings())
+        return
+    with pytest.raises(Wrong) as caught:
+        tallies.merged_round(record, Settings())
     assert wrong in str(caught.value)

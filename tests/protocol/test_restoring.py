@@ -114,7 +114,7 @@ def test_a_suspect_goes_into_quarantine_and_nobody_else() -> None:
     world = trained(8)
     score(world, 1.0)
     world.run_until(round=14)
-    world.syncer.members.learners["learner-1"].suspect = True
+    world.syncer.members.learners["learner-1"].suspect = "it points against the others"
     score(world, None)
     world.run(world.now + 0.5)
     sent = [one.learner for _, one in world.log if isinstance(one, fx.Send) and isinstance(one.message, Recover)]

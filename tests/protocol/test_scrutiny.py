@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.protocol.world import World
+from tests.protocol.world import TENSORS, World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.messages import Contribution, FromLearner, Progress, Recover, Register
-from atoll.protocol.records import Merged
+from atoll.protocol.messages import PROTOCOL, Contribution, FromLearner, Hello, Progress, Recover, Register
+from atoll.protocol.records import Joined, Merged
 from atoll.simulate.promises import Violation
 
 
@@ -186,14 +186,95 @@ def test_the_simulator_does_not_let_an_honest_claim_be_refused() -> None:
 
 
 def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
-    """One of four has steps of forty times the tokens, honestly: it counts for two fifths, also in the journal."""
-    world = World(4, fragments=1, sync_every=4, weight_limit=2.0)
+    """One of four has steps of forty times the tokens, honestly: it counts like any other at first, then for two
+    fifths, also in the journal."""
+    world = World(4, fragments=1, sync_every=4)
     world.islands["learner-3"].tokens_per_step = 400
-    world.run_until(round=6)
-    note = world.round_note(5)
-    assert "weight limited to 2 times the median of the others: learner-3 from" in note["reason"]
+    world.run_until(round=20)
+    assert share_of(world, 3, "learner-3") == pytest.approx(1 / 4)
+    note = world.round_note(19)
+    assert "weight limited by the median of the others: learner-3 from" in note["reason"]
     weights = {member["learner"]: member["weight"] for member in note["members"]}
     assert weights["learner-3"] == pytest.approx(2 / 5 * sum(weights.values()))
     persisted = [record for _, effect in world.log if isinstance(effect, fx.Persist) for record in effect.records]
-    merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 5)
+    merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 19)
     assert {share.learner: share.weight for share in merged.members} == weights and merged.reason == note["reason"]
+
+
+def test_the_operator_can_allow_one_learner_more() -> None:
+    world = World(4, fragments=1, sync_every=4, weight_limits={"learner-3": 3.0})
+    world.islands["learner-3"].tokens_per_step = 400
+    world.run_until(round=4)
+    assert share_of(world, 3, "learner-3") == pytest.approx(1 / 2)
+
+
+def share_of(world: World, number: int, learner: str) -> float:
+    weights = {member["learner"]: member["weight"] for member in world.round_note(number)["members"]}
+    return float(weights[learner] / sum(weights.values()))
+
+
+# ---- tokens per step that were declared -----------------------------------------------------------------------------
+
+
+def declared(tokens_per_step: int, **settings: Any) -> Trusting:
+    """Three learners of 10 tokens per step; the first has declared how many it has at most."""
+    world = at_work(3, **settings)
+    world.syncer.members.learners["learner-0"].declared = tokens_per_step
+    return world
+
+
+def test_what_a_learner_declares_when_it_joins_is_journaled_and_told() -> None:
+    world = Trusting(2, fragments=2, sync_every=4)
+    hello = Hello(protocol=PROTOCOL, learner="large", session="s", tensors=TENSORS, tokens_per_step=4096)
+    effects = world.inject(fx.Greeted(hello))
+    persisted = [record for effect in effects if isinstance(effect, fx.Persist) for record in effect.records]
+    assert [(one.learner, one.declared) for one in persisted if isinstance(one, Joined)] == [("large", 4096)]
+    assert [e.data["declared"] for e in effects if isinstance(e, fx.Note) and e.kind == "joined"] == [4096]
+
+
+def test_a_hello_with_tokens_below_zero_is_refused() -> None:
+    world = Trusting(2, fragments=2, sync_every=4)
+    hello = Hello(protocol=PROTOCOL, learner="x", session="s", tensors=TENSORS, tokens_per_step=-1)
+    assert "a hello with -1 tokens per step" in refusals(world.inject(fx.Greeted(hello)))[0]
+    assert "x" not in world.syncer.members.learners
+
+
+def test_a_report_of_more_tokens_than_were_declared_is_refused() -> None:
+    """Seven times its tokens is within what chance brings (claims.TIMES), but not what it said it has."""
+    world = declared(10)
+    report = last_report(world)
+    said = refusals(boast(world, report, 71))
+    assert said == ["71 tokens in 1 steps, where 10 per step were declared when it joined"]
+    known, scrutiny = world.syncer.members.learners["learner-0"], world.syncer.hearing.scrutiny
+    three = msgspec.structs.replace(report, t=known.t + 3, tokens_total=known.tokens_total + 30)
+    assert scrutiny.report(world.agenda.now, known, three) is None
+    known.declared = 0
+    seven = msgspec.structs.replace(report, t=known.t + 1, tokens_total=known.tokens_total + 71)
+    assert scrutiny.report(world.agenda.now, known, seven) is None, "nothing was declared"
+
+
+def test_a_contribution_of_more_tokens_than_were_declared_is_refused() -> None:
+    _, effects = answer(declared(10))
+    assert refusals(effects) == []
+    fewer = {"steps": lambda given: given.steps - 1}
+    _, effects = answer(declared(10), **fewer)
+    assert "where 10 per step were declared when it joined" in refusals(effects)[0]
+    _, effects = answer(declared(0), **fewer)
+    assert refusals(effects) == [], "nothing was declared"
+
+
+def test_one_with_far_more_tokens_per_step_than_the_others_is_told_of_once() -> None:
+    """As 7x claims from the first step on: nothing is refused, its weight is limited, and the events name it."""
+    world = World(4, fragments=2, sync_every=4)
+    world.islands["learner-3"].tokens_per_step = 70
+    world.run_until(seconds=120)
+    (told,) = world.said("above")
+    assert told.data["learner"] == "learner-3" and "70 tokens per step, 7 times the median of the others" in told.text
+    assert share_of(world, world.syncer.committed - 1, "learner-3") <= 2 / 5 + 1e-9
+
+
+def test_one_that_the_operator_allows_more_is_not_told_of() -> None:
+    world = World(4, fragments=2, sync_every=4, weight_limits={"learner-3": 8.0})
+    world.islands["learner-3"].tokens_per_step = 70
+    world.run_until(seconds=120)
+    assert world.said("above") == []

@@ -46,12 +46,22 @@ def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
         ("outer_momentum=0.25", "momentum", 0.25),
         ("merge=mean", "merge", "mean"),
         ("norm_limit=4", "norm_limit", 4.0),
+        ("robust=true", "robust", True),
     ],
 )
 def test_the_outer_step_changes_by_its_own_words(word: str, name: str, value: object) -> None:
     asked = change(history(), [word])
     assert asked is not None and asked.outer[name] == value
     assert asked.settings == history().settings
+
+
+def test_one_learner_may_be_allowed_more() -> None:
+    asked = change(history(), ["weight_limit.large=8", "weight_limit.larger=9.5"])
+    assert asked is not None and asked.settings.weight_limits == {"large": 8.0, "larger": 9.5}
+    run = history()
+    run.apply(Changed(asked.settings, asked.outer, asked.what))
+    again = change(run, ["weight_limit.large=1"])
+    assert again is not None and again.settings.weight_limits == {"large": 1.0, "larger": 9.5}
 
 
 def test_the_last_of_two_words_for_one_thing_counts() -> None:
@@ -109,6 +119,8 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
         ("steps=-1", "steps = -1 is too small"),
         ("lost_after_s=1", "lost_after_s = 1.0 is under two heartbeats"),
         ("norm_limit=0.5", "norm_limit = 0.5 must be above 1"),
+        ("weight_limit.large=0.5", "weight_limit = 0.5 is not a number of 1"),
+        ("weight_limit.=2", "'weight_limit.' cannot change while a run goes on: did you mean 'weight_limit'?"),
         ("outer_lr=-1", "-1"),
         ("outer_lr=nan", "nan"),
     ],

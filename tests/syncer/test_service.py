@@ -316,7 +316,7 @@ async def test_the_welcome_says_what_both_sides_speak(stage: Stage) -> None:
     welcome = await stage.join("a").until(Welcome)
     assert (welcome.protocol, welcome.settings.weight_limit) == (2, 4.0)
     welcome = await stage.join("b", protocol=1).until(Welcome)
-    assert (welcome.protocol, welcome.settings.weight_limit) == (1, 8.0), "version 1 knows no such setting"
+    assert (welcome.protocol, welcome.settings.weight_limit) == (1, 2.0), "version 1 knows no such setting"
 
 
 async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> None:

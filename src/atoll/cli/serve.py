@@ -46,6 +46,7 @@ def syncer(
     guard: Annotated[
         Literal["off", "alarm", "rollback"] | None, typer.Option(help="When the validation loss becomes much worse.")
     ] = None,
+    robust: Annotated[bool | None, typer.Option("--robust", help="Leave out who points against the others.")] = None,
     port: Annotated[int, typer.Option(help="Where to listen; 0 for any.")] = 7077,
     bind: Annotated[
         str | None, typer.Option(help="The address to listen on; others than this machine's own need --keys.")
@@ -88,17 +89,18 @@ def syncer(
     rules: dict[str, int | str | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     rules |= {"quorum": quorum, "guard": guard}
     if resume is not None or standby is not None:
-        if out is not None or config is not None or force or (resume is not None and standby is not None):
+        other = out is not None or config is not None or force or robust is not None
+        if other or (resume is not None and standby is not None):
             raise ConfigError(
                 "--resume and --standby name a run that lies there: give one of them, "
-                "and leave --out, --config and --force out"
+                "and leave --out, --config, --force and --robust out (atoll set robust=true changes a run)"
             )
         if resume is not None:
             _resume(resume, door, rules)
         elif standby is not None:
             _stand_by(standby, door, rules)
         return
-    changes: dict[str, dict[str, Any]] = {"protocol": rules, "service": door}
+    changes: dict[str, dict[str, Any]] = {"protocol": rules, "outer": {"robust": robust}, "service": door}
     settings = convert(merged(document_of(config), changes), str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)

@@ -124,6 +124,9 @@ def train(
     codec: Annotated[Codec | None, typer.Option(help="How contributions travel.", rich_help_panel=RULES)] = None,
     plan: Annotated[PlanKind | None, typer.Option(help="How tensors become fragments.", rich_help_panel=RULES)] = None,
     merge: Annotated[MergeRule | None, typer.Option(help="Many contributions into one.", rich_help_panel=OUTER)] = None,
+    robust: Annotated[
+        bool | None, typer.Option("--robust", help="Leave out who points against the others.", rich_help_panel=OUTER)
+    ] = None,
     outer_lr: Annotated[float | None, typer.Option(help="η.", rich_help_panel=OUTER)] = None,
     outer_momentum: Annotated[float | None, typer.Option(help="μ.", rich_help_panel=OUTER)] = None,
     depth: Annotated[int | None, typer.Option(help="The one dial of the GPT's size.", rich_help_panel=WORK)] = None,
@@ -162,7 +165,7 @@ def train(
             "codec": codec,
             "plan": plan,
         },
-        "outer": {"merge": merge, "lr": outer_lr, "momentum": outer_momentum},
+        "outer": {"merge": merge, "lr": outer_lr, "momentum": outer_momentum, "robust": robust},
         "service": {"port": port, "evaluate_every": evaluate_every},
         "workload": {"depth": depth, "block": block, "batch": batch, "lr": lr, "data": data or None},
     }
@@ -268,7 +271,7 @@ def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bo
 
 CHANGEABLE = {
     "protocol": {key: key for key in ("learners", "steps", "tokens", "quorum", "cut_every", "guard")},
-    "outer": {"merge": "merge", "lr": "outer_lr", "momentum": "outer_momentum"},
+    "outer": {"merge": "merge", "lr": "outer_lr", "momentum": "outer_momentum", "robust": "robust"},
     "service": {"port": "", "evaluate_every": ""},
 }
 """What `--resume` takes beside the run's own settings, and its name for `atoll set`; without one it is no rule."""

@@ -140,7 +140,14 @@ class Courier:
         match frame:
             case Start():
                 self._start = frame
-                self._machine = Learner(frame.learner, frame.session, frame.tensors, frame.data, kept=frame.kept)
+                self._machine = Learner(
+                    frame.learner,
+                    frame.session,
+                    frame.tensors,
+                    frame.data,
+                    kept=frame.kept,
+                    tokens_per_step=frame.tokens_per_step,
+                )
                 if not frame.boxed:
                     self._dial()
             case Box():

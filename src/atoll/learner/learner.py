@@ -41,6 +41,7 @@ class Learner:
     its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered for it; its
     options (learning rate, betas) stay the script's own. `data` is a digest of what it trains on: it is noted in the
     run, and learners whose digests differ are warned of.
+    `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Learner:
         name: str | None = None,
         seed: int | None = None,
         data: str = "",
+        tokens_per_step: int = 0,
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -61,7 +63,9 @@ class Learner:
         self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
         url = syncer or os.environ.get("ATOLL_SYNCER", "")
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
-        self._joining = Joining(url, self.name, seed, data, join_wait_s)
+        if tokens_per_step < 0:
+            raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
+        self._joining = Joining(url, self.name, seed, data, join_wait_s, operator.index(tokens_per_step))
         self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)
@@ -143,6 +147,11 @@ class Learner:
         tokens = operator.index(tokens)
         if tokens < 0:
             raise ValueError(f"tokens = {tokens} is below zero")
+        if 0 < self._joining.tokens_per_step < tokens:
+            raise ValueError(
+                f"tokens = {tokens} is more than the {self._joining.tokens_per_step} that were declared: "
+                "name the most that a step can have, Learner(tokens_per_step=...)"
+            )
         self._tally.stepped(tokens)
         if self._stay is not None:
             self._stay.stepped(tokens, loss)

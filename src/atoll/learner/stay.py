@@ -65,6 +65,8 @@ class Joining:
     """A digest of what it trains on."""
     wait_s: float
     """How long it waits for the run's parameters before training begins without them."""
+    tokens_per_step: int = 0
+    """The most that a step has, where the script says so."""
 
 
 class Stay:
@@ -157,7 +159,8 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, who.data, self._kept)
+        known = (who.data, self._kept, who.tokens_per_step)
+        start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:

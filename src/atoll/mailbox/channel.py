@@ -46,6 +46,8 @@ class Start(Frame, frozen=True):
     data: str = ""
     kept: bool = False
     """Its inner optimizer comes out of a cut: it takes no peer's."""
+    tokens_per_step: int = 0
+    """The most that a step has, where the script says so."""
 
 
 class Box(Frame, frozen=True):

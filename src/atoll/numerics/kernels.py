@@ -86,6 +86,36 @@ def square_norms(values: FloatArray, out: DoubleArray) -> None:
 
 
 @kernel
+def dot(a: FloatArray, b: FloatArray) -> float:
+    """Σ a b in float64, over the same lanes as a norm."""
+    lanes = np.zeros(LANES, np.float64)
+    for start in range(0, a.size, LANES):
+        left, right = a[start : start + LANES], b[start : start + LANES]
+        for j in range(left.size):
+            lanes[j] += np.float64(left[j]) * np.float64(right[j])
+    total = 0.0
+    for j in range(LANES):
+        total += lanes[j]
+    return total
+
+
+@kernel
+def sketch(values: FloatArray, out: DoubleArray) -> None:
+    """out[i mod B] ← Σ ± values[i], the sign of each row of B elements drawn by its number: a random projection."""
+    size = out.size
+    for row in range((values.size + size - 1) // size):
+        mixed = np.uint64(row + 1) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        part = values[row * size : (row + 1) * size]
+        if (mixed >> np.uint64(63)) == np.uint64(0):
+            for j in range(part.size):
+                out[j] += np.float64(part[j])
+        else:
+            for j in range(part.size):
+                out[j] -= np.float64(part[j])
+
+
+@kernel
 def scale_rows(values: FloatArray, factors: FloatArray) -> None:
     """Row r ← f[r] · row r, in place."""
     width = values.size // factors.size
@@ -152,6 +182,8 @@ def warm() -> None:
     given, halves, one = read_only(x), np.zeros(2, np.uint16), np.float32(1)
     accumulate(y, (given,) * GROUP, read_only(np.ones((1, GROUP), np.float32)), 2, True)
     square_norms(given, np.empty(1, np.float64))
+    dot(given, given)
+    sketch(given, np.zeros(2, np.float64))
     scale_rows(y, read_only(np.ones(1, np.float32)))
     nesterov(y, z, given, one, one)
     sgd(y, given, one)

@@ -6,6 +6,7 @@
 
 Rules kept here:
 - embeddings always use the mean; so does whatever has no common direction, because the directions cancel;
+- what the filter leaves out of a tensor is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
 - sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits.
 
@@ -37,12 +38,23 @@ def weigh(tokens: int, steps: int) -> float:
 
 
 def merge(
-    fragment: Fragment, deltas: Sequence[FloatArray], weights: Sequence[float], out: FloatArray, rule: str
+    fragment: Fragment,
+    deltas: Sequence[FloatArray],
+    weights: Sequence[float],
+    out: FloatArray,
+    rule: str,
+    factors: Sequence[FloatArray] = (),
 ) -> None:
-    """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0."""
+    """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0.
+
+    `factors`: of each contribution, per tensor, what the filter (filter.py) makes of it; empty: nothing.
+    """
     if rule not in RULES:
         raise ValueError(f"merge rule {rule!r} is not known: use one of {', '.join(RULES)}")
     assert all(array.shape == (fragment.size,) for array in (out, *deltas)), "every array is one whole fragment"
+    if any((one != 1).any() for one in factors):
+        _merge_filtered(fragment, deltas, weights, out, rule, factors)
+        return
     given, shares = _shares(deltas, weights)
     if len(given) == 1:
         np.copyto(out, given[0])
@@ -52,6 +64,37 @@ def merge(
         for tensor, start in zip(fragment.tensors, fragment.offsets, strict=True):
             part = slice(start, start + elements(tensor))
             _merge_tensor(tensor, [delta[part] for delta in given], shares, out[part], rule)
+
+
+def _merge_filtered(
+    fragment: Fragment,
+    deltas: Sequence[FloatArray],
+    weights: Sequence[float],
+    out: FloatArray,
+    rule: str,
+    factors: Sequence[FloatArray],
+) -> None:
+    """Tensor by tensor: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
+    if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
+        raise ValueError("the filter leaves out every contribution of the round")
+    for n, (tensor, start) in enumerate(zip(fragment.tensors, fragment.offsets, strict=True)):
+        part = slice(start, start + elements(tensor))
+        all_of = zip(deltas, weights, factors, strict=True)
+        kept = [(_scaled(delta[part], factor[n]), weight) for delta, weight, factor in all_of if factor[n] * weight > 0]
+        if not kept:
+            out[part] = 0.0
+            continue
+        given, shares = _shares([delta for delta, _ in kept], [weight for _, weight in kept])
+        if len(given) == 1:
+            np.copyto(out[part], given[0])
+        elif rule == "mean":
+            _mean(given, shares, out[part])
+        else:
+            _merge_tensor(tensor, given, shares, out[part], rule)
+
+
+def _scaled(values: FloatArray, factor: np.float32) -> FloatArray:
+    return values if factor == 1 else values * factor
 
 
 def _shares(deltas: Sequence[FloatArray], weights: Sequence[float]) -> tuple[list[FloatArray], DoubleArray]:

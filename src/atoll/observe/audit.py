@@ -192,7 +192,7 @@ class Audit:
             raise Wrong(
                 f"round {record.round} makes fragment {record.fragment} version {record.version}, after {before}"
             )
-        self.tallies.merged_round(record, self.history.settings.weight_limit)
+        self.tallies.merged_round(record, self.history.settings)
         for share in record.members:
             if share.position > 0 and self.tallies.is_open(share.learner, share.incarnation):
                 self._check_position(record.round, share.learner, share.incarnation, share.position)

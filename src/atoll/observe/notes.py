@@ -15,6 +15,8 @@ NOTABLE = {
     "restored": "bold red",
     "unbalanced": "bold red",
     "low_share": "bold red",
+    "suspect": "bold red",
+    "above": "bold yellow",
     "chaos": "bold",
     "fault": "bold red",
     "mended": "dim",

@@ -23,7 +23,8 @@ from atoll.observe.findings import Wrong
 from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import Gone, Joined, Merged, Share
-from atoll.protocol.weights import limited
+from atoll.protocol.settings import Settings
+from atoll.protocol.weights import limited, under_median
 
 Given = tuple[int, int]
 """Of a contribution that was merged: the version it went into, and its step."""
@@ -128,7 +129,7 @@ class Tallies:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def merged_round(self, record: Merged, weight_limit: float) -> None:
+    def merged_round(self, record: Merged, settings: Settings) -> None:
         names = [share.learner for share in record.members]
         if not names:
             raise Wrong(f"round {record.round} is merged from nothing")
@@ -136,7 +137,7 @@ class Tallies:
             raise Wrong(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
         for share in record.members:
             self._take(record, share)
-        _check_weights(record, weight_limit)
+        _check_weights(record, settings)
 
     def _take(self, record: Merged, share: Share) -> None:
         who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
@@ -175,12 +176,18 @@ def _check_share(who: str, version: int, share: Share) -> None:
         raise Wrong(f"{who} is merged into version {version} on a base of version {share.base}")
 
 
-def _check_weights(record: Merged, limit: float) -> None:
-    """All as they come, or all within the limit: one that alone was made smaller or larger is neither."""
+def _check_weights(record: Merged, settings: Settings) -> None:
+    """All as the rules make them. Before limits were written down with each share, a round was within the run's limit,
+    or (older still) all as they come: one that alone was made smaller or larger is neither."""
     plain = [share.tokens * (share.tokens / share.steps) for share in record.members]
-    within = limited(plain, limit)
     found = [share.weight for share in record.members]
-    if found in (plain, within):
+    if any(share.limit for share in record.members):
+        _check_limits(record, settings)
+        within = limited(plain, [share.limit for share in record.members])
+    else:
+        within = under_median(plain, [settings.weight_limit] * len(plain))
+        within = plain if found == plain else within
+    if found == within:
         return
     all_of = zip(record.members, plain, within, strict=True)
     share, weight, least = next((share, weight, least) for share, weight, least in all_of if share.weight != least)
@@ -189,6 +196,16 @@ def _check_weights(record: Merged, limit: float) -> None:
         f"round {record.round}: {_who(share.learner, share.incarnation)} weighs {share.weight!r}, "
         f"but {share.tokens} tokens in {share.steps} steps weigh {weight!r}{or_less}"
     )
+
+
+def _check_limits(record: Merged, settings: Settings) -> None:
+    for share in record.members:
+        allowed = settings.weight_limits.get(share.learner, settings.weight_limit)
+        if not (share.limit == allowed or 1.0 == share.limit <= allowed):
+            who = _who(share.learner, share.incarnation)
+            raise Wrong(
+                f"round {record.round}: {who} may weigh {share.limit:g} times the others, allowed are {allowed:g}"
+            )
 
 
 def _check_once(who: str, last: Given | None, share: Share) -> None:

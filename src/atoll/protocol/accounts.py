@@ -35,7 +35,8 @@ class Accounts:
     def open(self, learner: Learner) -> None:
         before = self.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else 0
-        self.out.persist(Joined(learner.name, learner.incarnation, learner.session, learner.t, origin))
+        joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
+        self.out.persist(Joined(*joined))
 
     def own(self, learner: Learner, token: str) -> None:
         """Its name is that token's: also a syncer that takes over knows whose it is."""

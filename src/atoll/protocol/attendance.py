@@ -61,7 +61,8 @@ class Attendance:
         self.beginning.greeted(hello)
         self._welcome(learner)
         word = "joined" if new else "came back"
-        self.out.note("joined", f"{learner.name} {word} (incarnation {learner.incarnation})", learner)
+        text = f"{learner.name} {word} (incarnation {learner.incarnation})"
+        self.out.note("joined", text, learner, declared=learner.declared)
         self._tell_again(learner)
 
     def _turn_off(self, before: Learner | None, hello: Hello, wrong: str) -> None:

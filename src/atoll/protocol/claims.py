@@ -10,6 +10,10 @@ Rules kept here, each with its test:
 - a life of fewer than `STEPS` steps has no usual of its own: its tokens per step are held to `TIMES_NEW` times those of
   the median of the others, where there are several. That leaves room for other hardware; what is within it, the weight
   limit holds (weights.py);
+- whoever declares its tokens per step when it joins is held to that: no report and no contribution has more in its
+  steps. Who declares nothing is judged by what is usual alone;
+- whose steps have over `ABOVE` times the tokens of the median of the others is told of, once: it may have larger
+  batches, which the operator can allow it (`weight_limits`), or claim what it has not trained on;
 - nobody is judged by a usual of nothing, nor a newcomer by one learner alone, who may be the liar: all is believed.
 
 A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
@@ -27,6 +31,8 @@ TIMES = 8.0
 """So many times the usual is beyond what chance brings."""
 TIMES_NEW = TIMES * TIMES
 """The same, of one of whom nothing is known yet but what the others are like."""
+ABOVE = 3.0
+"""So many times the others' tokens per step are told of."""
 STEPS = 32
 """Of one life, before it is judged by them."""
 
@@ -101,3 +107,17 @@ def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -
     if per_step <= (TIMES if own.known else TIMES_NEW) * measure:
         return None
     return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"
+
+
+def beyond_declared(steps: int, tokens: int, declared: int) -> str | None:
+    """Whether so many steps can have so many tokens; `declared`: of one step at most, 0 for not at all."""
+    if not declared or tokens <= declared * max(1, steps):
+        return None
+    return f"{tokens} tokens in {max(1, steps)} steps, where {declared} per step were declared when it joined"
+
+
+def above_others(per_step: float, others: Sequence[float]) -> str | None:
+    """Whether its steps have far more tokens than those of the others, of which there are several."""
+    if len(others) < 2 or per_step <= ABOVE * (measure := middle(list(others))):
+        return None
+    return f"{per_step:.4g} tokens per step, {per_step / measure:.3g} times the median of the others"

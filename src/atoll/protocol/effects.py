@@ -88,6 +88,20 @@ class Uploading(Fact, frozen=True):
     size: int
 
 
+class Judged(Fact, frozen=True):
+    """What the filter found of one member's contribution (numerics/filter.py)."""
+
+    learner: str
+    agreement: float
+    """Its median cosine with the others'."""
+    influence: float
+    """Its share of the merge, of all members' together."""
+    factors: bytes = b""
+    """Per tensor, as float32, what was left of it; empty: all of it."""
+    suspect: str = ""
+    """Why its learner is suspect; empty: it is not."""
+
+
 class Merged(Fact, frozen=True):
     """Event: the new version of a round's fragment lies ready to be committed."""
 
@@ -95,6 +109,8 @@ class Merged(Fact, frozen=True):
     digest: str
     merge_s: float = 0.0
     marks: bytes = b""
+    judged: tuple[Judged, ...] = ()
+    """Of each member, in order; empty: nobody was judged."""
 
 
 class Unmergeable(Fact, frozen=True):
@@ -146,7 +162,7 @@ class ChangeAsked(Fact, frozen=True):
     """Event: the operator changes settings while the run goes on; `reopen`: a run that was ended goes on too."""
 
     settings: Settings
-    outer: dict[str, str | float]
+    outer: dict[str, str | float | bool]
     what: str
     reopen: bool = False
 
@@ -257,7 +273,7 @@ class CompleteCut(Fact, frozen=True):
 class Retune(Fact, frozen=True):
     """Effect: the outer step follows these settings from the next merge on."""
 
-    outer: dict[str, str | float]
+    outer: dict[str, str | float | bool]
 
 
 class Commit(Fact, frozen=True):

@@ -48,7 +48,7 @@ class Gathering:
     def deadline_of(self, one: Learner) -> float:
         """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
         is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner
-        until it has answered, or has missed a pull. It may have to come to its next boundary first, but no round is held
+        until it has answered or missed a pull. It may have to come to its next boundary first, but no round is held
         up for longer than the overlap that all are meant to have."""
         usual_s, answer_s = self.members.step_s(), one.answer_s.value
         if answer_s is None:

@@ -69,6 +69,7 @@ class Hearing:
             self.out.note("leaving", text, learner, t=learner.t)
         if self.course.phase == "running":
             self.shares.reported(learner)
+            self._compare(learner)
         if not said.seeking:
             self.peers.gave_up(learner)
         if learner.state == "joining" and self.course.phase != "empty" and self._has_recovered(said):
@@ -76,6 +77,15 @@ class Hearing:
         same = not self.rounds.gathering.watch(now)
         self.rounds.gathering.stepped(learner)
         return same and learner.live and not learner.stopped
+
+    def _compare(self, learner: Learner) -> None:
+        """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""
+        allowed = learner.name in self.members.settings.weight_limits
+        if allowed or learner.above or (text := self.scrutiny.above(learner)) is None:
+            return
+        learner.above = text
+        limit = f"its weight is limited; `atoll set RUN weight_limit.{learner.name}=8` allows it more"
+        self.out.note("above", f"{learner.name} has {text}: {limit}", learner, declared=learner.declared)
 
     def _has_recovered(self, said: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""

@@ -63,7 +63,7 @@ class State(msgspec.Struct, array_like=True):
 
     begun: Begun
     settings: Settings
-    outer: dict[str, str | float]
+    outer: dict[str, str | float | bool]
     term: int
     started: bool
     versions: list[int]

@@ -41,14 +41,21 @@ Phase = Literal["out", "joining", "training", "ending", "finished"]
 
 class Learner:
     def __init__(
-        self, name: str, session: str, tensors: tuple[msg.TensorSpec, ...], data: str = "", *, kept: bool = False
+        self,
+        name: str,
+        session: str,
+        tensors: tuple[msg.TensorSpec, ...],
+        data: str = "",
+        *,
+        kept: bool = False,
+        tokens_per_step: int = 0,
     ) -> None:
         """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins."""
         self.name, self.session = name, session
         self.phase: Phase = "out"
         self.settings = Settings()
         self.wake_at: float | None = None
-        self._tensors, self._data, self._kept = tensors, data, kept
+        self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -131,6 +138,7 @@ class Learner:
             t=self.t,
             tensors=self._tensors,
             data=self._data,
+            tokens_per_step=self._declared,
             clock=self._line.clock,
             term=self.term,
         )

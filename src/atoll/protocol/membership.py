@@ -62,14 +62,26 @@ class Learner:
     """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
     loss: float | None = None
+    agreement: float | None = None
+    """Of its last contribution with the others' …"""
+    influence: float | None = None
+    """… and its share of that merge."""
+    suspect: str = ""
+    """Why what it gives is not trusted; empty: it is. When the run is rolled back it goes into quarantine."""
     misses: int = 0
     strikes: int = 0
     helper: str = ""
     """The peer whose state it goes on with, until a contribution of its own is taken."""
     distrusted: set[str] = field(default_factory=set)
     """Sessions of peers whose state it refused, or that it went into quarantine with: it takes no more of theirs."""
+    declared: int = 0
+    """The most tokens that one of its steps has, as it said when it joined; 0: it said nothing."""
     usual: Usual = field(default_factory=Usual)
     """What this life has claimed so far."""
+    above: str = ""
+    """How far its tokens per step are above the others'; empty: they are not, or it was not looked at yet."""
+    compared_at: int = 0
+    """The step at which its tokens per step are next held against the others'."""
     step_s: Average = field(default_factory=Average)
     answer_s: Average = field(default_factory=Average)
     """From being asked to its whole answer."""
@@ -77,8 +89,6 @@ class Learner:
     """Per fragment, the version its last contribution went into; −1 for none."""
     least: list[int] = field(default_factory=list)
     """Per fragment, the version that the run was last rolled back with, for all learners the same list."""
-    suspect: bool = False
-    """The rules take it for one that does harm: it goes into quarantine when the run is rolled back."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
     """Per fragment, the tokens of that contribution."""
     late: set[int] = field(default_factory=set)
@@ -178,6 +188,7 @@ class Membership:
             merged=[-1] * self.settings.fragments,
             least=self.least,
             draining=self.asked_to_leave.get(hello.session, ""),
+            declared=hello.tokens_per_step,
         )
         self._add(learner)
         return learner, True
@@ -206,7 +217,7 @@ class Membership:
 
     def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
-        learner.protocol = hello.protocol
+        learner.protocol, learner.declared = hello.protocol, learner.declared or hello.tokens_per_step
         same = hello.run == run and hello.incarnation == learner.incarnation
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"

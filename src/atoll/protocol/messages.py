@@ -41,12 +41,13 @@ NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
+    "Hello": frozenset({"tokens_per_step"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
     "Welcome": frozenset({"protocol", "least"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
-NEW_SETTINGS = frozenset({"weight_limit", "guard"})
+NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
 
 
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
@@ -88,6 +89,8 @@ class Hello(Message, frozen=True):
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MANY)] = ()
     data: Line = ""
     """A digest of what it trains on, where the script names one."""
+    tokens_per_step: Number = 0
+    """The most tokens that one of its steps has, as it declares; 0: it declares nothing."""
 
 
 class Progress(Message, frozen=True):

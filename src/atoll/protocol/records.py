@@ -40,8 +40,8 @@ class Begun(Record, frozen=True, tag="begun"):
     run: str
     settings: Settings
     """With P and H filled in."""
-    outer: dict[str, str | float]
-    """merge, optimizer, lr, momentum, norm_limit."""
+    outer: dict[str, str | float | bool]
+    """merge, optimizer, lr, momentum, norm_limit, robust."""
     tensors: tuple[TensorSpec, ...]
     fingerprint: str
     data: str = ""
@@ -65,6 +65,8 @@ class Joined(Record, frozen=True, tag="joined"):
     t: int
     origin: int = 0
     """Tokens of its process that earlier incarnations have accounted for."""
+    declared: int = 0
+    """The most tokens that one of its steps has, as it said when it joined; 0: it said nothing."""
 
 
 class Owned(Record, frozen=True, tag="owned"):
@@ -92,6 +94,10 @@ class Share(Record, frozen=True):
     """Its tokens of all time when the copy was made."""
     position: int = -1
     """How many leased samples it had taken then; −1: it brings its own data."""
+    limit: float = 0.0
+    """How many times the median of the others `weight` could be (weights.py); 0: the run's `weight_limit`."""
+    factors: bytes = b""
+    """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
 
 
 class Place(Record, frozen=True):
@@ -206,7 +212,7 @@ class Gone(Record, frozen=True, tag="gone"):
 
 class Changed(Record, frozen=True, tag="changed"):
     settings: Settings
-    outer: dict[str, str | float]
+    outer: dict[str, str | float | bool]
     what: str
     reopen: bool = False
     """A run that had ended goes on."""

@@ -62,7 +62,9 @@ class Round:
     reason: str = ""
     seats: dict[str, Seat] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
-    """What each member's contribution counts, from its merge on."""
+    """What each member's contribution counts, from its merge on …"""
+    limits: dict[str, float] = field(default_factory=dict)
+    """… and how many times the median of the others it may (weights.py)."""
 
     @property
     def given(self) -> list[Seat]:

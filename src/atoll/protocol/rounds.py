@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from atoll.protocol import records, schedule
 from atoll.protocol.cut import Cuts
-from atoll.protocol.effects import Commit, ConfirmSent, Merge, Merged, Part
+from atoll.protocol.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
 from atoll.protocol.figures import RecentSamples, Spread
 from atoll.protocol.gathering import OWN_STEPS, Gathering
 from atoll.protocol.membership import Learner, Membership
@@ -25,7 +25,7 @@ from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.round import Round, Seat
 from atoll.protocol.settings import Settings
-from atoll.protocol.weights import limited, telling, weight
+from atoll.protocol.weights import limit_of, limited, telling, weight
 
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
@@ -244,11 +244,13 @@ class Rounds:
         return bool(missed)  # whoever fell mute is to be probed
 
     def _weigh(self, round_: Round) -> None:
-        names, limit = [seat.learner for seat in round_.given], self.settings.weight_limit
+        names = [seat.learner for seat in round_.given]
         claimed = [weight(seat.answer) for seat in round_.given]
-        merged = limited(claimed, limit)
-        round_.weights = dict(zip(names, merged, strict=True))
-        if text := telling(names, claimed, merged, limit):
+        seen = [self.members.learners[name].usual.steps for name in names]
+        limits = [limit_of(name, steps, self.settings) for name, steps in zip(names, seen, strict=True)]
+        merged = limited(claimed, limits)
+        round_.weights, round_.limits = dict(zip(names, merged, strict=True)), dict(zip(names, limits, strict=True))
+        if text := telling(names, claimed, merged):
             round_.reason = f"{round_.reason}; {text}"
 
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> None:
@@ -330,7 +332,7 @@ class Rounds:
         self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
         self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
         self.cuts.committed(now, self.committed)
-        self._tell(now, round_, event.merge_s)
+        self._tell(now, round_, event)
         members = tuple(
             Member(seat.learner, seat.incarnation, seat.answer.t, seat.answer.tokens) for seat in round_.given
         )
@@ -340,7 +342,8 @@ class Rounds:
 
     def _record(self, round_: Round, event: Merged) -> records.Merged:
         version = self.versions[round_.fragment]
-        shares = tuple(_share(seat, round_.weights[seat.learner]) for seat in round_.given)
+        factors = {one.learner: one.factors for one in event.judged}
+        shares = tuple(_share(round_, seat, factors.get(seat.learner, b"")) for seat in round_.given)
         return records.Merged(
             round_.t,
             round_.fragment,
@@ -359,9 +362,9 @@ class Rounds:
         self.gathering.count_round()
         self.out.count(self.committed)
 
-    def _tell(self, now: float, round_: Round, merge_s: float) -> None:
-        version = self.versions[round_.fragment]
-        members = tuple(self._include(round_, seat, version) for seat in round_.given)
+    def _tell(self, now: float, round_: Round, event: Merged) -> None:
+        version, judged = self.versions[round_.fragment], {one.learner: one for one in event.judged}
+        members = tuple(self._include(round_, seat, version, judged.get(seat.learner)) for seat in round_.given)
         self.last_members = tuple(seat.learner for seat in round_.given)
         self.last_reason = round_.reason
         self.out.note(
@@ -376,12 +379,28 @@ class Rounds:
             members=members,
             gather_s=round(round_.frozen_at - round_.opened_at, 6),
             sync_s=round(now - round_.frozen_at, 6),
-            merge_s=round(merge_s, 6),
+            merge_s=round(event.merge_s, 6),
             grace_s=round(round_.grace_s, 6),
             effective_h=self.effective_h,
         )
+        for one in event.judged:
+            self._suspect(self.members.learners[one.learner], one)
 
-    def _include(self, round_: Round, seat: Seat, version: int) -> dict[str, object]:
+    def _suspect(self, learner: Learner, judged: Judged) -> None:
+        """Told when it begins and when it is over."""
+        learner.agreement, learner.influence = judged.agreement, judged.influence
+        before, learner.suspect = learner.suspect, judged.suspect
+        if bool(before) == bool(judged.suspect):
+            return
+        if judged.suspect:
+            left_out = self.out.history.outer.get("robust", False)
+            what = "its contributions are left out" if left_out else "`atoll set RUN robust=true` leaves such ones out"
+            text = f"{learner.name} is suspect: {judged.suspect}; {what}"
+        else:
+            text = f"{learner.name} is not suspect any more"
+        self.out.note("suspect", text, learner, over=not judged.suspect, agreement=round(judged.agreement, 4))
+
+    def _include(self, round_: Round, seat: Seat, version: int, judged: Judged | None) -> dict[str, object]:
         """Book a member's contribution and tell about it."""
         given, learner = seat.answer, self.members.learners[seat.learner]
         since: int | None = None
@@ -401,6 +420,8 @@ class Rounds:
             "weight": round_.weights[seat.learner],
             "base": given.base,
             "since": since,
+            "agreement": None if judged is None else round(judged.agreement, 4),
+            "influence": None if judged is None else round(judged.influence, 4),
         }
 
     def _announce(
@@ -434,7 +455,7 @@ class Rounds:
         return min(1.0, max(by_steps, by_tokens))
 
 
-def _share(seat: Seat, counts: float) -> records.Share:
+def _share(round_: Round, seat: Seat, factors: bytes) -> records.Share:
     given = seat.answer
     return records.Share(
         learner=seat.learner,
@@ -442,8 +463,10 @@ def _share(seat: Seat, counts: float) -> records.Share:
         t=given.t,
         steps=given.steps,
         tokens=given.tokens,
-        weight=counts,
+        weight=round_.weights[seat.learner],
         base=given.base,
         total=given.total,
         position=given.position,
+        limit=round_.limits[seat.learner],
+        factors=factors,
     )

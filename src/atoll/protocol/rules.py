@@ -13,6 +13,8 @@ from atoll.protocol.round import Round
 
 def wrong_hello(hello: Hello, run: str, fragments: int) -> str | None:
     """A learner holds a version of every fragment of this run, or of none; of other runs it says what it likes."""
+    if hello.tokens_per_step < 0:
+        return f"a hello with {hello.tokens_per_step} tokens per step"
     if hello.run != run or len(hello.versions) in (0, fragments):
         return None
     return f"a hello with versions of {len(hello.versions)} fragments in a run of {fragments}"

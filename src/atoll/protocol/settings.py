@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from atoll.protocol.bounds import MOST
+from atoll.protocol.bounds import MOST, Name
 from atoll.protocol.errors import ConfigError
 
 USUAL = 24
@@ -71,10 +72,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refused contributions in a row that send a learner into quarantine."""
-    weight_limit: float = 8.0
+    weight_limit: float = 2.0
     """No contribution counts for more than this many times the median of the others in its round; of two, none does."""
     guard: Literal["off", "alarm", "rollback"] = "alarm"
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
+    weight_limits: Annotated[dict[Name, float], Meta(max_length=1024)] = {}
+    """The same for single learners, by name, where the operator allows them more."""
 
     def __post_init__(self) -> None:
         _least("learners", self.learners, 1)
@@ -102,10 +105,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"blend = {self.blend} is not between 0 and 1: it is the share of its own values a learner keeps"
             )
-        if not 1.0 <= self.weight_limit < MOST:
-            raise ConfigError(
-                f"weight_limit = {self.weight_limit} is not a number of 1 (the median itself) or more: 8 is the default"
-            )
+        for limit in (self.weight_limit, *self.weight_limits.values()):
+            if not 1.0 <= limit < MOST:
+                raise ConfigError(
+                    f"weight_limit = {limit} is not a number of 1 (the median itself) or more: 2 is usual"
+                )
         if self.grace_cap_steps < 0:
             raise ConfigError(f"grace_cap_steps = {self.grace_cap_steps} is below 0: 0 is a window of no length")
         if not 0.0 <= self.grace_share < 1.0:

@@ -1,4 +1,7 @@
-"""Settings that may change while a run goes on, as an operator writes them: `quorum=2 outer_lr=0.5`."""
+"""Settings that may change while a run goes on, as an operator writes them: `quorum=2 outer_lr=0.5`.
+
+`weight_limit.NAME=8` allows one learner more than the others' `weight_limit`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,15 @@ RULES = (
     "cut_every",
     "cut_wait_s",
 )
-OUTER = {"outer_lr": "lr", "outer_momentum": "momentum", "merge": "merge", "norm_limit": "norm_limit"}
+OUTER = {
+    "outer_lr": "lr",
+    "outer_momentum": "momentum",
+    "merge": "merge",
+    "norm_limit": "norm_limit",
+    "robust": "robust",
+}
+
+ONE_WEIGHT = "weight_limit."
 
 
 def change(history: History, words: Sequence[str], *, reopen: bool = False) -> ChangeAsked | None:
@@ -41,7 +52,9 @@ def change(history: History, words: Sequence[str], *, reopen: bool = False) -> C
     outer: dict[str, Any] = dict(history.outer)
     for word in words:
         key, value = _parted(word)
-        if key in RULES:
+        if key.startswith(ONE_WEIGHT):
+            rules["weight_limits"] = {**rules["weight_limits"], key.removeprefix(ONE_WEIGHT): value}
+        elif key in RULES:
             rules[key] = value
         else:
             outer[OUTER[key]] = value
@@ -60,7 +73,7 @@ def _parted(word: str) -> tuple[str, str]:
     known = [*RULES, *OUTER]
     if not equals or not value:
         raise ConfigError(f"{word!r} is not understood: write it as quorum=2")
-    if key not in known:
+    if key not in known and not (key.startswith(ONE_WEIGHT) and key != ONE_WEIGHT):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"these may: {', '.join(known)}"
         raise ConfigError(f"{key!r} cannot change while a run goes on: {hint}")

@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
+
+from atoll.numerics.agreement import by_size
+from atoll.numerics.filter import Filter, Judged
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
@@ -28,11 +32,12 @@ class Merging:
         parameters: Parameters,
         inbox: Inbox,
         screen: Screen,
+        robust: bool,
         tell: Callable[[fx.SyncerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._parameters, self._inbox, self._screen = parameters, inbox, screen
-        self._fragments = parameters.plan.fragments
+        self._fragments, self._filter, self.robust = parameters.plan.fragments, Filter(parameters.plan), robust
         self._tell, self._spawn = tell, spawn
 
     # ---- contributions ------------------------------------------------------------------------------------------
@@ -84,10 +89,30 @@ class Merging:
         began = time.perf_counter()
         deltas = [self._inbox.delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
         try:
-            mark = self._parameters.stage(merge.fragment, deltas, [part.weight for part in merge.parts])
+            # Everybody is judged, so that the events name an attacker also where nothing is left out.
+            momentum = self._parameters.momentum(merge.fragment)
+            judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
+            factors = [one.factors for one in judged] if self.robust else []
+            mark = self._parameters.stage(merge.fragment, deltas, [part.weight for part in merge.parts], factors)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
         marks = self._parameters.marks(merge.fragment)
-        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._judged(merge, judged))
+
+    def _judged(self, merge: fx.Merge, judged: list[Judged]) -> tuple[fx.Judged, ...]:
+        """For the rules: who agrees, what share of the merge each has, and the factors that were used."""
+        fragment = self._fragments[merge.fragment]
+        kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]
+        counts = [part.weight * float(of) for part, of in zip(merge.parts, kept, strict=True)]
+        return tuple(
+            fx.Judged(
+                learner=part.learner,
+                agreement=one.agreement,
+                influence=count / sum(counts),
+                factors=one.factors.tobytes() if self.robust and (one.factors != 1).any() else b"",
+                suspect=one.suspect,
+            )
+            for part, one, count in zip(merge.parts, judged, counts, strict=True)
+        )

@@ -94,10 +94,21 @@ class Parameters:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def stage(self, fragment: int, deltas: Sequence[FloatArray], weights: Sequence[float]) -> str:
+    def stage(
+        self,
+        fragment: int,
+        deltas: Sequence[FloatArray],
+        weights: Sequence[float],
+        factors: Sequence[FloatArray] = (),
+    ) -> str:
         """Merge and take the outer step beside the committed version. Returns its digest; ValueError: void."""
-        merge(self.plan.fragments[fragment], deltas, weights, self.outer_gradient(fragment), self._rule)
+        merge(self.plan.fragments[fragment], deltas, weights, self.outer_gradient(fragment), self._rule, factors)
         return self._step(fragment)
+
+    def momentum(self, fragment: int) -> FloatArray | None:
+        """Where the outer step has been going, if it keeps that and has made one."""
+        momentum = self._state[fragment].get("momentum")
+        return momentum if momentum is not None and momentum.any() else None
 
     def outer_gradient(self, fragment: int) -> FloatArray:
         """Of the fragment that was staged last: what the journal keeps."""

@@ -215,7 +215,8 @@ class SyncerService:
         # Eight rounds of everybody before norms are judged: a learning rate that warms up makes the first ones tiny.
         few = 8 * settings.learners
         self._screen = Screen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
-        self._merging = Merging(self._parameters, self._inbox, self._screen, self._handle, self._spawn)
+        robust = outer_of(history).robust
+        self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
         self._cuts = Cuts(self._books, self._parameters, history.run, self._handle, self._spawn)
         self._restorer = Restorer(self._books, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
@@ -444,7 +445,7 @@ class SyncerService:
 
     def _retune(self, outer: Outer) -> None:
         self._parameters.change(outer)
-        self._screen.limit = outer.norm_limit
+        self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
 
     def _gradient(self, number: int) -> memoryview:
         """What the journal keeps of a round."""

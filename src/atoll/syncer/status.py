@@ -170,7 +170,10 @@ class Meter:
             version_round=self._adopted(one),
             in_last_round=one.name in machine.last_members,
             merged_share=fates.merged_share() if fates is not None else None,
-            alarm=machine.hearing.shares.alarm(one) if one.connected else "",
+            alarm=_alarm(one, machine) if one.connected else "",
+            agreement=one.agreement,
+            influence=one.influence,
+            tokens_per_step=one.declared,
         )
 
     def _adopted(self, one: Learner) -> int:
@@ -214,6 +217,10 @@ def told(score: Score) -> tuple[str, dict[str, object]]:
 
 def _version(known: tuple[int, int]) -> int:
     return known[0]
+
+
+def _alarm(one: Learner, machine: Syncer) -> str:
+    return f"{one.name} is suspect: {one.suspect}" if one.suspect else machine.hearing.shares.alarm(one)
 
 
 def _state(one: Learner) -> str:

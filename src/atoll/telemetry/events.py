@@ -8,7 +8,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | --- | --- | --- |
 | run | syncer | run, learners, settings, versions (of Python, packages, platform) |
 | plan | syncer | settings (P and H filled in), parameters, data |
-| joined, recovered | syncer | learner, incarnation (recovered: seconds) |
+| joined, recovered | syncer | learner, incarnation (joined: declared, tokens per step; recovered: seconds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
@@ -23,6 +23,8 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | renewed | syncer | the syncer shows a new certificate |
 | unbalanced | syncer | learner: what it reports does not fit the ledger |
 | low_share | syncer | learner, share, others, over: its work is merged far less than the others', or is again |
+| suspect | syncer | learner, agreement, over: what it gives is not trusted, or is again |
+| above | syncer | learner, declared: its steps have far more tokens than the others' |
 | score | syncer | round, loss, cpu_s, sample |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
@@ -31,7 +33,8 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | courier, warning | learner | |
 
 `live` of a round: learners alive and recovered when it was frozen. A member of a round has learner, incarnation, t,
-steps, tokens, weight, base and since (its steps since the last sync). `fates`: per learner, its tokens by fate,
+steps, tokens, weight, base, since (its steps since the last sync), agreement (its median cosine with the others') and
+influence (its share of the merge). `fates`: per learner, its tokens by fate,
 dropped_by_cause and merged_share.
 """
 

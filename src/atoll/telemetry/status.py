@@ -21,6 +21,12 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Fragment-tokens merged over those computed, of all its lives; what is in flight counts for nothing yet."""
     alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    agreement: float | None = None
+    """The median cosine of its last contribution with the others'; None: it gave none yet."""
+    influence: float | None = None
+    """Its share of that merge."""
+    tokens_per_step: int = 0
+    """The most that a step of it has, as it declared; 0: it declared nothing."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ def main() -> None:
     )
 
     dataset, pace = Windows(text, settings.block), Pace(settings.pace_s)
-    with atoll.Learner(model, optimizer, data=text.digest) as learner:
+    declared = settings.batch * settings.block
+    with atoll.Learner(model, optimizer, data=text.digest, tokens_per_step=declared) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):
             pace.begin()
             set_learning_rate(optimizer, learner.progress, settings)

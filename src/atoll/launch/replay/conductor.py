@@ -300,7 +300,8 @@ class Conductor:
         if all((record.round, name) in self._given for name in members):
             deltas = [self._given.pop((record.round, name)) for name in members]
             try:
-                mark = self._parameters.stage(record.fragment, deltas, [share.weight for share in record.members])
+                weights = [share.weight for share in record.members]
+                mark = self._parameters.stage(record.fragment, deltas, weights, self._factors(record))
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
@@ -353,6 +354,13 @@ class Conductor:
         self.outcome.compared += len(made)
         self._keep_current(range(len(made)))
         return True
+
+    def _factors(self, record: Merged) -> list[FloatArray]:
+        """What the filter left of each contribution then; nothing was filtered where none has any."""
+        if not any(share.factors for share in record.members):
+            return []
+        whole = np.ones(len(self._parameters.plan.fragments[record.fragment].tensors), np.float32)
+        return [np.frombuffer(share.factors, np.float32) if share.factors else whole for share in record.members]
 
     def _difference(self, record: Merged) -> Difference:
         part = self._parameters.plan.fragments[record.fragment]

@@ -7,7 +7,7 @@ const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back:
 const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const FRAGMENTS = 256, ALARMS = 4;
-const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "restored", "unbalanced", "low_share", "fault", "reigned", "ending", "finished"]);
+const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "restored", "unbalanced", "low_share", "suspect", "above", "fault", "reigned", "ending", "finished"]);
 
 // The page is changed only where a text has changed.
 function put(node, text) {
@@ -91,7 +91,7 @@ export function learners(run) {
     const state = lane === undefined ? one.state : run.state(lane);
     const here = state !== "gone";
     const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
-      decimal(one.loss), percent(one.merged_share), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
+      decimal(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
     texts.forEach((text, cell) => put(row.cells[cell], String(text)));
     if (row.dataset.learner !== one.learner) row.dataset.learner = one.learner;
     if (row.dataset.state !== state) row.dataset.state = state;
@@ -105,7 +105,7 @@ function learnerRow(body) {
   const row = body.insertRow(), name = document.createElement("th");
   name.scope = "row";
   row.append(name);
-  for (let i = 0; i < 8; i += 1) row.insertCell();
+  for (let i = 0; i < 10; i += 1) row.insertCell();
   return row;
 }
 

@@ -1,0 +1,201 @@
+"""A filter before the merge: who agrees with the others, how much each may move a tensor, and who is suspect.
+
+For each contribution to a round it says, per tensor, a factor: 1 as it is, below 1 shortened, 0 left out. It only looks
+at numbers; whether its factors are used (`--robust`) or only told is the caller's to decide.
+
+Rules kept here, each with its test:
+- a tensor longer than `CLIP` times the median norm of the others in its round is shortened to that;
+- a tensor that points against the others is left out: its median cosine with them is below 0 by more than half of what
+  the others have among themselves, and by more than chance;
+- a learner is *suspect* after `ROUNDS` rounds of evidence, not before: its agreement, averaged, is under `DISAGREES`
+  of the others' own; or its norm is over `LOUD` times theirs; or it gave the same direction `REPEATS` times in a row
+  while the others did not. It is no longer once its agreement is above `AGREES`. A suspect's contributions are left
+  out whole;
+- where the others do not agree with each other beyond chance, nobody is judged by agreement;
+- in a round of one or two there is no majority: a tensor is held to the usual norm of its fragment, and left out where
+  it points against the outer momentum. Who was suspect before stays so;
+- equal inputs in equal order give equal factors.
+
+What it leaves: an attacker who agrees with the others often enough and pushes a little in between; half or more of a
+round; a run whose rounds have one member each, where the momentum is all there is to compare with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from atoll.numerics import agreement as agree
+from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.fragments import Fragment, Plan, elements
+
+MAJORITY = 3
+"""Members from which on a round can be judged by itself."""
+CLIP = 2.0
+"""Times the median norm of the others. An honest learner with other data had 1.8 times (benchmarks/insiders.py)."""
+LOUD = 3.0
+AGAINST = 0.5
+CHANCE = 3.0
+"""Standard deviations of the cosine of two unrelated tensors, 1/√elements."""
+AGAINST_MOMENTUM = -0.1
+DISAGREES, AGREES = 0.15, 0.3
+"""Of the others' agreement. Noise has 0, a flipped sign −1; honest learners had 0.4 and more with other data."""
+SAME, REPEATS = 0.98, 3
+"""The cosine of what was given to a fragment twice in a row. A slow honest learner had 0.83."""
+ROUNDS = 8
+MEMORY = 32
+"""Rounds that a learner's averages reach back."""
+USUAL_ROUNDS = 16
+"""Rounds of a fragment whose median norms are its usual one."""
+NAMES = 4096
+"""Learners that are remembered; those heard longest ago are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One contribution, in its round."""
+
+    factors: FloatArray
+    """Per tensor of the fragment."""
+    agreement: float
+    """Its median cosine with the others, over the whole fragment; with the outer momentum where they are too few."""
+    suspect: str
+    """Why its learner is suspect; empty: it is not."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one learner."""
+
+    rounds: int = 0
+    """In which the others agreed with each other, so that it could be judged by that."""
+    own: float = 0.0
+    others: float = 0.0
+    """Agreement of this learner, and of the others among themselves, averaged over the same rounds."""
+    loudness: float = 0.0
+    """Log of its norm over the others' median, averaged over all rounds of three or more …"""
+    measured: int = 0
+    """… of which there were so many."""
+    repeats: int = 0
+    sketches: dict[int, DoubleArray] = field(default_factory=dict)
+    """Per fragment, what it gave last."""
+    suspect: str = ""
+
+    def compare(self, own: float, others: float) -> None:
+        self.rounds += 1
+        rate = 1.0 / min(self.rounds, MEMORY)
+        self.own += rate * (own - self.own)
+        self.others += rate * (others - self.others)
+
+    def measure(self, loudness: float) -> None:
+        self.measured += 1
+        self.loudness += (loudness - self.loudness) / min(self.measured, MEMORY)
+
+    def likeness(self, fragment: int, sketch: DoubleArray) -> float:
+        """The cosine of this contribution with the one before it to the same fragment; 0 for the first."""
+        before = self.sketches.get(fragment)
+        self.sketches[fragment] = sketch
+        return 0.0 if before is None else float(np.sum(before * sketch))
+
+    def repeat(self, own: float, others: float) -> None:
+        """`others`: how like the others' contributions are to theirs before; a tiny model has one direction to go."""
+        self.repeats = self.repeats + 1 if others < SAME < own else 0
+
+    def verdict(self) -> str:
+        if self.repeats >= REPEATS:
+            return f"it gave the same direction again {self.repeats} times in a row"
+        if self.measured >= ROUNDS and math.exp(self.loudness) > LOUD:
+            return f"its numbers are {math.exp(self.loudness):.1f} times as large as the others'"
+        if self.rounds >= ROUNDS and self.own < (AGREES if self.suspect else DISAGREES) * self.others:
+            return f"its agreement with the others is {self.own:.3f}, theirs with each other {self.others:.3f}"
+        return ""
+
+
+class Filter:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._records: dict[str, Record] = {}
+        self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
+
+    def judge(
+        self, index: int, names: Sequence[str], deltas: Sequence[FloatArray], momentum: FloatArray | None = None
+    ) -> list[Judged]:
+        """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one."""
+        fragment = self._plan.fragments[index]
+        records = [self._known(name) for name in names]
+        pairs = zip(records, deltas, strict=True)
+        likeness = np.array([record.likeness(index, agree.sketch(delta)) for record, delta in pairs])
+        norms = agree.tensor_norms(fragment, deltas)
+        if len(names) >= MAJORITY:
+            others = _median_without_each(likeness[:, np.newaxis])[:, 0]
+            for record, own, theirs in zip(records, likeness, others, strict=True):
+                record.repeat(float(own), float(theirs))
+            factors, agreements = self._among_many(fragment, deltas, norms, records)
+        else:
+            factors, agreements = self._among_few(fragment, deltas, norms, momentum)
+        return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
+
+    def _known(self, name: str) -> Record:
+        record = self._records.pop(name, None) or Record()
+        self._records[name] = record
+        if len(self._records) > NAMES:
+            del self._records[next(iter(self._records))]
+        return record
+
+    def _among_many(
+        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, records: list[Record]
+    ) -> tuple[DoubleArray, DoubleArray]:
+        usual = _median_without_each(norms)
+        self._usual[fragment.index].append(np.median(norms, axis=0))
+        cosines = agree.pair_cosines(fragment, deltas, norms)
+        by_tensor = agree.median_of_others(cosines)
+        chance = CHANCE / np.sqrt([elements(tensor) for tensor in fragment.tensors])
+        against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
+        whole = agree.median_of_others(agree.by_size(fragment, cosines)[:, :, np.newaxis])[:, 0]
+        others = _median_without_each(whole[:, np.newaxis])[:, 0]
+        loudness = agree.by_size(fragment, _log_ratio(norms, usual))
+        for record, own, theirs, loud in zip(records, whole, others, loudness, strict=True):
+            record.measure(float(loud))
+            if theirs > CHANCE / math.sqrt(fragment.size):
+                record.compare(float(own), float(theirs))
+        return np.where(against, 0.0, _shortened(norms, CLIP * usual)), whole
+
+    def _among_few(
+        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, momentum: FloatArray | None
+    ) -> tuple[DoubleArray, DoubleArray]:
+        past = self._usual[fragment.index]
+        factors = _shortened(norms, np.median(np.stack(past), axis=0)) if past else np.ones_like(norms)
+        if momentum is None:
+            return factors, np.zeros(len(deltas))
+        pairs = zip(deltas, norms, strict=True)
+        cosines = np.stack([agree.cosine_with(fragment, delta, norm, momentum) for delta, norm in pairs])
+        agreements = agree.by_size(fragment, cosines)
+        return np.where((agreements < AGAINST_MOMENTUM)[:, np.newaxis], 0.0, factors), agreements
+
+
+def _judged(record: Record, factors: DoubleArray, agreement: float) -> Judged:
+    record.suspect = record.verdict()
+    if record.suspect:
+        factors = np.zeros_like(factors)
+    return Judged(factors.astype(np.float32), float(agreement), record.suspect)
+
+
+def _median_without_each(figures: DoubleArray) -> DoubleArray:
+    """For each member, the median of the others."""
+    return np.stack([np.median(np.delete(figures, m, axis=0), axis=0) for m in range(len(figures))])
+
+
+def _shortened(norms: DoubleArray, most: DoubleArray) -> DoubleArray:
+    """The factors that bring each norm down to `most`; a usual norm of 0 shortens nothing."""
+    longer = (norms > most) & (most > 0)
+    return np.divide(most, norms, out=np.ones_like(norms), where=longer)
+
+
+def _log_ratio(norms: DoubleArray, usual: DoubleArray) -> DoubleArray:
+    known = (norms > 0) & (usual > 0)
+    ratio = np.divide(norms, usual, out=np.ones_like(norms), where=known)
+    return np.asarray(np.log(ratio))

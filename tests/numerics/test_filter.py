@@ -1,0 +1,182 @@
+"""The filter, attacked: learners that agree a little, and one or two that do something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.filter import CLIP, ROUNDS, Filter, Judged
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.messages import TensorSpec
+
+PLAN = make_plan(
+    [
+        TensorSpec("a.weight", (64, 64), "float32"),
+        TensorSpec("a.bias", (64,), "float32"),
+        TensorSpec("b.weight", (80, 64), "float32"),
+    ],
+    2,
+)
+COMMON = 0.3
+"""Of what honest learners give, in the direction that they share: cosines of about 0.08."""
+
+Attack = Callable[[FloatArray, FloatArray | None, np.random.Generator], FloatArray]
+
+
+def noise(delta: FloatArray, _: FloatArray | None, dice: np.random.Generator) -> FloatArray:
+    return dice.standard_normal(delta.size).astype(np.float32)
+
+
+def play(
+    attack: Attack | None, attackers: int = 1, rounds: int = 40, learners: int = 8, seed: int = 0
+) -> list[dict[str, Judged]]:
+    """Rounds of `learners`, the last of which attack."""
+    dice, filter_, first = np.random.default_rng(seed), Filter(PLAN), {}
+    told = []
+    for number in range(rounds):
+        fragment = number % 2
+        size = PLAN.fragments[fragment].size
+        common = dice.standard_normal(size)
+        deltas = [(COMMON * common + dice.standard_normal(size)).astype(np.float32) for _ in range(learners)]
+        for i in range(learners - attackers, learners) if attack is not None else ():
+            deltas[i] = attack(deltas[i], first.get((i, fragment)), dice)
+            first.setdefault((i, fragment), deltas[i])
+        names = [f"l{i}" for i in range(learners)]
+        told.append(dict(zip(names, filter_.judge(fragment, names, deltas), strict=True)))
+    return told
+
+
+def suspects(told: list[dict[str, Judged]]) -> set[str]:
+    return {name for one in told for name, judged in one.items() if judged.suspect}
+
+
+ATTACKS: dict[str, Attack] = {
+    "flip": lambda delta, _, __: -delta,
+    "x5": lambda delta, _, __: 5 * delta,
+    "stale": lambda delta, first, __: delta if first is None else first,
+    "constant": lambda delta, _, __: np.full_like(delta, 1.0),
+    "noise": noise,
+}
+
+
+@pytest.mark.parametrize("attackers", [1, 2])
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_an_attacker_is_named_and_left_out_and_nobody_else_is(attack: str, attackers: int) -> None:
+    told = play(ATTACKS[attack], attackers)
+    hostile = {f"l{i}" for i in range(8 - attackers, 8)}
+    assert suspects(told) == hostile
+    for name, judged in told[-1].items():
+        assert (judged.factors == (0 if name in hostile else 1)).all(), name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_learners_are_left_as_they_are(seed: int) -> None:
+    told = play(None, seed=seed)
+    assert suspects(told) == set()
+    factors = np.concatenate([judged.factors for one in told for judged in one.values()])
+    assert np.mean(factors == 1) > 0.995
+
+
+def test_nobody_is_suspect_before_there_is_evidence() -> None:
+    told = play(ATTACKS["noise"], rounds=ROUNDS)
+    assert suspects(told[:-1]) == set() and suspects(told) == {"l7"}
+
+
+def test_who_points_against_the_others_is_left_out_at_once() -> None:
+    judged = play(ATTACKS["flip"], rounds=1)[0]["l7"]
+    assert not judged.factors.any() and not judged.suspect and judged.agreement < 0
+
+
+def test_a_loud_tensor_is_shortened_to_a_multiple_of_the_median_norm() -> None:
+    judged = play(ATTACKS["x5"], rounds=1)[0]["l7"]
+    assert judged.factors == pytest.approx(np.full(judged.factors.size, CLIP / 5), rel=0.1)
+
+
+def test_two_that_give_the_same_noise_do_not_vouch_for_each_other() -> None:
+    def shared(delta: FloatArray, _: FloatArray | None, dice: np.random.Generator) -> FloatArray:
+        return np.random.default_rng(int(1e6 * abs(drawn[0]))).standard_normal(delta.size).astype(np.float32)
+
+    told, filter_, dice = [], Filter(PLAN), np.random.default_rng(0)
+    for number in range(40):
+        size = PLAN.fragments[number % 2].size
+        drawn = dice.standard_normal(size)
+        deltas = [(COMMON * drawn + dice.standard_normal(size)).astype(np.float32) for _ in range(6)]
+        deltas += [shared(deltas[0], None, dice)] * 2
+        names = [f"l{i}" for i in range(8)]
+        told.append(dict(zip(names, filter_.judge(number % 2, names, deltas), strict=True)))
+    assert suspects(told) == {"l6", "l7"}
+
+
+def test_where_nobody_agrees_nobody_is_suspect() -> None:
+    """Gradients that are orthogonal say nothing about who is honest."""
+    assert suspects(play(noise, attackers=8)) == set()
+
+
+def test_who_mends_its_ways_is_trusted_again() -> None:
+    dice, filter_ = np.random.default_rng(0), Filter(PLAN)
+    told = []
+    for number in range(80):
+        size = PLAN.fragments[number % 2].size
+        common = dice.standard_normal(size)
+        deltas = [(COMMON * common + dice.standard_normal(size)).astype(np.float32) for _ in range(5)]
+        deltas[4] *= -1 if number < 20 else 1
+        names = [f"l{i}" for i in range(5)]
+        told.append(dict(zip(names, filter_.judge(number % 2, names, deltas), strict=True)))
+    assert told[19]["l4"].suspect and not told[-1]["l4"].suspect and (told[-1]["l4"].factors == 1).all()
+
+
+def test_a_round_of_one_is_held_to_the_usual_norm_and_to_the_momentum() -> None:
+    dice, filter_ = np.random.default_rng(0), Filter(PLAN)
+    size = PLAN.fragments[0].size
+    common = dice.standard_normal(size)
+
+    def honest() -> FloatArray:
+        return (COMMON * common + dice.standard_normal(size)).astype(np.float32)
+
+    for _ in range(4):
+        filter_.judge(0, ["a", "b", "c"], [honest(), honest(), honest()])
+    momentum = common.astype(np.float32)
+    alone = filter_.judge(0, ["a"], [honest()], momentum)[0]
+    assert alone.factors == pytest.approx(np.ones(alone.factors.size), abs=0.15) and alone.agreement > 0
+    loud = filter_.judge(0, ["a"], [9 * honest()], momentum)[0]
+    assert loud.factors == pytest.approx(np.full(loud.factors.size, 1 / 9), rel=0.2)
+    assert not filter_.judge(0, ["a"], [-honest()], momentum)[0].factors.any()
+
+
+def test_a_suspect_stays_out_of_rounds_of_one() -> None:
+    dice, filter_ = np.random.default_rng(0), Filter(PLAN)
+    size = PLAN.fragments[0].size
+    for _ in range(20):
+        common = dice.standard_normal(size)
+        honest = [(COMMON * common + dice.standard_normal(size)).astype(np.float32) for _ in range(4)]
+        filter_.judge(0, ["a", "b", "c", "d"], [*honest[:3], -honest[3]])
+    assert not filter_.judge(0, ["d"], [honest[0]])[0].factors.any()
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    one, other = play(ATTACKS["noise"], seed=3), play(ATTACKS["noise"], seed=3)
+    for left, right in zip(one, other, strict=True):
+        for name, judged in left.items():
+            assert judged.factors.tobytes() == right[name].factors.tobytes()
+            assert judged.agreement == right[name].agreement
+
+
+def test_huge_and_empty_contributions_are_judged_too() -> None:
+    size = PLAN.fragments[0].size
+    dice = np.random.default_rng(0)
+    usual = [dice.standard_normal(size).astype(np.float32) for _ in range(3)]
+    deltas = [*usual, np.full(size, 3e38, np.float32), np.zeros(size, np.float32)]
+    judged = Filter(PLAN).judge(0, list("abcde"), deltas)
+    assert all(np.isfinite(one.factors).all() and np.isfinite(one.agreement) for one in judged)
+    assert (judged[3].factors < 1e-30).all()
+
+
+def test_where_all_go_the_same_way_again_and_again_nobody_is_suspect() -> None:
+    """A model of few numbers has few directions."""
+    size = PLAN.fragments[0].size
+    filter_, names = Filter(PLAN), list("abcd")
+    told = [filter_.judge(0, names, [np.full(size, 0.25, np.float32)] * 4) for _ in range(20)]
+    assert not any(judged.suspect for one in told for judged in one)
