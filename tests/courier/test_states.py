@@ -163,6 +163,30 @@ async def test_an_optimizer_of_another_kind_is_said_and_left(stage: Stage, capfd
     await together([peer], [stepping(newcomer, until=max(newcomer.versions()) + 1)])
 
 
+async def test_a_learning_rate_is_not_taken_from_a_peer(stage: Stage) -> None:
+    """With -0.01 in it a newcomer climbed where the others descended."""
+    run, [peer] = await running(stage)
+    newcomer = stage.training(run, name="learner-1")
+    own = newcomer.optimizer.param_groups[0]["lr"]
+    peer.optimizer.param_groups[0]["lr"] = -0.01
+    await together([peer], [newcomer.join()])
+    await run.until_said("helped")
+    assert newcomer.optimizer.param_groups[0]["lr"] == own > 0 and moments(newcomer)[0]["step"] > 0
+
+
+async def test_a_state_that_is_not_finite_is_refused_and_its_peer_is_struck(stage: Stage) -> None:
+    run, [peer] = await running(stage)
+    newcomer = stage.training(run, name="learner-1")
+    for state in peer.optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], torch.nan)
+    await together([peer], [newcomer.join()])
+    refused = await run.until_said("refused")
+    assert (refused["learner"], refused["newcomer"]) == ("learner-0", "learner-1")
+    assert "has values that are not finite" in refused["reason"]
+    assert len(run.said("helping")) == 1 and run.said("fresh"), "it is not asked again"
+    assert not newcomer.optimizer.state and not run.said("quarantined")
+
+
 async def test_a_new_courier_of_a_newcomer_asks_again(stage: Stage) -> None:
     run, [peer] = await running(stage)
     newcomer = stage.training(run, name="learner-1")

@@ -94,7 +94,7 @@ if os.environ["ATOLL_LEARNER"] == "learner-0":
 """Any process of this machine; it stays until the run was looked at after its score."""
 
 
-async def test_one_score_of_401_digits_ends_no_run(tmp_path: Path) -> None:
+async def test_a_score_of_hundreds_of_digits_ends_no_run(tmp_path: Path) -> None:
     looks, screen = tmp_path / "looks", Screen(Console(file=io.StringIO(), force_terminal=True))
     looks.touch()
 

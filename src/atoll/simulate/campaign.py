@@ -159,6 +159,7 @@ def heal(world: World) -> None:
     for island in list(world.processes):
         island.leaving.returns, island.leaving.until = False, inf
         island.answers, island.saves, island.fits, island.stream_s = True, True, True, 0.0
+        island.lies = False
         if world.islands[island.name] is not island:
             world.kill(island)
     for island in list(world.islands.values()):

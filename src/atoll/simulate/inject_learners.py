@@ -135,8 +135,13 @@ def _slow_stream(world: World, island: Island, fault: Fault) -> None:
 
 
 def _no_fit(world: World, island: Island, fault: Fault) -> None:
-    island.fits = False
-    later(world, fault, lambda: setattr(island, "fits", True))
+    """Its optimizer is of another kind: it refuses the others' state, and they refuse its own."""
+    island.fits, island.lies = False, True
+    later(world, fault, lambda: _fit(island))
+
+
+def _fit(island: Island) -> None:
+    island.fits, island.lies = True, False
 
 
 def _jump(world: World, island: Island, fault: Fault) -> None:
