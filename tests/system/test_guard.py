@@ -55,6 +55,7 @@ def _good_again(events: list[dict[str, Any]], committed: int) -> bool:
     return bool(later) and later[-1]["loss"] is not None and later[-1]["loss"] < 0.2
 
 
+@pytest.mark.faults
 def test_with_an_alarm_the_operator_is_told_and_nothing_else_happens(run: Run) -> None:
     poison = run.out.parent / "poison"
     drift(run, script=("--while", poison))
@@ -77,3 +78,7 @@ def test_a_run_that_was_rolled_back_is_repeated_bit_for_bit(run: Run) -> None:
     run.interrupt()
     run.ended()
     run.check_replay()
+    (back,) = run.events("restored")
+    cuts = json.loads(run.command("verify", run.out, "--json").stdout)["cuts"]
+    before = max(cut for cut in cuts if cut <= back["round"])
+    assert run.replay("--from-cut", str(before))["identical"], "it is kept for as long as the run may go back to it"
