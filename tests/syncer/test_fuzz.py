@@ -107,7 +107,7 @@ async def harass(stage: Stage, count: int, seed: int) -> None:
                 service.received(peer.channel, fitting(service, peer, next(said), fuzz.dice))
         service.closed(peer.channel, "it went")
         await asyncio.sleep(0)
-    assert taken > count // 20 and refused > count // 20
+    assert taken > count // 20 and refused > count // 25
     pull = await next_pull(honest)
     await honest.contribute(pull, 0.5)
     await honest.until(Announce, lambda announce: announce.round == pull.round)

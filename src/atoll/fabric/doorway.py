@@ -171,7 +171,7 @@ class Doorway:
         first = sock.recv(1, socket.MSG_PEEK)
         if not first:
             raise ConnectionResetError("it went without a word")
-        entry.place.stage = Stage.SPOKE
+        self.places.advance(entry.place, Stage.SPOKE)
         return first[0]
 
     def _watched(self, entry: Entry) -> Watched:
@@ -179,7 +179,7 @@ class Doorway:
         return Watched(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
 
     def _came(self, entry: Entry, connection: Connection) -> None:
-        entry.place.stage = Stage.SPOKE if self._tls is None else Stage.SECURED
+        self.places.advance(entry.place, Stage.SPOKE if self._tls is None else Stage.SECURED)
         entry.connection = connection
         self._by_connection[connection] = entry
 
