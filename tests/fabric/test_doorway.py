@@ -175,6 +175,25 @@ async def test_of_one_address_the_silent_go_first(house: House, pair: tuple[ssl.
     assert [place.stage for place in house.door.places.strangers] == [1, 0, 0, 0]
 
 
+async def test_one_that_cannot_be_closed_costs_nobody_else_anything(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither whoever comes after it, nor those that its deadline falls among."""
+
+    def broken(guest: asyncio.Protocol) -> None:
+        house._close(guest)
+        raise AttributeError("a transport in a state that nobody thought of")
+
+    house.door = Doorway(Limits(strangers=1, header_s=0.2), None, lambda: Guest(house), broken)
+    house.port = await house.door.open("127.0.0.1", 0)
+    for _ in range(3):
+        await house.knock()
+    await house.until(lambda: house.door._mistakes.count == 3)
+    await house.until(lambda: len(house.door.places) == 0)
+    assert await say(await house.knock(), b"hello") == b"you said hello"
+    assert house.door._vital.error is None and "a mistake of ours" in caplog.text
+
+
 async def test_nobody_waits_while_many_come(house: House) -> None:
     """Accepting does not hold the loop: a timer that is due comes between two of them."""
     await house.opened(Limits(strangers=4))

@@ -53,10 +53,10 @@ def test_of_one_address_those_that_are_many_at_one_stage_give_one(flood: Stage) 
     all = places()
     others = [all.take(HERE) for _ in Stage]
     for place, stage in zip(others, Stage, strict=True):
-        place.stage = stage
+        all.advance(place, stage)
     crowd = [all.take(HERE) for _ in range(16 - len(others))]
     for place in crowd:
-        place.stage = flood
+        all.advance(place, flood)
     dropped = all.one_to_drop(0.0)
     assert dropped is others[flood], "the oldest of them"
 

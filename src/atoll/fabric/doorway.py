@@ -171,14 +171,15 @@ class Doorway:
         first = sock.recv(1, socket.MSG_PEEK)
         if not first:
             raise ConnectionResetError("it went without a word")
-        entry.place.stage = Stage.SPOKE
+        self.places.advance(entry.place, Stage.SPOKE)
         return first[0]
 
     def _watched(self, entry: Entry) -> Watched:
-        return Watched(self._make(), lambda connection: self._came(entry, connection), lambda: self._gone(entry))
+        inner = self._make()
+        return Watched(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
 
     def _came(self, entry: Entry, connection: Connection) -> None:
-        entry.place.stage = Stage.SPOKE if self._tls is None else Stage.SECURED
+        self.places.advance(entry.place, Stage.SPOKE if self._tls is None else Stage.SECURED)
         entry.connection = connection
         self._by_connection[connection] = entry
 
@@ -188,9 +189,15 @@ class Doorway:
         """Its place is free once it is closed, which is at once, or for a TLS that is being closed within `flush_s`."""
         self.places.dismiss(entry.place)
         if entry.connection is not None:
-            self._shut(entry.connection)
+            with self._mistakes.caught():
+                self._shut(entry.connection)
         elif entry.task is not None:
             entry.task.cancel()
+
+    def _lost(self, entry: Entry, connection: Connection, error: Exception | None) -> None:
+        self._gone(entry)
+        with self._mistakes.caught():
+            connection.connection_lost(error)
 
     def _gone(self, entry: Entry) -> None:
         self.places.give_back(entry.place, asyncio.get_running_loop().time())
@@ -202,9 +209,9 @@ class Doorway:
 
 
 class Watched(asyncio.Protocol):
-    """A connection's protocol, and a word to the doorway when the connection is made and when it is lost."""
+    """A connection's protocol; the doorway hears first when the connection is made, and tells it that it is lost."""
 
-    def __init__(self, inner: Connection, made: Callable[[Connection], None], lost: Callable[[], None]) -> None:
+    def __init__(self, inner: Connection, made: Callable[[], None], lost: Callable[[Exception | None], None]) -> None:
         self._inner, self._made, self._lost = inner, made, lost
         self.data_received = inner.data_received  # type: ignore[method-assign]
         self.eof_received = inner.eof_received  # type: ignore[method-assign]
@@ -212,12 +219,11 @@ class Watched(asyncio.Protocol):
         self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._made(self._inner)
+        self._made()
         self._inner.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lost()
-        self._inner.connection_lost(error)
+        self._lost(error)
 
 
 def _say_plainly(sock: socket.socket) -> None:

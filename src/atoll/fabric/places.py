@@ -47,7 +47,8 @@ class Places:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.strangers: dict[Place, None] = {}
-        """In the order in which they came."""
+        self._waiting: dict[str, dict[Stage, dict[Place, None]]] = {}
+        """The same by address and stage, in the order in which they came: in a flood one is looked for often."""
         self._taken = 0
         self._addresses: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -67,9 +68,18 @@ class Places:
     def take(self, address: str) -> Place:
         place = Place(address)
         self.strangers[place] = None
+        self._waiting.setdefault(address, {stage: {} for stage in Stage})[place.stage][place] = None
         self._taken += 1
         self._addresses[address] += 1
         return place
+
+    def advance(self, place: Place, stage: Stage) -> None:
+        """A stranger has come further."""
+        if place in self.strangers:
+            waiting = self._waiting[place.address]
+            del waiting[place.stage][place]
+            waiting[stage][place] = None
+        place.stage = stage
 
     def admit(self, place: Place, token: str, *, viewer: bool) -> bool:
         """A stranger has shown its token. Whether there is a place for one more of that token."""
@@ -78,7 +88,7 @@ class Places:
         limits = self._limits
         if self._tokens[token] >= (limits.viewer_connections if viewer else limits.token_connections):
             return False
-        self.strangers.pop(place, None)
+        self.dismiss(place)
         place.token, place.learner = token, not viewer
         self._tokens[token] += 1
         if place.learner:
@@ -86,8 +96,13 @@ class Places:
         return True
 
     def dismiss(self, place: Place) -> None:
-        """A stranger that is being closed stands in nobody's way."""
-        self.strangers.pop(place, None)
+        """A stranger that is being closed, or is none any more, stands in nobody's way."""
+        if place in self.strangers:
+            del self.strangers[place]
+            waiting = self._waiting[place.address]
+            del waiting[place.stage][place]
+            if not any(waiting.values()):
+                del self._waiting[place.address]
 
     def give_back(self, place: Place, now: float) -> None:
         """Its connection is closed. A second time changes nothing."""
@@ -107,12 +122,14 @@ class Places:
         """The stranger that has to go before another may come; None: there is room."""
         if len(self.strangers) < self._limits.strangers:
             return None
-        counts = Counter(place.address for place in self.strangers)
         kept = self._limits.strangers // KNOWN_SHARE
-        most = max(counts, key=lambda address: counts[address] - kept * self.knows(address, now))
-        theirs = [place for place in self.strangers if place.address == most]
-        stage = Counter(place.stage for place in theirs).most_common(1)[0][0]
-        return next(place for place in theirs if place.stage == stage)
+
+        def crowd(address: str) -> int:
+            return sum(map(len, self._waiting[address].values())) - kept * self.knows(address, now)
+
+        stages = self._waiting[max(self._waiting, key=crowd)]
+        theirs = max(stages.values(), key=len)
+        return next(iter(theirs))
 
     def knows(self, address: str, now: float) -> bool:
         """Whether a learner is there, or was lately."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from atoll.fabric.wire import one_line
@@ -54,6 +55,14 @@ class Mistakes:
         if self._room.take(now, 1):
             _logger.error("a connection was closed by a mistake of ours (number %d)", self.count, exc_info=error)
 
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """For what is done to one connection on behalf of others, who must not fail with it."""
+        try:
+            yield
+        except Exception as error:
+            self.add(error)
+
 
 def start_for_connection(work: Work, close: Callable[[], None], mistakes: Mistakes) -> asyncio.Task[None]:
     """`close` its connection if the work fails."""
@@ -63,7 +72,8 @@ def start_for_connection(work: Work, close: Callable[[], None], mistakes: Mistak
             await work()
         except Exception as error:  # whatever it is, it concerns nobody else
             mistakes.add(error)
-            close()
+            with mistakes.caught():
+                close()
 
     return asyncio.get_running_loop().create_task(guarded())
 
