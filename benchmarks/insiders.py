@@ -2,8 +2,9 @@
 
     python benchmarks/insiders.py                          # the whole table, three seeds
     python benchmarks/insiders.py --seeds 0 --attacks none flip
+    python benchmarks/insiders.py --cost                   # what the filter takes beside the merge
 
-Eight learners train a byte-level model (four bytes predict the next, 29,000 parameters, AdamW) on the standard
+Eight learners train a byte-level model (four bytes predict the next, 12,000 parameters, AdamW) on the standard
 library's source, in one process and in lockstep. Each round one of six fragments is merged: contributions go through
 the shipped codec, screen, weight limits, filter, merge rule and outer step. The last one or two learners attack in
 every round. Prints a table and writes a JSON file with every figure.
@@ -18,6 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,6 +36,7 @@ from atoll.config import Outer
 from atoll.numerics.codec import make_codec
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.merge import merge
 from atoll.numerics.screen import Screen
 from atoll.protocol.claims import above_others
 from atoll.protocol.messages import TensorSpec
@@ -47,7 +50,7 @@ Floats = NDArray[np.float32]
 Stacked = dict[str, Floats]
 """Every learner's tensor of that name, one behind the other."""
 
-CONTEXT, CHANNELS, HIDDEN, SYMBOLS = 4, 16, (128, 64), 98
+CONTEXT, CHANNELS, HIDDEN, SYMBOLS = 4, 12, (64, 48), 98
 TENSORS = (
     TensorSpec("embedding", (SYMBOLS, CHANNELS), "float32", embedding=True),
     TensorSpec("first.weight", (CONTEXT * CHANNELS, HIDDEN[0]), "float32"),
@@ -57,7 +60,7 @@ TENSORS = (
     TensorSpec("third.weight", (HIDDEN[1], SYMBOLS), "float32"),
     TensorSpec("third.bias", (SYMBOLS,), "float32"),
 )
-LEARNERS, FRAGMENTS, SYNC_EVERY, BATCH, STEPS = 8, 6, 24, 32, 480
+LEARNERS, FRAGMENTS, SYNC_EVERY, BATCH, STEPS = 8, 6, 24, 16, 288
 PEAK_LR, WARMUP, BETAS = 4e-3, 0.05, (0.9, 0.99)
 CLAIM = 7.0
 
@@ -333,10 +336,10 @@ WITHIN, WITHOUT_ATTACK, HARM = 1.05, 1.005, 2.0
 
 def cases(seeds: list[int], merges: dict[str, list[str]]) -> list[Case]:
     found = []
-    for merge, attacks in merges.items():
+    for rule, attacks in merges.items():
         for seed in seeds:
             for robust in (False, True):
-                fixed = {"seed": seed, "robust": robust, "merge": merge}
+                fixed = {"seed": seed, "robust": robust, "merge": rule}
                 found += [Case(**fixed), Case(slow=True, other=True, **fixed)]  # type: ignore[arg-type]
                 for attack in attacks:
                     for attackers in (1, 2):
@@ -396,11 +399,33 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{row['merge']:8} {attack:10} {row['attackers']:4} {claims:>6}  {figures}  {', '.join(named)}")
 
 
+def show_cost() -> None:
+    """Eight contributions of 1.3 million elements, beside the merge that follows."""
+    plan = make_plan([TensorSpec("a", (1024, 1024), "float32"), TensorSpec("b", (512, 512), "float32")], 1)
+    dice, fragment = np.random.default_rng(0), plan.fragments[0]
+    deltas = [dice.standard_normal(fragment.size).astype(np.float32) for _ in range(LEARNERS)]
+    names, out, filter_ = [f"learner-{i}" for i in range(LEARNERS)], np.empty(fragment.size, np.float32), Filter(plan)
+    works: dict[str, Callable[[], object]] = {
+        "filter": lambda: filter_.judge(0, names, deltas, out),
+        "merge rda-row": lambda: merge(fragment, deltas, [1.0] * LEARNERS, out, "rda-row"),
+        "merge mean": lambda: merge(fragment, deltas, [1.0] * LEARNERS, out, "mean"),
+    }
+    for name, work in works.items():
+        work()
+        spent = []
+        for _ in range(9):
+            began = time.process_time()
+            work()
+            spent.append(time.process_time() - began)
+        print(f"{name:14} {1e3 * min(spent) / (LEARNERS * fragment.size * 4 / 1e6):.2f} ms per MB of contributions")
+
+
 def side_by_side(jobs: int) -> list[Run]:
     """All runs of this command line, by as many processes."""
     command = [sys.executable, __file__, *sys.argv[1:], "--jobs", str(jobs), "--part"]
     started = [subprocess.Popen([*command, str(part)], stdout=subprocess.PIPE) for part in range(jobs)]
-    printed = [one.communicate()[0].splitlines() for one in started]
+    with ThreadPoolExecutor(jobs) as readers:  # all at once: a full pipe would hold its process up
+        printed = list(readers.map(lambda one: one.communicate()[0].splitlines(), started))
     if any(one.returncode for one in started):
         raise SystemExit("a process of the benchmark failed: what it said is above")
     runs = [msgspec.json.decode(line, type=Run) for lines in printed for line in lines]
@@ -411,11 +436,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
-    parser.add_argument("--mean", nargs="*", default=["flip", "flip x5"], help="attacks under --merge mean as well")
+    parser.add_argument("--mean", nargs="*", default=["flip x5"], help="attacks under --merge mean as well")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--cost", action="store_true", help="time the filter and the merge, and nothing else")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/insiders.json"))
     options = parser.parse_args()
+    if options.cost:
+        show_cost()
+        return 0
     merges = {"rda-row": options.attacks, "mean": [one for one in options.mean if one in options.attacks]}
     wanted = cases(options.seeds, merges)
     if options.part is not None:

@@ -171,6 +171,7 @@ class Meter:
             in_last_round=one.name in machine.last_members,
             merged_share=fates.merged_share() if fates is not None else None,
             alarm=_alarm(one, machine) if one.connected else "",
+            suspect=bool(one.suspect) and one.connected,
             agreement=one.agreement,
             influence=one.influence,
             tokens_per_step=one.declared,

@@ -21,6 +21,8 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Fragment-tokens merged over those computed, of all its lives; what is in flight counts for nothing yet."""
     alarm: str = ""
     """What is wrong with it; empty: nothing."""
+    suspect: bool = False
+    """What it gives is not trusted: `alarm` says why."""
     agreement: float | None = None
     """The median cosine of its last contribution with the others'; None: it gave none yet."""
     influence: float | None = None

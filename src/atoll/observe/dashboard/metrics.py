@@ -87,8 +87,9 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
     yield each(
         "merged_share_ratio", "Of its fragment-tokens, merged.", ((one, one.merged_share) for one in all_of_them)
     )
-    alarms = ((one, 1.0 if one.alarm else 0.0) for one in all_of_them)
+    alarms = ((one, 1.0 if one.alarm and not one.suspect else 0.0) for one in all_of_them)
     yield each("low_share_alarm", "1 while its work is merged far less than the others'.", alarms)
+    yield each("suspect", "1 while what it gives is not trusted.", ((one, float(one.suspect)) for one in all_of_them))
     yield each("agreement", "Median cosine with the others' contributions.", ((o, o.agreement) for o in all_of_them))
     yield each("influence_ratio", "Its share of its last merge.", ((one, one.influence) for one in all_of_them))
     behind = ((one, rounds_behind(status, one.version_round)) for one in all_of_them)
