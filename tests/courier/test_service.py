@@ -53,7 +53,7 @@ async def test_the_first_joiner_gives_the_run_its_parameters(stage: Stage) -> No
 
 
 async def test_how_far_the_run_is_comes_as_one_thing(stage: Stage) -> None:
-    run = await stage.run(fragments=1, sync_every=2, steps=10_000)
+    run = await stage.run(fragments=1, sync_every=2, steps=8192)
     training = stage.training(run)
     await training.join()
     assert training.progress == [RunProgress()], "also of a run that only begins"
@@ -61,7 +61,7 @@ async def test_how_far_the_run_is_comes_as_one_thing(stage: Stage) -> None:
     await training.until(lambda: training.progress[-1].committed >= 3)
     assert [one.committed for one in training.progress] == list(range(training.progress[-1].committed + 1))
     assert training.progress == sorted(training.progress, key=lambda one: (one.global_step, one.progress))
-    assert all(one.global_step <= 10_000 * one.progress < one.global_step + 1 for one in training.progress)
+    assert all(one.global_step <= 8192 * one.progress < one.global_step + 1 for one in training.progress)
 
 
 async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(stage: Stage) -> None:
