@@ -43,7 +43,7 @@ CHANCE = 3.0
 """Standard deviations of the cosine of two unrelated tensors, 1/√elements."""
 AGAINST_MOMENTUM = -0.1
 DISAGREES, AGREES = 0.15, 0.3
-"""Of the others' agreement. Noise has 0, a flipped sign −1; honest learners had 0.4 and more with other data."""
+"""Of the others' agreement. Noise has 0, a flipped sign −1; honest with other data, or 4 times as slow, had 0.7."""
 SAME, REPEATS = 0.98, 3
 """The cosine of what was given to a fragment twice in a row. A slow honest learner had 0.83."""
 ROUNDS = 8
