@@ -43,9 +43,9 @@ class Island(Run):
             "[protocol]\n" + "".join(f"{key} = {value}\n" for key, value in protocol.items())
         )
         self._process = self.at("syncer", "syncer", "--out", self.out, "--config", "rules.toml", *words)
-        self.until(lambda events: "atoll tokens link" in (self.folder / "syncer.log").read_text())
+        self.until(lambda events: "atoll tokens --keys" in (self.folder / "syncer.log").read_text())
         assert "atoll://" not in (self.folder / "syncer.log").read_text()
-        printed = self.command("tokens", "link", "--keys", "atoll-keys").stdout.split()
+        printed = self.command("tokens", "--keys", "atoll-keys", "link").stdout.split()
         return next(word for word in printed if word.startswith("atoll://"))
 
     def join(self, name: str, link: str) -> None:

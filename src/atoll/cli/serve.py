@@ -210,7 +210,7 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
         *(
             ["join with (a secret: whoever has it can join):", f"  atoll learn SCRIPT --join {join_link(last, token)}"]
             if on_terminal
-            else [f"join with the link that this prints, a secret: atoll tokens link --keys {short(keys.path)}"]
+            else [f"join with the link that this prints, a secret: atoll tokens --keys {short(keys.path)} link"]
         ),
     ]
 
