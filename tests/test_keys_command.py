@@ -283,7 +283,7 @@ def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
 
 
 def test_a_syncer_whose_output_goes_to_a_file_writes_no_secret_there(keys: KeyDir) -> None:
-    lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", on_terminal=False)
+    lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=False)
     assert "atoll tokens --keys" in lines[-1]
     assert not any(token.secret in "".join(lines) for token in read_tokens(keys).all)
 
