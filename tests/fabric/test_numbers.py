@@ -183,7 +183,7 @@ async def test_one_score_of_401_digits_breaks_neither_status_nor_metrics(fort: F
     before = await fort.digest()
     for field in SCORE:
         for value in JSON:
-            status, reason = await fort.request("POST", "/v1/scores", "join", data=score(field, value))
+            status, reason = await fort.request("POST", "/v1/scores", "score", data=score(field, value))
             assert (status, "could not be read" in reason) == (400, True), (field, value[:20], status, reason)
     await shows(fort)
     await fort.unharmed(before)

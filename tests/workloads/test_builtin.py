@@ -21,8 +21,11 @@ class Alone:
 
     told: list[tuple[int, float, float]]
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: str) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: str, tokens_per_step: int
+    ) -> None:
         assert len(data) == 64, "the digest of the data goes into the run"
+        self.declared = tokens_per_step
         self.optimizer = optimizer
         self.progress = 0.0
         Alone.told = []
@@ -39,6 +42,7 @@ class Alone:
             yield dataset.gather(np.arange(step * batch_size, (step + 1) * batch_size) % len(dataset))
 
     def step(self, tokens: int, loss: torch.Tensor) -> None:
+        assert tokens <= self.declared
         Alone.told.append((tokens, float(loss.detach()), self.optimizer.param_groups[0]["lr"]))
 
 

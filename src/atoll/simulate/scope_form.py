@@ -49,7 +49,8 @@ CLOCKS = {
 TALK = {
     *("reason", "why_out", "loss", "progress", "weight", "failed", "last_members", "last_reason", "_since", "_alarmed"),
     *("digest", "_outcome", "_end_reason", "_effects", "text", "data"),
-    *("weights", "usual"),  # of what was given; of a life that is judged later than any search looks
+    *("weights", "limits", "limit", "factors", "agreement", "influence"),  # of what was given
+    "usual",  # of a life that is judged later than any search looks
     *("missed", "_windows"),  # why tokens were dropped, and what of late was merged: for people
     "budgeted",  # without a budget of tokens it is what was reported
 }
