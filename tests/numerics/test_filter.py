@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.filter import CLIP, ROUNDS, Filter, Judged
+from atoll.numerics.filter import CLIP, MOMENTUM_SHARE, ROUNDS, Filter, Judged
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 
@@ -143,7 +143,19 @@ def test_a_round_of_one_is_held_to_the_usual_norm_and_to_the_momentum() -> None:
     assert alone.factors == pytest.approx(np.ones(alone.factors.size), abs=0.15) and alone.agreement > 0
     loud = filter_.judge(0, ["a"], [9 * honest()], momentum)[0]
     assert loud.factors == pytest.approx(np.full(loud.factors.size, 1 / 9), rel=0.2)
-    assert not filter_.judge(0, ["a"], [-honest()], momentum)[0].factors.any()
+    back = filter_.judge(0, ["a"], [-honest()], momentum)[0]
+    assert back.factors == pytest.approx(np.full(back.factors.size, MOMENTUM_SHARE), rel=0.2)
+
+
+def test_after_a_step_that_was_too_long_a_run_of_one_turns_round() -> None:
+    """What pointed against the momentum was left out whole, so the momentum stayed as it was, for good."""
+    filter_, size = Filter(PLAN), PLAN.fragments[0].size
+    ahead = np.ones(size, np.float32)
+    momentum = ahead.copy()
+    for _ in range(10):
+        factors = filter_.judge(0, ["a"], [-ahead], momentum)[0].factors
+        momentum = 0.6 * momentum - float(factors.mean()) * ahead
+    assert momentum[0] < 0
 
 
 def test_a_suspect_stays_out_of_rounds_of_one() -> None:

@@ -161,7 +161,7 @@ def _serve(
     def ready(url: str, run: str, look: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
-        for line in invitation(settings.service, url, run, short(run_dir.path), on_terminal=console.is_terminal):
+        for line in invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty()):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     code = serve(

@@ -48,8 +48,9 @@ class OneTimeCodes:
         token, ends = self._made.get(code, ("", 0.0))
         return token if now < ends else ""
 
-    def use(self, code: str) -> None:
-        self._made.pop(code, None)
+    def use(self, code: str) -> bool:
+        """Whether it counted; it counts no more."""
+        return self._made.pop(code, None) is not None
 
 
 def opens(path: str) -> bool:

@@ -135,8 +135,10 @@ class TokenDoor:
         return f"{ENTER}{self._codes.make(token, time.time())}"
 
     def take_code(self, code: str, visitor: Visitor) -> str:
-        """The cookie that a browser which came by it gets; the code counts no more."""
-        self._codes.use(code)
+        """The cookie that a browser which came by it gets; empty for one that has its cookie already, which a used link
+        must not make last longer. The code counts no more."""
+        if not self._codes.use(code):
+            return ""
         return cookie_for(self._tokens().named(visitor.token), time.time())
 
     def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:

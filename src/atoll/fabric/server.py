@@ -251,9 +251,9 @@ class Server(Port):
 
         async def enter(request: web.Request) -> web.Response:
             response = web.Response(text=PAGE, content_type="text/html", headers=PAGE_HEADERS)
-            cookie = guard.take_code(request.match_info["code"], request[VISITOR])
-            name = cookie_name(request.headers.get("Host", ""))
-            response.set_cookie(name, cookie, httponly=True, samesite="Strict", secure=request.secure)
+            if cookie := guard.take_code(request.match_info["code"], request[VISITOR]):
+                name = cookie_name(request.headers.get("Host", ""))
+                response.set_cookie(name, cookie, httponly=True, samesite="Strict", secure=request.secure)
             return response
 
         return [web.post(CODES_PATH, make_code), web.get(f"{ENTER}{{code}}", enter, allow_head=False)]

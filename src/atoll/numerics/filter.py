@@ -42,6 +42,9 @@ AGAINST = 0.5
 CHANCE = 3.0
 """Standard deviations of the cosine of two unrelated tensors, 1/√elements."""
 AGAINST_MOMENTUM = -0.1
+MOMENTUM_SHARE = 0.25
+"""Of a contribution that points against the outer momentum in a round too small to judge it. Never 0: after a step that
+was too long everybody points back, and if that were left out the momentum would never turn."""
 DISAGREES, AGREES = 0.15, 0.3
 """Of the others' agreement. Noise has 0, a flipped sign −1; honest with other data, or 4 times as slow, had 0.7."""
 SAME, REPEATS = 0.98, 3
@@ -51,8 +54,8 @@ MEMORY = 32
 """Rounds that a learner's averages reach back."""
 USUAL_ROUNDS = 16
 """Rounds of a fragment whose median norms are its usual one."""
-NAMES = 4096
-"""Learners that are remembered; those heard longest ago are forgotten first."""
+NAMES = 1024
+"""Learners that are remembered, as many as may be there at once; those heard longest ago are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,8 @@ class Filter:
         pairs = zip(deltas, norms, strict=True)
         cosines = np.stack([agree.cosine_with(fragment, delta, norm, momentum) for delta, norm in pairs])
         agreements = agree.by_size(fragment, cosines)
-        return np.where((agreements < AGAINST_MOMENTUM)[:, np.newaxis], 0.0, factors), agreements
+        against = (agreements < AGAINST_MOMENTUM)[:, np.newaxis]
+        return np.where(against, MOMENTUM_SHARE * factors, factors), agreements
 
 
 def _judged(record: Record, factors: DoubleArray, agreement: float) -> Judged:

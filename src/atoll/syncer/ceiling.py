@@ -5,10 +5,11 @@
 | the program | 256 MiB: Python, NumPy, compiled kernels, what talk leaves behind |
 | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
 | a cut | the outer state once more, while it is written |
-| a rollback | Θ and the outer state twice more, with an evaluator and guard = "rollback" |
+| a rollback | Θ three times and the outer state twice more, with guard = "rollback" |
 | one learner | for each of its pulls a body and what is decoded of it; its queues, both ways; what waits of its tape |
 | states passed on | as many streams, and as much of each, as the relay lets through |
 | connections | as many as there may be, whoever holds them |
+| the filter | of as many learners as may be there, for every fragment the direction of what each gave last |
 | one name | what is kept of a learner for good, also when it has left; a token brings so many (`Token.names`) |
 """
 
@@ -18,7 +19,9 @@ import msgspec
 
 from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, Limits
+from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.codec import make_codec
+from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import Plan
 from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
@@ -59,6 +62,7 @@ def ceiling(
     if settings.guard == "rollback":
         fixed += 2 * (1 + slots) * model + model + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
+    fixed += NAMES * settings.fragments * BUCKETS * 8
     pulls = schedule.flights(settings) + MISSES
     body = make_codec(settings.codec).nbytes(plan.largest)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES

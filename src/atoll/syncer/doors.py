@@ -22,7 +22,7 @@ Say = Callable[[str, str], None]
 """An event's kind and text."""
 LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
 """The tokens of a run without keys: a file each in its folder of secrets."""
-LOCAL_NAMES = 1 << 20
+LOCAL_NAMES = 1 << 16
 """Learners of one machine are its user's own to start, as often as they like."""
 LOOK_S = 0.5
 """Between two looks at the files of tokens and certificates."""

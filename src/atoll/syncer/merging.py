@@ -23,7 +23,9 @@ from atoll.syncer.inbox import Inbox, Key
 from atoll.syncer.parameters import Overflow, Parameters
 
 LARGE = 1 << 18
-"""Fragments of more elements than this are decoded and merged beside the event loop."""
+"""Fragments of more elements than this are decoded and merged beside the event loop …"""
+PAIRS = 16
+"""… and smaller ones too where more pairs of contributions than this are compared."""
 
 
 class Merging:
@@ -77,7 +79,8 @@ class Merging:
     def merge(self, merge: fx.Merge) -> None:
         for part in merge.parts:
             self._screen.merged((part.learner, merge.round, part.attempt))
-        if self._fragments[merge.fragment].size <= LARGE:
+        pairs = len(merge.parts) ** 2  # each is compared with each
+        if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
             asyncio.get_running_loop().call_soon(self._tell, self._staged(merge))
         else:
             self._spawn(self._merge_aside(merge))
