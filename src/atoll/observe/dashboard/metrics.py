@@ -53,7 +53,7 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("validation_round", "The round that was scored.", status.validation_round),
         ("learners_expected", "M.", status.expected),
         ("term", "Which reign of a syncer this is.", status.term),
-        ("alarm", "1 while nothing can be committed.", 1.0 if status.alarm else 0.0),
+        ("alarm", "1 while nothing can be committed, or the loss is bad.", 1.0 if status.alarm else 0.0),
         ("dashboard_viewers", "Browsers that look on.", viewers),
     ]
     for name, text, value in figures:
