@@ -126,6 +126,16 @@ def test_the_last_steps_are_waited_for_over_a_slow_link(adopt: str) -> None:
     all_merged(world)
 
 
+@pytest.mark.parametrize("later_s", [0.0, 2.0, 5.0, 7.0])
+def test_the_last_step_of_a_slow_learner_is_waited_for_longer_than_a_run_assembles(later_s: float) -> None:
+    """Seed 710242: its step took 6 s, the run waited for 5."""
+    world = World(4, fragments=4, sync_every=8, adopt="carry", step_s=[1.0, 1.0, 1.0, 9.0], assemble_s=5.0)
+    world.run_until(round=20).run_until(seconds=later_s)
+    world.end("enough")
+    world.run_to_end()
+    all_merged(world)
+
+
 def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_round() -> None:
     world = World(3, fragments=4, sync_every=8, latency_s=0.4).run_until(round=12)
     world.end()

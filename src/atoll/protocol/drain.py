@@ -47,10 +47,10 @@ class Drain:
 
     def _patience_s(self) -> float:
         """Also the slowest learner comes to its next boundary, and words go to it and back, which takes no longer than
-        its answers do; unless that is longer than a run assembles."""
-        slowest_s = max((_needs_s(one) for one in self.members.reachable()), default=0.0)
-        own_s = min(slowest_s, self.settings.assemble_s)
-        return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0), own_s)
+        its answers do. One that has stalled is not waited for longer than a run assembles."""
+        most_s = self.settings.assemble_s
+        own_s = [min(_needs_s(one), most_s) if one.stalled else _needs_s(one) for one in self.members.reachable()]
+        return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0), *own_s)
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
         wakes.append(self._stop_by)
