@@ -123,6 +123,11 @@ def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
     assert not any(secret in repr(doors) for secret in doors.secrets.values())
 
 
+def test_a_port_without_keys_answers_to_names_that_are_advertised(tmp_path: Path) -> None:
+    service = Service(advertise=("desk.example.org:7077", "desk"))
+    assert doors_of(service, str, secrets=tmp_path / "secrets").names == {"desk.example.org", "desk"}
+
+
 def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Path) -> None:
     """Learners hold them while a syncer is replaced; a file that was torn by a crash is made anew."""
     folder, before = tmp_path / "secrets", os.umask(0)

@@ -6,9 +6,16 @@ finds none without. NaN and infinities are within no bounds.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from msgspec import Meta
+
+LONGEST = 64
+ALLOWED = f"use 1 to {LONGEST} of a-z, A-Z, 0-9, '.', '_' and '-', with a letter or a digit first"
+"""Of the name of a learner, a session, a process or a token. Names become parts of paths and addresses as they are, so
+none begins with a dot or a dash: `..` is no learner, and no file is hidden or taken for an option."""
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
 
 MOST = 2**48
 """Counters stay below it, so that sums of them over a run's learners fit everywhere they are written down."""
@@ -23,13 +30,17 @@ Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
 Count = Annotated[int, Meta(ge=0, lt=MOST)]
 Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
 Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]
-Name = Annotated[str, Meta(max_length=64)]
+Name = Annotated[str, Meta(max_length=LONGEST)]
 Line = Annotated[str, Meta(max_length=LINE)]
 """What a learner says in words: what it says may be kept, and is to stay small."""
 Words = Annotated[str, Meta(max_length=8 * LINE)]
 """What the syncer says: a few lines of learners may be in it."""
 Row = Annotated[tuple[Number, ...], Meta(max_length=MANY)]
 """A number for each fragment, or for each of something else."""
+
+
+def is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
 
 
 def near(value: float | None) -> float | None:

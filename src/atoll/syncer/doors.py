@@ -48,9 +48,9 @@ def doors_of(
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
-        return Doors(
-            TokenDoor(lambda: own, run, password=False), secrets={token.role: token.secret for token in own.all}
-        )
+        door = TokenDoor(lambda: own, run, password=False)
+        by_role = {token.role: token.secret for token in own.all}
+        return Doors(door, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
     guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
     names = names_of(keys, service)
@@ -73,7 +73,11 @@ def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
         shown = [name for file in files if file.is_file() for name in hosts_of(file.read_bytes())]
     except (OSError, ValueError) as error:
         raise ConfigError(f"a certificate of {keys.path} cannot be read: {error}") from error
-    return frozenset([*(host_name(one) or one for one in service.advertise), *shown])
+    return advertised_names(service) | frozenset(shown)
+
+
+def advertised_names(service: Service) -> frozenset[str]:
+    return frozenset(host_name(one) or one for one in service.advertise)
 
 
 def local_tokens(folder: Path) -> Tokens:
