@@ -103,7 +103,7 @@ def found(limits: Limits, timeline: list[Event], **more: Any) -> dict[str, Findi
 
 def test_a_verdict_says_what_was_asked_and_what_was_found() -> None:
     limits = Limits(participation=0.9, longest_gap=3.0, syncer_back_s=5.0, tokens_per_live_s=0.97)
-    answers = found(limits, a_run(), calm=a_run())
+    answers = found(limits, a_run(), calm=[a_run()])
     assert all(one.ok for one in answers.values()), answers
     assert answers["tokens per live second, of calm"].found == "1"
     assert answers["syncer back, s"].found == "none" and answers["ledger"].found.startswith("0 unaccounted")
@@ -145,9 +145,12 @@ def test_loss_is_held_against_the_calm_run() -> None:
     def scored(loss: float) -> list[Event]:
         return a_run(event(10.8, "score", round=9, loss=loss, cpu_s=0.1))
 
-    answer = found(Limits(loss=0.01), scored(1.514), calm=scored(1.5))["loss above calm"]
+    answer = found(Limits(loss=0.01), scored(1.514), calm=[scored(1.5)])["loss above calm"]
     assert answer.ok and answer.found.startswith("+0.93 %")
-    assert not found(Limits(loss=0.01), scored(1.52), calm=scored(1.5))["loss above calm"].ok
+    assert not found(Limits(loss=0.01), scored(1.52), calm=[scored(1.5)])["loss above calm"].ok
+    several = found(Limits(loss=0.01), scored(1.52), calm=[scored(1.5), scored(1.53)])["loss above calm"]
+    assert several.ok and several.found.startswith("+0.33 % (1.5200, 2 calm 1.5000 to 1.5300")
+    assert not found(Limits(loss=0.01), scored(1.5), calm=[scored(1.5), a_run()])["loss above calm"].ok
 
 
 def test_limits_say_whether_a_calm_run_is_needed() -> None:

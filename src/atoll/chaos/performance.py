@@ -74,14 +74,14 @@ def in_peace(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, fault=(), rates={})
 
 
-def verdict(plan: Plan, out: RunDir, calm: RunDir | None) -> list[Finding]:
+def verdict(plan: Plan, out: RunDir, calm: Sequence[RunDir]) -> list[Finding]:
     report = verify_run(out.path)
     return judge(
         plan.verdict,
         events_of(out),
         verified="" if report.ok else report.problem,
         logs=tracebacks(out),
-        calm=events_of(calm) if calm is not None else None,
+        calm=[events_of(one) for one in calm],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -70,11 +71,11 @@ def judge(
     *,
     verified: str,
     logs: Sequence[str] = (),
-    calm: Sequence[Event] | None = None,
+    calm: Sequence[Sequence[Event]] = (),
 ) -> list[Finding]:
-    """`verified`: what `atoll verify` has against the run; `logs`: tracebacks that were found in its logs."""
+    """`verified`: what `atoll verify` has against the run; `logs`: tracebacks that were found in its logs; `calm`: runs
+    in peace, whose mean the run is held against: one of them alone may be lucky."""
     summary = summarise(timeline)
-    calm_summary = summarise(calm) if calm is not None else None
     longest, usual = truth.gaps(timeline)
     found = [
         _least("goodput", limits.goodput, summary["goodput"]),
@@ -86,7 +87,7 @@ def judge(
         _gap(limits.longest_gap, longest, usual),
         _most("recovery of a learner, s", limits.recovery_s, _slowest(summary["recovery"])),
         _most("syncer back, s", limits.syncer_back_s, _back(timeline)),
-        _loss(limits.loss, summary, calm_summary),
+        _loss(limits.loss, summary, [summarise(one) for one in calm]),
     ]
     if limits.ledger:
         found.append(_ledger(summary["tokens"], finished=any(event["kind"] == "finished" for event in timeline)))
@@ -124,15 +125,18 @@ def _gap(limit: float | None, longest: float | None, usual: float | None) -> Fin
     )
 
 
-def _loss(limit: float | None, summary: Summary, calm: Summary | None) -> Finding | None:
+def _loss(limit: float | None, summary: Summary, calm: Sequence[Summary]) -> Finding | None:
     if limit is None:
         return None
-    ours, theirs = summary["validation_loss_end"], calm["validation_loss_end"] if calm else None
-    if ours is None or theirs is None or calm is None:
+    ours, losses = summary["validation_loss_end"], [one["validation_loss_end"] for one in calm]
+    scored = [loss for loss in losses if loss is not None]
+    if ours is None or not scored or len(scored) < len(losses):
         return Finding("loss above calm", f"≤ {100 * limit:.2g} %", "not scored", False)
+    theirs = fmean(scored)
     above = ours / theirs - 1
-    merged = summary["tokens"]["merged"] / max(1, calm["tokens"]["merged"])
-    text = f"{100 * above:+.2f} % ({ours:.4f}, calm {theirs:.4f}, {100 * merged:.0f} % of its merged tokens)"
+    merged = summary["tokens"]["merged"] / max(1.0, fmean(one["tokens"]["merged"] for one in calm))
+    runs = f"calm {theirs:.4f}" if len(scored) == 1 else f"{len(scored)} calm {min(scored):.4f} to {max(scored):.4f}"
+    text = f"{100 * above:+.2f} % ({ours:.4f}, {runs}, {100 * merged:.0f} % of the merged tokens)"
     return Finding("loss above calm", f"≤ {100 * limit:.2g} %", text, above <= limit)
 
 
@@ -146,10 +150,11 @@ def _ledger(tokens: dict[str, int], *, finished: bool) -> Finding:
 
 
 def _ratio(
-    figure: Callable[[Sequence[Event]], float | None], timeline: Sequence[Event], calm: Sequence[Event] | None
+    figure: Callable[[Sequence[Event]], float | None], timeline: Sequence[Event], calm: Sequence[Sequence[Event]]
 ) -> float | None:
-    ours, theirs = figure(timeline), figure(calm) if calm is not None else None
-    return ours / theirs if ours is not None and theirs else None
+    ours, theirs = figure(timeline), [figure(one) for one in calm]
+    known = [one for one in theirs if one]
+    return ours / fmean(known) if ours is not None and known and len(known) == len(theirs) else None
 
 
 def _slowest(recoveries: list[dict[str, float | str | None]]) -> float | None:

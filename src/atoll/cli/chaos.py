@@ -37,7 +37,10 @@ def chaos(
     out: Annotated[Path | None, typer.Option(help="The run's folder; the calm run's is beside it.")] = None,
     seed: Annotated[int | None, typer.Option(help="Draw other faults than the plan's seed does.")] = None,
     calm: Annotated[
-        Path | None, typer.Option(help="A calm run of the same plan that lies there already.", metavar="DIR")
+        list[Path] | None,
+        typer.Option(
+            help="A calm run of the same plan that lies there already; several: their mean counts.", metavar="DIR"
+        ),
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Attack the run that goes on in this folder.", metavar="DIR")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the faults, and do nothing.")] = False,
@@ -70,26 +73,27 @@ def chaos(
     if going is not None:
         if script is not None or out is not None or force:
             raise ConfigError("--run attacks a run that goes on already: leave SCRIPT, --out and --force out")
-        _attack(found, going, RunDir.open(calm) if calm is not None else None, json_)
+        _attack(found, going, [RunDir.open(one) for one in calm or ()], json_)
         return
     arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
     run_dir = RunDir.create(out, force=force)
     console = Console(stderr=json_)
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
-    beside = RunDir.open(calm) if calm is not None else None
-    if beside is None and found.verdict.needs_calm:
-        beside = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)
-        console.print(f"first in peace: {short(beside.path)}", highlight=False, soft_wrap=True)
-        _perform(performance.in_peace(found), beside, arguments, console)
+    beside = [RunDir.open(one) for one in calm or ()]
+    if not beside and found.verdict.needs_calm:
+        peace = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)
+        console.print(f"first in peace: {short(peace.path)}", highlight=False, soft_wrap=True)
+        _perform(performance.in_peace(found), peace, arguments, console)
+        beside.append(peace)
     console.print(f"now {len(found.faults())} faults: {short(run_dir.path)}", highlight=False, soft_wrap=True)
     _perform(found, run_dir, arguments, console)
     findings = performance.verdict(found, run_dir, beside)
     _close(found, run_dir, findings, console, json_)
 
 
-def _attack(plan: Plan, out: RunDir, calm: RunDir | None, as_json: bool) -> None:
-    if plan.verdict.needs_calm and calm is None:
+def _attack(plan: Plan, out: RunDir, calm: list[RunDir], as_json: bool) -> None:
+    if plan.verdict.needs_calm and not calm:
         raise ConfigError(
             "the verdict asks for tokens_per_live_s or loss, which need a calm run: name one by --calm DIR"
         )
