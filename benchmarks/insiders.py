@@ -46,6 +46,7 @@ from atoll.syncer.parameters import Overflow, Parameters
 from atoll.workloads.schedule import learning_rate
 from atoll.workloads.text import Text
 
+ROOT = Path(__file__).resolve().parent.parent
 Floats = NDArray[np.float32]
 Stacked = dict[str, Floats]
 """Every learner's tensor of that name, one behind the other."""
@@ -60,7 +61,7 @@ TENSORS = (
     TensorSpec("third.weight", (HIDDEN[1], SYMBOLS), "float32"),
     TensorSpec("third.bias", (SYMBOLS,), "float32"),
 )
-LEARNERS, FRAGMENTS, SYNC_EVERY, BATCH, STEPS = 8, 6, 24, 16, 288
+LEARNERS, FRAGMENTS, SYNC_EVERY, BATCH, STEPS = 8, 6, 24, 16, 576
 PEAK_LR, WARMUP, BETAS = 4e-3, 0.05, (0.9, 0.99)
 CLAIM = 7.0
 
@@ -456,7 +457,17 @@ def main() -> int:
     show(rows)
     print("\n".join(wrong) or "every promise holds")
     filter_s = mean(run.filter_s for run in runs)
-    result = {"options": vars(options) | {"out": ""}, "filter_s": round(filter_s, 3), "wrong": wrong, "rows": rows}
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    result = {
+        "commit": commit,
+        "steps": STEPS,
+        "options": vars(options) | {"out": ""},
+        "filter_s": round(filter_s, 3),
+        "wrong": wrong,
+        "rows": rows,
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return 1 if wrong else 0
