@@ -127,6 +127,40 @@ def test_a_new_term_counts_no_more_than_the_one_before_did() -> None:
     assert again.members.tokens() <= counted + 1 and again.progress < 0.001
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_new_term_counts_what_its_learners_make_however_long_its_machine_is_up(closed: bool) -> None:
+    """Its clock may read anything; the tokens of the term before it are no measure of a rate."""
+    syncer = begun(4000)
+    for t in range(1, 6):
+        for name in ("a", "b"):
+            report(syncer, float(t), name, t, 100 * t)
+    syncer.history.progress = syncer.progress
+    for life in syncer.history.lives.values():
+        life.total, life.open = 500, not closed
+    again, up_s = Syncer(History.restore(syncer.history.state())), 1e6
+    for name in ("a", "b"):
+        again.handle(
+            up_s, fx.Greeted(Hello(protocol=2, learner=name, session=f"s-{name}", run="r", incarnation=1, t=5))
+        )
+    made = 0
+    while again.phase in ("assembling", "running") and made < 40:
+        made += 1
+        for name in ("a", "b"):
+            learner = again.members.learners[name]
+            said = Progress(
+                t=5 + made,
+                steps=(made, made),
+                tokens=(100 * made, 100 * made),
+                versions=(0, 0),
+                tokens_total=500 + 100 * made,
+                incarnation=learner.incarnation,
+                dropped=(0, 0),
+                counted=(0, 0),
+            )
+            again.handle(up_s + made, fx.Received(name, said))
+    assert again.phase == "ending" and made < 20, (again.phase, made, again.members.tokens())
+
+
 def test_an_honest_run_ends_on_its_budget_to_the_token() -> None:
     world = World(2, fragments=2, sync_every=4, tokens=400, step_s=[1.0, 0.1]).run_to_end()
     [ended] = world.said("ending")

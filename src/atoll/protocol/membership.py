@@ -190,6 +190,7 @@ class Membership:
             draining=self.asked_to_leave.get(hello.session, ""),
             declared=hello.tokens_per_step,
         )
+        learner.budgeted.begin(now)
         self._add(learner)
         return learner, True
 
@@ -197,7 +198,8 @@ class Membership:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t, learner.least = life.t, self.least
-        learner.tokens_total, learner.tokens_before, learner.budgeted = life.total, life.before, Counted(life.total)
+        learner.tokens_total, learner.tokens_before = life.total, life.before
+        learner.budgeted = Counted(life.total, before=life.total)
         learner.merged = [version for version, _, _ in life.merged]
         learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
@@ -224,7 +226,7 @@ class Membership:
         learner.versions = hello.versions if recovered else ()
         learner.last_heard = learner.last_step_at = now
         learner.joined_at = learner.joined_at or now
-        learner.budgeted.at = learner.budgeted.at or now
+        learner.budgeted.begin(now)
         learner.t = max(learner.t, hello.t)
         learner.offer = learner.aims = -1
         learner.stalled = False

@@ -35,6 +35,13 @@ class Counted:
     """When its credit was last made up."""
     credit: float = 0.0
     """Tokens that it would be believed besides."""
+    before: int = 0
+    """Of `tokens`: what an earlier term had counted by `began_at`. How long they took nobody here knows."""
+
+    def begin(self, now: float) -> None:
+        """It is heard of in this term, for the first time or again."""
+        if not self.at:
+            self.began_at = self.at = now
 
     def add(self, now: float, total: int, believed: Callable[[], float | None]) -> None:
         """A report names `total`. `believed`: tokens a second (None: all of them), asked for only where needed."""
@@ -51,7 +58,7 @@ class Counted:
     @property
     def rate(self) -> float:
         """Tokens a second that were believed; 0 before there are any."""
-        return self.tokens / (self.at - self.began_at) if self.at > self.began_at else 0.0
+        return (self.tokens - self.before) / (self.at - self.began_at) if self.at > self.began_at else 0.0
 
 
 def believed_rate(others: list[float], budget: int) -> float:
