@@ -11,6 +11,7 @@ from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
 from atoll.protocol.rounds import SILENT_BEATS
 from atoll.protocol.settings import Settings
+from atoll.simulate import campaign
 from atoll.simulate.disk import AGAIN_S
 
 
@@ -175,6 +176,22 @@ def test_one_that_falls_mute_is_probed_at_once() -> None:
     (muted_at,) = [at for at, note in world.notes if note.kind == "muted"]
     probes = [at for at, pull in world.sent(Pull, "learner-1") if pull.probe]
     assert probes[0] == muted_at
+
+
+@pytest.mark.parametrize(("synchronous", "later_s"), [(False, 0.75), (False, 1.5), (True, 2.25)])
+def test_one_that_falls_mute_by_its_silence_is_probed_at_once(synchronous: bool, later_s: float) -> None:
+    world = World(3, fragments=4, sync_every=4, latency_s=0.4, synchronous=synchronous).run_until(round=12)
+    world.run_until(seconds=later_s).islands["learner-1"].frozen = True
+    world.run_until(seconds=8.0)
+    [muted_at] = [at for at, note in world.notes if note.kind == "muted"]
+    probes = [at for at, pull in world.sent(Pull, "learner-1") if pull.probe]
+    assert probes[0] == muted_at
+
+
+def test_one_that_falls_mute_in_a_round_that_waits_for_the_one_before_is_probed_too() -> None:
+    """Seed 191145: two rounds under way, and silence in the second was no reason to look once more."""
+    outcome = campaign.run(campaign.plan(191145, 3))
+    assert not outcome.invariant, outcome.message
 
 
 @pytest.mark.parametrize("later_s", [0.25 * phase for phase in range(12)])

@@ -219,8 +219,7 @@ class Rounds:
 
     def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """Wait for the members' answers; merge once it is this round's turn."""
-        if round_.given:
-            self._leave_out_silent(now, round_, wakes)
+        silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
         for seat in missed:  # for all we know the deadline was too short: learn from it
             self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
@@ -230,7 +229,7 @@ class Rounds:
             self._miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
             wakes.append(min(seat.deadline for seat in round_.asked))
-            return bool(missed)
+            return silent or bool(missed)
         least = 1 if self.gathering.draining else max(1, min(self.settings.quorum, len(round_.seats)))
         if len(round_.given) < least:
             reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
@@ -241,7 +240,7 @@ class Rounds:
             self._weigh(round_)
             parts = tuple(Part(name, round_.attempt, counts) for name, counts in round_.weights.items())
             self.out.add(Merge(round_.t, round_.fragment, parts))
-        return bool(missed)  # whoever fell mute is to be probed
+        return silent or bool(missed)  # whoever fell mute is to be probed
 
     def _weigh(self, round_: Round) -> None:
         names = [seat.learner for seat in round_.given]
@@ -253,9 +252,10 @@ class Rounds:
         if text := telling(names, claimed, merged):
             round_.reason = f"{round_.reason}; {text}"
 
-    def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> None:
+    def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still.
         Not so with last steps: nobody asks for them twice, and words of an uneven link may come further apart."""
+        found = False
         for seat in round_.asked:
             learner = self.members.learners[seat.learner]
             if self.gathering.draining or learner.stopped:
@@ -263,8 +263,10 @@ class Rounds:
             silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.settings.heartbeat_s
             if now >= silent_at:
                 self._miss(round_, seat, "says nothing any more", strike=True)
+                found = True
             elif silent_at < seat.deadline:
                 wakes.append(silent_at)
+        return found
 
     def _miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
