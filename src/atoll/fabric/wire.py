@@ -209,7 +209,8 @@ def check_hello(message: FromLearner) -> Hello:
             raise PeerError(f"{what} = '{one_line(name[:64])}' is no name: {ALLOWED}")
     if message.learner == SYNCER:
         raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
-    for what, count in (("t", message.t), ("incarnation", message.incarnation), ("term", message.term)):
+    counts = (("t", message.t), ("incarnation", message.incarnation), ("term", message.term))
+    for what, count in (*counts, ("tokens_total", message.tokens_total)):
         if not 0 <= count < MOST:
             raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message

@@ -143,6 +143,7 @@ class Learner:
             tensors=self._tensors,
             data=self._data,
             tokens_per_step=self._declared,
+            tokens_total=self._counters.last.tokens_total,
             host=self._holder.host,
             pid=self._holder.pid,
             proof=self._holder.proof,
