@@ -15,6 +15,7 @@ from atoll.observe.tallies import Tallies
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import (
+    Alarmed,
     AnyRecord,
     Begun,
     Changed,
@@ -61,6 +62,17 @@ def merged(round: int = 0, *members: Share, **changes: Any) -> Merged:
 def gone(**changes: Any) -> Gone:
     """With twenty tokens, in no version."""
     return replace(Gone("a", 1, 2, 20, dropped=(0, 0), lost=(20, 20)), **changes)
+
+
+def test_an_alarm_of_the_ledger_is_found_again_in_the_records() -> None:
+    quiet = audited(*START)
+    quiet.check_alarms()
+    alarmed = audited(*START, Alarmed("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but …"))
+    alarmed.check_totals()
+    with pytest.raises(Wrong, match=r"the ledger does not balance: a \(incarnation 1\), fragment 0: 24 tokens"):
+        alarmed.check_alarms()
+    with pytest.raises(Wrong, match=r"\(1 more like it\)"):
+        audited(*START, Alarmed("a", 1, "x"), Alarmed("a", 1, "y")).check_alarms()
 
 
 # ---- what syncers write --------------------------------------------------------------------------------------------

@@ -132,6 +132,18 @@ def test_a_process_out_of_quarantine_keeps_its_counters(events: list[Event], say
     assert summary["per_learner"]["b"]["incarnations"] == 3
 
 
+def test_steps_of_processes_that_take_a_name_from_each_other_count_once(say: Say) -> None:
+    """873 times in 45 s: 100,930 steps were summed up where 618 were made."""
+    events = [say(0, "run", learners=1), say(0.1, "joined", learner="a", incarnation=1, known_as=0)]
+    for life in range(1, 101):
+        steps = {"t": life + 10 * (life % 2), "tokens": 4 * life, "busy_s": 0.1 * life, "unmerged_tokens": 0}
+        events.append(say(life, "lost", learner="a", incarnation=life, **steps))
+        events.append(say(life, "joined", learner="a", incarnation=life + 1, known_as=max(0, life - 1)))
+    told = summarise([*events, say(101, "ending")])["per_learner"]["a"]
+    assert (told["steps"], told["tokens"], told["busy_s"]) == (109 + 100, 396 + 400, pytest.approx(9.9 + 10.0))
+    assert told["incarnations"] == 101
+
+
 def test_a_run_that_was_cut_off_leaves_the_rest_in_flight(events: list[Event]) -> None:
     cut = [event for event in events if event["at"] <= 1010.0]
     summary = summarise(cut)

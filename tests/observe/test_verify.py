@@ -23,7 +23,7 @@ from tests.observe.written import (
 
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import Changed, CutDone, Joined, Merged, Passed, Share
+from atoll.protocol.records import Alarmed, Changed, CutDone, Joined, Merged, Passed, Share
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
@@ -215,6 +215,13 @@ def test_claims_that_were_removed_are_named(tmp_path: Path) -> None:
 
 
 # ---- the journal ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_ledgers_alarm_said_is_said_again(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run")
+    well(run)
+    run.write(Alarmed("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but 8 merged make 16"))
+    assert wrong(run).startswith("the ledger does not balance: a (incarnation 1), fragment 0: 24 tokens computed")
 
 
 def test_a_flipped_bit_in_a_segment_is_named_with_its_byte(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from atoll.protocol.learner import Learner as Machine
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.records import AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
+from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
 from atoll.protocol.settings import Settings
 
 BATCH = 4
@@ -284,6 +284,8 @@ def test_a_report_that_does_not_balance_is_one_alarm() -> None:
     desk.accounts.reported(two, fine)
     desk.accounts.reported(two, msgspec.structs.replace(fine, tokens_total=24))
     assert len(desk.notes("unbalanced")) == 2, "one for each that is wrong"
+    alarms = [f"the ledger does not balance: {record.wrong}" for record in desk.records(Alarmed)]
+    assert alarms == desk.notes("unbalanced"), "and written down"
 
 
 def test_a_learner_that_took_more_than_it_was_leased_is_an_alarm() -> None:
@@ -296,6 +298,23 @@ def test_a_learner_that_took_more_than_it_was_leased_is_an_alarm() -> None:
 
 
 # ---- lives -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_processes_that_take_a_name_from_each_other_count_once() -> None:
+    world = World(2, fragments=2, sync_every=4, latency_s=0.1).run_until(round=4)
+    one = world.islands["learner-1"]
+    other = world.start_process("learner-1", 1.0)
+    for number in range(8):
+        back = other if number % 2 == 0 else one
+        world.islands["learner-1"] = back
+        world.network.connect(back, world.reign)
+        world.run_until(seconds=3.3)
+    trained = one.tokens_total + other.tokens_total
+    fates = world.syncer.history.ledger.by_learner()["learner-1"].whole()
+    assert 0 < fates["merged"] < fates["computed"] <= trained
+    assert world.syncer.members.tokens() <= trained + world.islands["learner-0"].tokens_total
+    assert not world.said("unbalanced")
+    assert [note.data["known_as"] for note in world.said("joined")][-2:] == [6, 7], "which life each knew itself in"
 
 
 def eventful() -> World:

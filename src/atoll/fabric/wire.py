@@ -103,6 +103,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """From the first packet to an open control channel."""
     ping_s: float = 6.0
     """A channel silent for this long is pinged; without an answer in half of it, it is lost (9 s in all)."""
+    answer_s: float = 1.0
+    """A learner whose name another process asks for has this long to answer a ping; then the name is the other's."""
     send_s: float = 10.0
     """The longest wait for a peer to take one message, or one chunk of a body."""
     flush_s: float = 2.0
@@ -207,7 +209,8 @@ def check_hello(message: FromLearner) -> Hello:
             raise PeerError(f"{what} = '{one_line(name[:64])}' is no name: {ALLOWED}")
     if message.learner == SYNCER:
         raise PeerError(f"learner = '{SYNCER}' is the syncer's own name: choose another")
-    for what, count in (("t", message.t), ("incarnation", message.incarnation), ("term", message.term)):
+    counts = (("t", message.t), ("incarnation", message.incarnation), ("term", message.term))
+    for what, count in (*counts, ("tokens_total", message.tokens_total)):
         if not 0 <= count < MOST:
             raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message

@@ -9,7 +9,7 @@ Rules checked here, besides those of tallies.py:
   leased;
 - a rollback makes every version one higher, of values that the run had at the round it names, and says of every
   incarnation what it undoes;
-- the ledger balances to zero, and its sums are those of the members;
+- the ledger balances to zero, and its sums are those of the members; no report was other than that while it went on;
 - a cut holds what the fold up to its place gives. Reports are in no record: of an open account only what records tell
   can be compared.
 """
@@ -29,6 +29,7 @@ from atoll.protocol.history import History
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.ledger import Ledger, LedgerState, Totals
 from atoll.protocol.records import (
+    Alarmed,
     AnyRecord,
     Begun,
     Changed,
@@ -83,6 +84,9 @@ class Audit:
         self.lately = Lately(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
+        self.alarms = 0
+        self.alarm = ""
+        """The first of them, as the syncer said it."""
         self.untaped = 0
         """Entries that are missing in learners' tapes."""
         self.rounds = [-1] * self.fragments
@@ -148,6 +152,8 @@ class Audit:
                     self._played(one.learner, one.incarnation, one.first)
             case Ended(step=step):
                 self._stepped("the end", step)
+            case Alarmed(wrong=wrong):
+                self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
             case Lent() | Owned():
                 pass
 
@@ -277,6 +283,12 @@ class Audit:
         _check_balance("the ledger of all records", totals)
         if list(totals.merged) != self.tallies.merged:
             raise Wrong(f"the ledger says {totals.merged} tokens are merged, the members make {self.tallies.merged}")
+
+    def check_alarms(self) -> None:
+        """What learners reported is in no record, but that it did not fit is."""
+        if self.alarms:
+            more = f" ({self.alarms - 1} more like it)" if self.alarms > 1 else ""
+            raise Wrong(f"the ledger does not balance: {self.alarm}{more}; the syncer said so while the run went on")
 
     def unmerged(self) -> list[tuple[str, int, int]]:
         """Learner, incarnation and fragment-tokens in flight of every account that is open, as far as records tell."""

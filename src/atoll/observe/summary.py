@@ -154,11 +154,15 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
     """Per training process the last counters it was heard to say; for one of which none are known (a run that was cut
     off), at least what was merged of it."""
     first: dict[Life, Life] = {}
-    """A learner out of quarantine is a new incarnation, but the same process: its counters go on."""
+    """A learner out of quarantine, or one that comes back after its account was closed, is a new incarnation, but the
+    same process: its counters go on."""
     newest: dict[str, int] = {}
     merged: dict[Life, Work] = {}
     told: dict[Life, Work] = {}
     for event in timeline:
+        if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
+            before = (event["learner"], event["known_as"])
+            first[before[0], event["incarnation"]] = first.get(before, before)
         for life in lives([event]):
             newest[life[0]] = max(life[1], newest.get(life[0], life[1]))
             merged.setdefault(first.get(life, life), Work())
@@ -169,8 +173,8 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
             case "round":
                 for member in event["members"]:
                     life = (member["learner"], member["incarnation"])
-                    before = merged[first.get(life, life)]
-                    after = Work(max(before.steps, member["t"]), before.tokens + member["tokens"])
+                    so_far = merged[first.get(life, life)]
+                    after = Work(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
                     merged[first.get(life, life)] = after
             case "lost" | "left":
                 life = (event["learner"], event["incarnation"])

@@ -7,6 +7,7 @@ The first thing that is wrong is named, with its place; what lies behind it is n
     cuts         every file by its digest; a learner's that is not as it said is named in a remark (shelf.py)
     parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
     model        model.safetensors, whenever it is there, is the head that the journal gives
+    alarms       of the ledger, which the syncer raised while the run went on: none
 
 Records are read one at a time, so memory does not grow with the run: what it takes is one copy of the model. Nothing is
 written, so a run that is still going on can be verified; what it does meanwhile is left for the next time.
@@ -126,6 +127,7 @@ class Verification:
         spares = history.settings.guard != "off"
         self._shelf.check(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         self._check_model(self._audit, self._rebuild(self._audit))
+        self._audit.check_alarms()
 
     def went_on(self) -> bool:
         """Whether the run has written more since it was read: what lies beside the journal may be newer."""

@@ -3,7 +3,7 @@
 Rules kept here, each with its test: an incarnation is written down before its welcome, so no number is given twice, and
 with it by which token its name came; its account is closed when another process takes its name, when it leaves, when it
 starts over, or when it has been away for too long, and what it had not given is then lost, once; samples that no
-version contains are issued again; a report that does not balance is an alarm, never mended in silence.
+version contains are issued again; a report that does not balance is an alarm, written down and never mended in silence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from atoll.protocol.leases import wrong_sources
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.outbox import Outbox
-from atoll.protocol.records import Gone, Granted, Joined, Owned, Sources
+from atoll.protocol.records import Alarmed, Gone, Granted, Joined, Owned, Sources
 from atoll.protocol.settings import Settings
 
 AHEAD = 3
@@ -34,7 +34,7 @@ class Accounts:
 
     def open(self, learner: Learner) -> None:
         before = self.history.lives.get(learner.name)
-        origin = before.total if before is not None and before.session == learner.session else 0
+        origin = before.total if before is not None and before.session == learner.session else learner.origin
         joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
         self.out.persist(Joined(*joined))
 
@@ -96,6 +96,7 @@ class Accounts:
     def _alarm(self, learner: Learner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
             self._alarmed.add((learner.name, learner.incarnation))
+            self.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
             self.out.note("unbalanced", f"the ledger does not balance: {wrong}", learner)
 
     # ---- leases -------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Attendance:
         self._welcome(learner)
         word = "joined" if new else "came back"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
-        self.out.note("joined", text, learner, declared=learner.declared)
+        known_as = hello.incarnation if hello.run == self.history.run else 0
+        self.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)
         self._tell_again(learner)
 
     def _turn_off(self, before: Learner | None, hello: Hello, wrong: str) -> None:

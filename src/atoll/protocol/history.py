@@ -13,6 +13,7 @@ from atoll.protocol.leases import DatasetSpec, Leases, LeasesState
 from atoll.protocol.ledger import Ledger, LedgerState
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
+    Alarmed,
     AnyRecord,
     Begun,
     Changed,
@@ -161,8 +162,8 @@ class History:
                 self._choose_good_cut()
             case Restored():
                 self._restored(record)
-            case Reset() | Lent():
-                pass  # concerns the numbers alone, or a reader of the tape
+            case Reset() | Lent() | Alarmed():
+                pass  # concerns the numbers alone, or a reader of the tape or of the books
             case Played(tapes):
                 for one in tapes:
                     if (life := self.lives.get(one.learner)) is not None:

@@ -58,6 +58,8 @@ class Learner:
     tokens_total: int = 0
     tokens_before: int = 0
     """Tokens of its earlier incarnations, as they counted."""
+    origin: int = 0
+    """Tokens of its process that earlier incarnations have accounted for, where another had its name in between."""
     budgeted: Counted = field(default_factory=Counted)
     """What of `tokens_total` counts towards the run's budget."""
     busy_s: float = 0.0
@@ -172,6 +174,8 @@ class Membership:
         if known is not None and known.session == hello.session and not known.closed:
             self._come_back(now, known, hello, run)
             return known, False
+        again = known is not None and known.session == hello.session
+        origin = hello.tokens_total if not again and _had_a_life(known, hello, run) else 0
         learner = Learner(
             name=hello.learner,
             session=hello.session,
@@ -182,9 +186,10 @@ class Membership:
             last_heard=now,
             last_step_at=now,
             t=hello.t,
-            tokens_total=known.tokens_total if known is not None and known.session == hello.session else 0,
+            tokens_total=known.tokens_total if known is not None and again else origin,
             tokens_before=_tokens_before(known, hello.session),
-            budgeted=known.budgeted if known is not None and known.session == hello.session else Counted(0, now, now),
+            origin=origin,
+            budgeted=known.budgeted if known is not None and again else Counted(0, now, now),
             merged=[-1] * self.settings.fragments,
             least=self.least,
             draining=self.asked_to_leave.get(hello.session, ""),
@@ -251,7 +256,7 @@ class Membership:
         if progress.t > learner.t and learner.state == "training":
             learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
         learner.usual.add(now, progress.t, progress.tokens_total)
-        learner.budgeted.add(now, progress.tokens_total, lambda: self._rate(now, learner))
+        learner.budgeted.add(now, progress.tokens_total - learner.origin, lambda: self._rate(now, learner))
         if progress.t != learner.t or progress.stopped:
             learner.last_step_at = now
         if offer > learner.offer + 1 or learner.offer < 0:
@@ -331,6 +336,11 @@ class Membership:
 
 def _name(one: Learner) -> str:
     return one.name
+
+
+def _had_a_life(known: Learner | None, hello: Hello, run: str) -> bool:
+    """It has been part of this run, and then another process had its name."""
+    return known is not None and hello.run == run and hello.incarnation > 0
 
 
 def _tokens_before(known: Learner | None, session: str) -> int:

@@ -16,6 +16,7 @@ place. Structs are written as arrays without names: a round of four members take
     Sources   the data that leases are cut from
     Granted   a lease: a range of the data for one learner
     Gone      an incarnation is over: what it had reported, what was dropped, what is lost
+    Alarmed   what an incarnation reported does not fit the ledger
     Changed   settings that the operator changed while it ran
     Cut       a complete cut
     Played    parts of learners' tapes: what their training processes were told, and after which step (tape.py)
@@ -210,6 +211,14 @@ class Gone(Record, frozen=True, tag="gone"):
     Atoll, which did not tell."""
 
 
+class Alarmed(Record, frozen=True, tag="alarmed"):
+    """Reports are in no record: without this one, only who was there would know. One for each incarnation."""
+
+    learner: str
+    incarnation: int
+    wrong: str
+
+
 class Changed(Record, frozen=True, tag="changed"):
     settings: Settings
     outer: dict[str, str | float | bool]
@@ -272,6 +281,7 @@ AnyRecord = (
     | Sources
     | Granted
     | Gone
+    | Alarmed
     | Changed
     | CutDone
     | Played

@@ -8,7 +8,8 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | --- | --- | --- |
 | run | syncer | run, learners, settings, versions (of Python, packages, platform) |
 | plan | syncer | settings (P and H filled in), parameters, data |
-| joined, recovered | syncer | learner, incarnation (joined: declared, tokens per step; recovered: seconds) |
+| joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
+| recovered | syncer | learner, incarnation, seconds |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
