@@ -88,6 +88,23 @@ class Learner:
         return self._stay is not None and self._stay.done
 
     @property
+    def index(self) -> int:
+        """This learner's number in the run, 0 or above: no other has it, and it keeps it when it starts again.
+
+        The run counts names as they first join, so it is known inside of 'with'. Alone: 0.
+        """
+        if self._stay is None:
+            if not self.alone:
+                raise RuntimeError("learner.index is known inside of 'with atoll.Learner(...) as learner:'")
+            return 0
+        if self._stay.shared.index < 0:
+            raise RuntimeError(
+                "learner.index is not known: the run was not heard of; use learner.seed, or wait longer "
+                f"for it (join_wait_s, now {self._joining.wait_s:g})"
+            )
+        return self._stay.shared.index
+
+    @property
     def seed(self) -> int:
         """A seed of this learner's own, for shuffles and chance: from the run's seed and its name, so that it differs
         between learners and is the same when this one starts again. 32 bits."""

@@ -328,6 +328,7 @@ class Stay:
             self.shared.tensors,
             name=self._joining.name,
             session=self._session,
+            index=self.shared.index,
             t=self._tally.t,
             total=self._tally.tokens,
             busy_s=self._tally.busy_s,

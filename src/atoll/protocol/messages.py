@@ -44,7 +44,7 @@ NEW_FIELDS = {
     "Hello": frozenset({"tokens_per_step"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
-    "Welcome": frozenset({"protocol", "least"}),
+    "Welcome": frozenset({"protocol", "least", "index"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
 NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
@@ -285,6 +285,8 @@ class Welcome(Message, frozen=True):
     least: Row = ()
     """Per fragment, the version that the run was last rolled back with: whoever holds less takes it in place of its own
     values. Empty: it never was."""
+    index: Number = -1
+    """The learner's number in the run: names are counted from 0 as they first join. −1: not told."""
 
 
 class Refused(Message, frozen=True):
