@@ -21,6 +21,7 @@ from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
 from atoll.learner.feed import Feed
+from atoll.learner.inputs import Inputs
 from atoll.learner.leaving import Leaving, broken_off, patience_s
 from atoll.learner.model import load_weights
 from atoll.learner.partner import Partner
@@ -91,6 +92,7 @@ class Stay:
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         self._peers = PeerStates(model, optimizer, shared, partner, self._tape)
         self._own = OwnState(model, optimizer, extras)
+        self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -199,6 +201,7 @@ class Stay:
         tally, shared = self._tally, self.shared
         self._feed.stepped()
         tally.add_loss(loss)
+        self._inputs.stepped(tally.t)
         if shared.boundary is not None:
             shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
         self._listen()
@@ -255,6 +258,7 @@ class Stay:
             missed=rows["missed"],
             position=self._feed.position,
             leaving=self._preemption.asked,
+            inputs=self._inputs.number,
         )
 
     # ---- what the courier orders --------------------------------------------------------------------------------
@@ -378,6 +382,7 @@ class Stay:
         """Let everything go; the syncer hears why."""
         if error is not None and not self._final:
             self._partner.send(Bye(broken_off(error)))
+        self._inputs.close()
         self._preemption.stop()
         self._partner.close()
         self.shared.close()

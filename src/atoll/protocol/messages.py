@@ -43,7 +43,7 @@ NEW_FIELDS = {
     "Contribution": frozenset({"run", "learner", "incarnation"}),
     "Hello": frozenset({"tokens_per_step"}),
     "Lease": frozenset({"incarnation"}),
-    "Progress": frozenset({"leaving", "missed"}),
+    "Progress": frozenset({"leaving", "missed", "inputs"}),
     "Welcome": frozenset({"protocol", "least", "index"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
@@ -128,6 +128,8 @@ class Progress(Message, frozen=True):
     """It was asked to leave: that its loop ends says nothing of the run."""
     missed: Row = ()
     """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: not told."""
+    inputs: Number = -1
+    """A hash of what its model was given lately, where its data is its own; −1: not told."""
 
 
 class Heartbeat(Message, frozen=True):
