@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import atoll
 
-BLOCK = 64
 text = torch.tensor(list(inspect.getsource(argparse).encode()))
 
 
@@ -24,7 +23,7 @@ class Windows(Dataset):
     """A window of the text at every sixteenth byte; GPT-2 shifts the labels itself."""
 
     def __init__(self, text: torch.Tensor) -> None:
-        self.windows = text.unfold(0, BLOCK, 16)
+        self.windows = text.unfold(0, 64, 16)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -35,7 +34,7 @@ class Windows(Dataset):
 
 train, held_out = Windows(text[:-5000]), Windows(text[-5000:]).windows
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2))
 
 
 @torch.no_grad()
@@ -57,3 +56,5 @@ with atoll.Learner(model.train(), optimizer) as learner:
         optimizer.step()
         optimizer.zero_grad()
         learner.step(tokens=batch["input_ids"].numel(), loss=loss)
+        if learner.done:  # otherwise the batches that are loaded already come first
+            break
