@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -124,6 +125,16 @@ def test_a_compiled_model_is_looked_at_from_outside_and_never_breaks_its_graph()
     outside = Inputs(compiled, wanted=lambda: True)
     compiled(BATCH)
     assert inside.number == -1 and outside.number == number(BATCH)
+
+
+def test_a_scripted_model_which_takes_no_hooks_is_let_be() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Linear(4, 1))
+    inputs = Inputs(model, wanted=lambda: True)
+    model(BATCH)
+    assert inputs.number == -1
+    inputs.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -170,17 +170,6 @@ def test_a_peer_that_is_gone_closes_the_channel_and_sending_to_it_does_nothing(e
     ours.send(Bye("too late"))
 
 
-def test_it_closes_also_where_a_process_that_was_forked_off_holds_its_end_too(ends: Ends) -> None:
-    """As the workers of a DataLoader do."""
-    ours, theirs = ends
-    with socket.socket(fileno=os.dup(theirs.sock.fileno())):
-        theirs.send(StopOrder("the last word", final=True))
-        theirs.close()
-        assert [decode_to_training(frame) for frame in ours.receive()] == [StopOrder("the last word", final=True)]
-        ours.receive()
-        assert ours.closed
-
-
 def test_a_descriptor_may_be_closed_by_its_sender_at_once_also_while_the_frame_waits(ends: Ends) -> None:
     ours, other = ends
     for _ in range(2000):

@@ -29,8 +29,8 @@ class Feed:
         """Alone: how much of the one pass is done."""
         self._leased: Leased | None = None
         self._saved: dict[str, Any] | None = None
-        self._used: Callable[[], int | None] = _all
-        """How many of the batches drawn the step just made was on; None: all of them."""
+        self._used: Callable[[], int] | None = None
+        """Of how many of the batches drawn the step just made was; None: of all of them."""
 
     @property
     def position(self) -> int:
@@ -38,7 +38,7 @@ class Feed:
         return -1 if self._leased is None else self._leased.position
 
     def stepped(self) -> None:
-        used = self._used()
+        used = self._used() if self._used is not None else None
         if self._leased is not None:
             self._leased.stepped(used)
 
@@ -74,10 +74,10 @@ class Feed:
             self._saved = None
         return self.registered
 
-    def count_by(self, used: Callable[[], int | None] | None) -> None:
+    def count_by(self, used: Callable[[], int]) -> None:
         """A loop begins, in which batches may be drawn ahead of the steps on them: `used` says of how many batches each
         step was. What an earlier loop drew and made no step on is drawn again."""
-        self._used = used or _all
+        self._used = used
         if self._leased is not None:
             self._leased.draw_again()
 
@@ -143,7 +143,3 @@ class Feed:
     def load(self, state: dict[str, Any]) -> None:
         """Taken up when the batches are asked for."""
         self._saved = state or None
-
-
-def _all() -> None:
-    return None

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 EVERY = 8
 TENSORS = 4
@@ -31,7 +33,9 @@ class Inputs:
         self._due = True
         self._number = -1
         self._pending: tuple[list[torch.Tensor], torch.cuda.Event] | None = None
-        self._hook = model.register_forward_pre_hook(Hook(self.look), with_kwargs=True)
+        self._hook: RemovableHandle | None = None
+        with suppress(RuntimeError):  # a model of torch.jit.script takes no hooks
+            self._hook = model.register_forward_pre_hook(Hook(self.look), with_kwargs=True)
 
     @property
     def number(self) -> int:
@@ -44,7 +48,8 @@ class Inputs:
         self._due = t % EVERY == 0
 
     def close(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def look(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """At a training step's first call; scoring the same samples everywhere is nobody's mistake."""

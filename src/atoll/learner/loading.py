@@ -70,18 +70,15 @@ class Ahead:
         self._seen = self._drawn
         if first:
             self._begun_with = new
-        elif self._over:
-            pass
-        elif new == 0:
-            return 0  # the same batch once more
-        else:
+        elif not self._over:
+            if new == 0:
+                return 0  # the same batch once more
             self._usual = new
             self._ahead = max(0, self._begun_with - new) if self._ahead is None else self._ahead
-        known = self._ahead is not None and not self._over
-        used = self._drawn - self._ahead if known and self._ahead is not None else self._used + self._usual
-        used, before = max(self._used, min(self._drawn, used)), self._used
-        self._used = used
-        return used - before
+        before = self._used
+        used = before + self._usual if self._ahead is None or self._over else self._drawn - self._ahead
+        self._used = max(before, min(self._drawn, used))
+        return self._used - before
 
 
 class Counted:

@@ -16,7 +16,6 @@ import array
 import os
 import socket
 from collections import deque
-from contextlib import suppress
 
 import msgspec
 
@@ -368,8 +367,6 @@ class Channel:
         self._clear()
         while self._descriptors:
             os.close(self._descriptors.popleft())
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # also where a process that was forked off holds this end too
         self.sock.close()
 
     def _clear(self) -> None:
