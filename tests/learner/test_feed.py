@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.learner.data import Source
-from atoll.learner.feed import Feed
+from atoll.learner.data import Source, collect
+from atoll.learner.feed import Drawn, Feed
 from atoll.numerics.permutation import permuted
 from atoll.protocol.effects import Registered
 from atoll.protocol.errors import ConfigError
@@ -31,6 +31,10 @@ def nobody_waits(seconds: float) -> None:
     raise AssertionError("training does not wait here")
 
 
+def collected(found: tuple[Source, ...], draws: Iterator[Drawn]) -> Iterator[Any]:
+    return (collect(found[dataset].samples, indices) for dataset, indices in draws)
+
+
 class Script:
     """A training loop that takes batches of four, and steps on each."""
 
@@ -44,7 +48,8 @@ class Script:
 
     def begin(self, patience_s: float = 60.0, epochs: int = 0) -> Script:
         self.asked = self.feed.ask(self.found, 4, epochs, seed=7)
-        self._batches = self.feed.leased(self.found, 4, lambda: self.done, self._wait, patience_s)
+        draws = self.feed.draw_leased(self.found, 4, lambda: self.done, self._wait, patience_s)
+        self._batches = collected(self.found, draws)
         return self
 
     def _wait(self, seconds: float) -> None:
@@ -150,7 +155,7 @@ def test_a_run_that_ends_while_the_first_lease_is_awaited_ends_the_wait() -> Non
 
 def test_samples_count_when_their_step_is_done() -> None:
     script = Script().begin().supply(Range(0, 0, 0, 0, 40))
-    batches = script.feed.leased(script.found, 4, lambda: False, nobody_waits, 60.0)
+    batches = script.feed.draw_leased(script.found, 4, lambda: False, nobody_waits, 60.0)
     next(batches)
     next(batches)
     assert script.feed.position == 0
@@ -168,7 +173,7 @@ def test_several_datasets_come_as_they_were_leased() -> None:
 
 
 def own(feed: Feed, found: tuple[Source, ...], passes: int | None = 1, incarnation: int = 1) -> Iterator[Any]:
-    return feed.own(found, 4, lambda: False, incarnation=incarnation, passes=passes)
+    return collected(found, feed.draw_own(found, 4, lambda: False, incarnation=incarnation, passes=passes))
 
 
 def test_one_whose_data_is_not_the_runs_is_told_why_and_trains_on_it_in_its_own_order(
@@ -264,7 +269,7 @@ def test_a_second_loop_may_take_larger_batches() -> None:
     script.take(1)
     asked = script.feed.ask(script.found, 6, 0, seed=7)
     assert asked.batch == 6
-    batches = script.feed.leased(script.found, 6, lambda: False, nobody_waits, 60.0)
+    batches = collected(script.found, script.feed.draw_leased(script.found, 6, lambda: False, nobody_waits, 60.0))
     assert next(batches).tolist() == samples(4, 10)
 
 

@@ -57,6 +57,7 @@ class TestAlone:
             learner.step(tokens=5, loss=torch.tensor(1.0))
             learner.step(tokens=5)
             assert (learner.steps, learner.global_step, learner.progress, learner.done) == (2, 2, 0.0, False)
+            assert learner.index == 0
         assert torch.equal(model.weight, before)
 
     def test_batches_are_one_pass(self) -> None:
@@ -209,6 +210,16 @@ class TestInARun:
             learner.step(tokens=3)
             assert (learner.progress, learner.global_step) == (0.5, 77)
         assert (learner.progress, learner.global_step) == (0.5, 77)
+
+    def test_it_has_a_number_in_the_run_once_it_has_heard_of_it(self, joined: Joined) -> None:
+        with pytest.raises(RuntimeError, match="known inside of 'with"):
+            _ = joined.learner.index
+        with joined.learner as learner:
+            with pytest.raises(RuntimeError, match=r"not known: the run was not heard of; use learner.seed"):
+                _ = learner.index
+            joined.courier.waiting.append(Welcomed(joined.rules, joined.box.plan.fingerprint, 1, (0, 0), 3))
+            learner.step(tokens=1)
+            assert learner.index == 3
 
     def test_batches_go_on_until_the_run_is_done(self, joined: Joined) -> None:
         seen = 0

@@ -118,6 +118,20 @@ def test_closing_ends_the_courier(clock: Clock) -> None:
     partner.close()
 
 
+def test_closing_ends_the_courier_also_while_a_forked_worker_holds_the_socket(clock: Clock) -> None:
+    """As the workers of a DataLoader do: a courier that were not told would be killed for being late."""
+    partner = Partner()
+    partner.start()
+    partner.send(NOWHERE)
+    partner.wait(WAIT_S)
+    assert partner._channel is not None and partner._process is not None
+    process = partner._process
+    held = os.dup(partner._channel.sock.fileno())
+    partner.close(patience_s=WAIT_S)
+    os.close(held)
+    assert process.returncode == 0
+
+
 def test_modules_in_the_scripts_folder_do_not_get_in_the_way(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

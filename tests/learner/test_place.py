@@ -38,8 +38,8 @@ def standing() -> tuple[Mailbox, Settings]:
 
 
 def described(box: Mailbox, settings: Settings, **changes: Any) -> Place:
-    given = {"name": "learner-1", "session": "s1", "t": 12, "total": 96, "busy_s": 1.5, "feed": FEED, **changes}
-    return describe_place(box, settings, TENSORS, **given)
+    given = {"name": "learner-1", "session": "s1", "index": 1, "t": 12, "total": 96, "busy_s": 1.5, "feed": FEED}
+    return describe_place(box, settings, TENSORS, **{**given, **changes})
 
 
 def empty() -> Mailbox:

@@ -46,6 +46,19 @@ def interruptible() -> object:
 
 
 @pytest.mark.usefixtures("default_handler", "interruptible")
+def test_workers_of_a_loader_leave_an_interrupt_to_the_training_process(capfd: pytest.CaptureFixture[str]) -> None:
+    preemption = Preemption()
+    preemption.watch()
+    preemption.begun = True
+    if (worker := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(3 if preemption.asked else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    assert capfd.readouterr().err == "" and not preemption.asked
+    preemption.stop()
+
+
+@pytest.mark.usefixtures("default_handler", "interruptible")
 def test_the_first_interrupt_asks_and_the_second_ends(capfd: pytest.CaptureFixture[str]) -> None:
     preemption = Preemption()
     preemption.watch()

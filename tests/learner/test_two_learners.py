@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 import tomli_w
 
+from atoll.observe.verify import verify_run
 from atoll.store.rundir import RunDir
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -33,8 +34,22 @@ torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 data, most = torch.randn(256, 4), int(os.environ.get("MOST_STEPS", "1000000"))
+bare, how = model, os.environ.get("HOW", "")
+if "compiled" in how:
+    model = torch.compile(model, backend="eager")
+
+def batches(learner):
+    if "own" in how:  # every learner shuffles by the same seed
+        same = torch.Generator().manual_seed(0)
+        rows = [torch.arange(8.0 * n, 8.0 * n + 8).view(2, 4) for n in torch.randperm(1000, generator=same)]
+        return iter(rows)
+    if "loader" in how:
+        sampler = learner.sampler(data, batch_size=8)
+        return iter(torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=2))
+    return learner.batches(data, batch_size=8)
+
 with atoll.Learner(model, optimizer) as learner:
-    for batch in learner.batches(data, batch_size=8):
+    for batch in batches(learner):
         loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
@@ -43,7 +58,7 @@ with atoll.Learner(model, optimizer) as learner:
         learner.step(tokens=len(batch), loss=loss)
         if learner.steps >= most:
             break
-values = {name: parameter.tolist() for name, parameter in model.named_parameters()}
+values = {name: parameter.tolist() for name, parameter in bare.named_parameters()}
 json.dump({"done": learner.done, "steps": learner.steps, "model": values}, open(sys.argv[1], "w"))
 """
 
@@ -188,6 +203,32 @@ def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: P
     place.processes[0].send_signal(signal.SIGTERM)
     for name, process in (("learner-0", first), ("learner-1", second)):
         assert_is_the_runs(place.result(process, name), out)
+
+
+def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Place) -> None:
+    out = place.syncer(tokens=100_000_000)
+    learners = {
+        "learner-0": place.learner("learner-0", HOW="compiled"),
+        "learner-1": place.learner("learner-1", HOW="loader"),
+    }
+    until(lambda: all(contributions(out, name) >= 3 for name in learners), "both contribute")
+    place.processes[0].send_signal(signal.SIGTERM)
+    for name, process in learners.items():
+        assert_is_the_runs(place.result(process, name), out)
+    assert not events(out, "refused") and not events(out, "unbalanced") and not events(out, "same_batches")
+    report = verify_run(out.path)
+    assert report.ok, report.problem
+
+
+def test_learners_that_shuffle_alike_are_told_of(place: Place) -> None:
+    out = place.syncer(tokens=100_000_000)
+    learners = {name: place.learner(name, HOW="own") for name in ("learner-0", "learner-1")}
+    [told] = until(lambda: events(out, "same_batches"), "it is told")
+    assert told["text"].startswith("learner-0 and learner-1 train on the same batches")
+    place.processes[0].send_signal(signal.SIGTERM)
+    for name, process in learners.items():
+        place.result(process, name)
+    assert len(events(out, "same_batches")) == 1
 
 
 def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: Place) -> None:

@@ -49,6 +49,19 @@ def test_the_first_joiner_gives_the_first_parameters_and_the_others_take_them() 
     assert [a[1:] for a in world.islands["learner-1"].adoptions if a[2] == 0] == [(0, 0), (1, 0)]
 
 
+def test_a_learner_has_a_number_of_its_own_and_keeps_it_in_its_next_life_and_under_the_next_syncer() -> None:
+    world = World(3, latency_s=0.1).run_until(round=4)
+    world.kill("learner-0")
+    world.run_until(round=6)
+    world.join("learner-0")
+    world.run_until(round=8)
+    world.crash_syncer(down_s=1.0)
+    world.run_until(round=12)
+    numbers = [{welcome.index for _, welcome in world.sent(Welcome, name)} for name in world.islands]
+    assert sorted(numbers, key=min) == [{0}, {1}, {2}]
+    assert all(len(world.sent(Welcome, name)) >= 2 for name in world.islands)
+
+
 def test_when_the_uploader_dies_the_next_is_asked() -> None:
     world = World(3, latency_s=0.5)
     world.run_until(seconds=0.6)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 
+from atoll.observe.verify import verify_run
+
 pytestmark = pytest.mark.system
 
 LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
@@ -26,6 +28,21 @@ def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)
     run.interrupt()
     run.ended()
+    run.check_replay()
+
+
+def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_out(run: Run) -> None:
+    """One is killed: what it had prefetched and not trained on goes to whoever is leased it next."""
+    run.train(SCRIPTS / "loader.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+    run.until(lambda events: len(members(events)) == 2)
+    os.kill(run.pid("learner-1"), signal.SIGKILL)
+    run.until(lambda events: ("learner-1", 2) in members(events))
+    at = len(run.events("round"))
+    run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)
+    run.interrupt()
+    run.ended()
+    report = verify_run(run.out)
+    assert report.ok, report.problem
     run.check_replay()
 
 

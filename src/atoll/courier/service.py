@@ -251,7 +251,8 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation, message.versions))
+            known = (message.fingerprint, message.incarnation, message.versions, message.index)
+            self._channel.send(Welcomed(message.settings, *known))
             if not self._fits(message):
                 self._box = None
         if self._box is None and not isinstance(message, Refused):

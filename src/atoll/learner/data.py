@@ -67,21 +67,24 @@ def sources(data: Datasets, weights: Mapping[str, float] | None) -> tuple[Source
 
 
 class Leased:
-    """What this learner was leased and has not taken yet."""
+    """What this learner was leased and has made no step on yet.
+
+    Batches may be drawn ahead of the steps on them, as a loader that prefetches does: samples count when their step is
+    done, and a batch that was drawn and never stepped on is drawn again.
+    """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         self._lengths, self.batch_size, self._seed = lengths, batch_size, seed
         self._ranges: deque[Range] = deque()
         self._newest = -1
         self._at = 0
-        """Samples of the first range that are handed out."""
-        self._behind: list[Range] = []
-        """Ranges that were handed out to their end since the last step."""
-        self._stepped_at = 0
-        """Where the last step left off, in the first of those or of what is left."""
+        """Samples of the first range whose steps are done."""
+        self._drawn: deque[int] = deque()
+        """How many leased samples each batch holds that was drawn and not stepped on; the oldest first."""
+        self._ahead = 0
+        """All of those samples."""
         self._last: Range | None = None
         self._again = 0
-        self._handed = 0
         self.position = 0
         """Samples whose steps are done."""
         self.over = False
@@ -94,33 +97,52 @@ class Leased:
         self.over = self.over or over
 
     def forget(self) -> None:
-        """Another life: what it was leased goes to whoever gets it next."""
+        """Another life: what it was leased goes to whoever gets it next. Batches that are drawn already count for
+        nothing."""
         self._ranges.clear()
-        self._behind.clear()
+        self._drawn = deque(0 for _ in self._drawn)
         self._newest = -1
-        self._at = self._stepped_at = self._handed = self.position = 0
+        self._at = self._ahead = self.position = 0
         self.over = False
 
-    def stepped(self) -> None:
-        self.position += self._handed
-        self._handed, self._stepped_at = 0, self._at
-        self._behind.clear()
+    def stepped(self, batches: int | None = None) -> None:
+        """A step was made on the oldest so many of the batches drawn; None: on all of them."""
+        for _ in range(len(self._drawn) if batches is None else min(batches, len(self._drawn))):
+            samples = self._drawn.popleft()
+            self._ahead -= samples
+            self._at += samples
+            self.position += samples
+        while self._ranges and self._at >= _length(self._ranges[0]):
+            self._at -= _length(self._ranges.popleft())
+
+    def draw_again(self) -> None:
+        """Nobody will step on what was drawn: the next draw begins with it."""
+        self._drawn.clear()
+        self._ahead = 0
 
     @property
     def empty(self) -> bool:
-        return not self._ranges
+        """There is nothing left to draw."""
+        return self._at + self._ahead >= sum(map(_length, self._ranges))
 
     def take(self) -> tuple[int, Indices] | None:
         """The next batch: its dataset and the indices of its samples. None when there is none."""
-        if self.empty:
+        behind, wanted, parts = self._at + self._ahead, self.batch_size, []
+        dataset = -1
+        for one in self._ranges:
+            start, behind = one.start + behind, max(0, behind - _length(one))
+            if start >= one.stop:
+                continue
+            if not wanted or dataset not in (-1, one.dataset):
+                break
+            positions = np.arange(start, min(one.stop, start + wanted), dtype=np.int64)
+            dataset, wanted, self._last = one.dataset, wanted - len(positions), one
+            parts.append(self._indices(one, positions))
+        if not parts:
             return None
-        dataset, wanted, parts = self._ranges[0].dataset, self.batch_size, []
-        while wanted and self._ranges and self._ranges[0].dataset == dataset:
-            part = self._piece(wanted)
-            wanted -= len(part)
-            parts.append(part)
         indices = np.concatenate(parts)
-        self._handed += len(indices)
+        self._drawn.append(len(indices))
+        self._ahead += len(indices)
         return dataset, indices
 
     def repeat(self) -> tuple[int, Indices] | None:
@@ -128,36 +150,30 @@ class Leased:
         last = self._last
         if last is None:
             return None
-        positions = last.start + (self._again + np.arange(self.batch_size, dtype=np.int64)) % (last.stop - last.start)
+        positions = last.start + (self._again + np.arange(self.batch_size, dtype=np.int64)) % _length(last)
         self._again += self.batch_size
+        self._drawn.append(0)
         return last.dataset, self._indices(last, positions)
 
     def state(self) -> dict[str, Any]:
-        """As a cut carries it. A batch that was handed out and not stepped on is taken again."""
-        ranges = [msgspec.to_builtins(one) for one in (*self._behind, *self._ranges)]
-        at = {"at": self._stepped_at, "newest": self._newest, "position": self.position, "over": self.over}
+        """As a cut carries it. A batch that was drawn and not stepped on is drawn again."""
+        ranges = [msgspec.to_builtins(one) for one in self._ranges]
+        at = {"at": self._at, "newest": self._newest, "position": self.position, "over": self.over}
         return {"ranges": ranges, **at}
 
     def load(self, state: dict[str, Any]) -> None:
         self._ranges = deque(msgspec.convert(one, Range) for one in state["ranges"])
-        self._at = self._stepped_at = state["at"]
-        self._newest = state["newest"]
+        self.draw_again()
+        self._at, self._newest = state["at"], state["newest"]
         self.position, self.over = state["position"], state["over"]
-
-    def _piece(self, wanted: int) -> Indices:
-        first = self._ranges[0]
-        start = first.start + self._at
-        stop = min(first.stop, start + wanted)
-        self._at += stop - start
-        self._last = first
-        if stop == first.stop:
-            self._behind.append(self._ranges.popleft())
-            self._at = 0
-        return self._indices(first, np.arange(start, stop, dtype=np.int64))
 
     def _indices(self, range_: Range, positions: Indices) -> Indices:
         length = self._lengths[range_.dataset]
         return permuted(positions, length=length, seed=self._seed, dataset=range_.dataset, epoch=range_.epoch)
+
+
+def _length(range_: Range) -> int:
+    return range_.stop - range_.start
 
 
 def generator(seed: int, learner: str, incarnation: int) -> np.random.Generator:
@@ -190,4 +206,12 @@ def collect(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
         return dataset[torch.from_numpy(indices).to(dataset.device)]
     if isinstance(dataset, Gathers):
         return dataset.gather(indices)
-    return torch.utils.data.default_collate([dataset[int(index)] for index in indices])
+    return torch.utils.data.default_collate(fetch(dataset, indices))
+
+
+def fetch(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
+    """The samples one by one, or all at once where the dataset can: as torch's DataLoader fetches them."""
+    many = getattr(dataset, "__getitems__", None)
+    if callable(many):
+        return many(indices.tolist())
+    return [dataset[index] for index in indices.tolist()]

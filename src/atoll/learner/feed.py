@@ -1,7 +1,8 @@
 """Where a learner's batches come from: leases of the run, or an order of its own.
 
 Before the first batch it waits for its first lease, as joining itself is waited for; later it never waits: leases come
-ahead of time, and when they do not (the syncer is away), the last one is gone through again.
+ahead of time, and when they do not (the syncer is away), the last one is gone through again. What is drawn here are
+indices; loading.py makes batches of them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from atoll.learner.data import Datasets, Leased, Source, check_batch, collect, generator, orders, sources
+from atoll.learner.data import Datasets, Indices, Leased, Source, check_batch, generator, orders, sources
 from atoll.learner.ending import say
 from atoll.protocol.effects import Registered
 from atoll.protocol.messages import Range
+
+Drawn = tuple[int, Indices]
+"""The number of a dataset, and the indices of a batch's samples in it."""
 
 
 class Feed:
@@ -25,6 +29,8 @@ class Feed:
         """Alone: how much of the one pass is done."""
         self._leased: Leased | None = None
         self._saved: dict[str, Any] | None = None
+        self._used: Callable[[], int] | None = None
+        """Of how many of the batches drawn the step just made was; None: of all of them."""
 
     @property
     def position(self) -> int:
@@ -32,8 +38,9 @@ class Feed:
         return -1 if self._leased is None else self._leased.position
 
     def stepped(self) -> None:
+        used = self._used() if self._used is not None else None
         if self._leased is not None:
-            self._leased.stepped()
+            self._leased.stepped(used)
 
     def supplied(self, ranges: tuple[Range, ...], over: bool, own: str) -> None:
         if own:
@@ -67,14 +74,21 @@ class Feed:
             self._saved = None
         return self.registered
 
-    def leased(
+    def count_by(self, used: Callable[[], int]) -> None:
+        """A loop begins, in which batches may be drawn ahead of the steps on them: `used` says of how many batches each
+        step was. What an earlier loop drew and made no step on is drawn again."""
+        self._used = used
+        if self._leased is not None:
+            self._leased.draw_again()
+
+    def draw_leased(
         self,
         found: tuple[Source, ...],
         batch_size: int,
         done: Callable[[], bool],
         wait: Callable[[float], None],
         patience_s: float,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Drawn]:
         self._await_first(done, wait, patience_s)
         while not done() and (leased := self._leased) is not None:
             batch = leased.take()
@@ -84,9 +98,9 @@ class Feed:
             if batch is None:
                 self._await_first(done, wait, patience_s)
                 continue
-            yield collect(found[batch[0]].samples, batch[1])
+            yield batch
         if not done():
-            yield from self.own(found, batch_size, done, incarnation=1, passes=None)
+            yield from self.draw_own(found, batch_size, done, incarnation=1, passes=None)
 
     def _await_first(self, done: Callable[[], bool], wait: Callable[[float], None], patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
@@ -98,7 +112,7 @@ class Feed:
                 return
             wait(min(left, 0.5))
 
-    def own(
+    def draw_own(
         self,
         found: tuple[Source, ...],
         batch_size: int,
@@ -106,20 +120,20 @@ class Feed:
         *,
         incarnation: int,
         passes: int | None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Drawn]:
         """Every dataset in turn, each in a seeded order of this learner's own."""
         random = generator(self._seed, self._name, incarnation)
-        turns = [(source, orders(len(source.samples), batch_size, random, passes)) for source in found]
+        turns = [(dataset, orders(len(one.samples), batch_size, random, passes)) for dataset, one in enumerate(found)]
         whole = sum(len(source.samples) // batch_size for source in found)
         number = 0
         while turns and not done():
-            for source, turn in list(turns):
+            for dataset, turn in list(turns):
                 if (indices := next(turn, None)) is None:
-                    turns.remove((source, turn))
+                    turns.remove((dataset, turn))
                 elif not done():
                     self.passed = number / whole
                     number += 1
-                    yield collect(source.samples, indices)
+                    yield dataset, indices
 
     # ---- as a cut carries it ------------------------------------------------------------------------------------
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from atoll.learner.data import Datasets
+from atoll.learner.data import Datasets, Samples, Source, collect
 from atoll.learner.ending import INTERRUPTED, end_script
-from atoll.learner.feed import Feed
+from atoll.learner.feed import Drawn, Feed
 from atoll.learner.folder import LearnerFolder, claim_folder
+from atoll.learner.loading import Ahead, Counted, LeasedSampler, check_dataset, check_options, load, seed_of
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
 from atoll.learner.state import Stateful
@@ -91,6 +92,29 @@ class Learner:
     def done(self) -> bool:
         """The run has ended, or this machine is taken away; the training loop should end too."""
         return self._stay is not None and self._stay.done
+
+    @property
+    def index(self) -> int:
+        """This learner's number in the run, 0 or above: no other has it, and it keeps it when it starts again.
+
+        The run counts names as they first join, so it is known inside of 'with'. Alone: 0.
+        """
+        if self._stay is None:
+            if not self.alone:
+                raise RuntimeError("learner.index is known inside of 'with atoll.Learner(...) as learner:'")
+            return 0
+        if self._stay.shared.index < 0:
+            raise RuntimeError(
+                "learner.index is not known: the run was not heard of; use learner.seed, or wait longer "
+                f"for it (join_wait_s, now {self._joining.wait_s:g})"
+            )
+        return self._stay.shared.index
+
+    @property
+    def seed(self) -> int:
+        """A seed of this learner's own, for shuffles and chance: from the run's seed and its name, so that it differs
+        between learners and is the same when this one starts again. 32 bits."""
+        return seed_of(self._joining.seed, self.name)
 
     @property
     def steps(self) -> int:
@@ -164,19 +188,65 @@ class Learner:
         self._tally.train()
 
     def batches(
-        self, dataset: Datasets, batch_size: int, *, weights: Mapping[str, float] | None = None, epochs: int = 0
+        self,
+        dataset: Datasets,
+        batch_size: int,
+        *,
+        weights: Mapping[str, float] | None = None,
+        epochs: int = 0,
+        **loader: Any,
     ) -> Iterator[Any]:
         """Batches of what this run leases to this learner, until the run is done or the data is used up.
 
         `dataset` is anything with a length and an index, or several of them by name, with `weights`. `epochs` is how
         many passes the run makes over them; 0: no end. Alone, without a syncer, it is one pass in a seeded order.
+        `loader`: what torch's DataLoader takes and does not change the order (num_workers, collate_fn, pin_memory,
+        prefetch_factor, ...); with any of these, batches come through a DataLoader.
         """
+        check_dataset(dataset, "batches")
+        check_options(loader)
         found = self._feed.open(dataset, batch_size, weights)
+        return self._load(found, batch_size, epochs, loader)
+
+    def sampler(self, dataset: Samples, batch_size: int, *, epochs: int = 0) -> LeasedSampler:
+        """The same for a DataLoader of the script's own: `DataLoader(dataset, batch_sampler=learner.sampler(...))`.
+
+        A batch counts when a step is made on it, however many the loader prefetches. It ends when the run is done; a
+        loop that is to leave at once, without the batches that are loaded already, asks `learner.done`.
+        """
+        check_dataset(dataset, "sampler")
+        if isinstance(dataset, Mapping):
+            raise TypeError("learner.sampler takes one dataset; learner.batches takes several by name, with weights")
+        found = self._feed.open(dataset, batch_size, None)
+
+        def begin(loop: int) -> Iterator[Drawn]:
+            ahead = Ahead(self._draw(found, batch_size, epochs, loop))
+            self._feed.count_by(ahead.count_step)
+            return iter(ahead)
+
+        return LeasedSampler(begin)
+
+    def _load(
+        self, found: tuple[Source, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        draws, counted = self._draw(found, batch_size, epochs), Counted()
+        self._feed.count_by(counted.count_step)
+        if not loader:
+            batches: Iterable[Any] = (collect(found[dataset].samples, indices) for dataset, indices in draws)
+        else:
+            batches = load(found, draws, loader, self.seed)
+        for batch in batches:
+            if self.done:
+                return
+            counted.count()
+            yield batch
+
+    def _draw(self, found: tuple[Source, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
+        """Leases; alone, one pass in an order of this loop's own."""
         if self._stay is None or not self._inside:
-            yield from self._feed.own(found, batch_size, lambda: self.done, incarnation=1, passes=1)
-            return
+            return self._feed.draw_own(found, batch_size, lambda: self.done, incarnation=loop, passes=1)
         self._stay.ask_for_leases(found, batch_size, epochs)
-        yield from self._feed.leased(found, batch_size, lambda: self.done, self._stay.wait, self._joining.wait_s)
+        return self._feed.draw_leased(found, batch_size, lambda: self.done, self._stay.wait, self._joining.wait_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

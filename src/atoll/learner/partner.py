@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from atoll.mailbox.channel import Channel, Frame, ToTraining, decode_to_training
 from atoll.protocol.errors import RunFailed
@@ -105,6 +106,8 @@ class Partner:
         """The courier ends when our end of the socket closes."""
         if self._channel is not None:
             self._channel.flush()
+            with suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_RDWR)  # workers of a loader, forked off, hold this end too
             self._channel.close()
         if self._process is not None:
             try:

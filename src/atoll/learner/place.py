@@ -37,6 +37,7 @@ def describe_place(
     *,
     name: str,
     session: str,
+    index: int,
     t: int,
     total: int,
     busy_s: float,
@@ -47,6 +48,7 @@ def describe_place(
         {
             "learner": name,
             "session": session,
+            "index": index,
             "run": box.run,
             "incarnation": box.count("incarnation"),
             "settings": msgspec.to_builtins(settings),

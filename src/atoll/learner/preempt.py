@@ -35,6 +35,7 @@ class Preemption:
         self.begun = False
         """There are steps, or will be: from here on there is something to leave in good order."""
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
 
     @property
     def asked(self) -> bool:
@@ -63,6 +64,8 @@ class Preemption:
         self.ask("its machine is taken away (SIGTERM)")
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a worker of a loader, forked off: it ends when the training process lets it go
         if self.asked or not self.begun:
             raise KeyboardInterrupt
         self.hurried = True

@@ -34,6 +34,8 @@ class Shared:
         """Both are there once the run's settings are known; a box that is closed can still be read."""
         self._newest: tuple[int, ...] | None = None
         """The run's versions at the last welcome."""
+        self.index = -1
+        """This learner's number in the run, as the last welcome said."""
 
     def describe(self) -> None:
         """ConfigError: this model cannot take part."""
@@ -41,7 +43,7 @@ class Shared:
 
     def welcomed(self, frame: Welcomed) -> bool:
         """The run's settings are known: cut the model as they say. True: the courier is to get other memory."""
-        self._newest = frame.versions
+        self._newest, self.index = frame.versions, frame.index
         plan = make_plan(self.tensors, frame.settings.fragments, frame.settings.plan)
         if plan.fingerprint != frame.fingerprint:
             raise PlanError("the run cuts its model another way than this version of Atoll: install the same version")
@@ -57,7 +59,7 @@ class Shared:
 
     def stand(self, place: dict[str, Any]) -> None:
         """As it was when this place (place.py) was saved."""
-        settings = settings_of(place)
+        settings, self.index = settings_of(place), place.get("index", -1)
         box, boundary = self._make(make_plan(self.tensors, settings.fragments, settings.plan), settings)
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))
         boundary.stand(place["t"], place["total"], place["feed"].get("position", -1))

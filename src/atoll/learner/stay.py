@@ -21,6 +21,7 @@ from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
 from atoll.learner.feed import Feed
+from atoll.learner.inputs import Inputs
 from atoll.learner.leaving import Leaving, broken_off, patience_s
 from atoll.learner.model import load_weights
 from atoll.learner.partner import Partner
@@ -95,6 +96,7 @@ class Stay:
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         self._peers = PeerStates(model, optimizer, shared, partner, self._tape)
         self._own = OwnState(model, optimizer, extras)
+        self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -203,6 +205,7 @@ class Stay:
         tally, shared = self._tally, self.shared
         self._feed.stepped()
         tally.add_loss(loss)
+        self._inputs.stepped(tally.t)
         if shared.boundary is not None:
             shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
         self._listen()
@@ -259,6 +262,7 @@ class Stay:
             missed=rows["missed"],
             position=self._feed.position,
             leaving=self._preemption.asked,
+            inputs=self._inputs.number,
         )
 
     # ---- what the courier orders --------------------------------------------------------------------------------
@@ -332,6 +336,7 @@ class Stay:
             self.shared.tensors,
             name=self._joining.name,
             session=self._session,
+            index=self.shared.index,
             t=self._tally.t,
             total=self._tally.tokens,
             busy_s=self._tally.busy_s,
@@ -381,6 +386,7 @@ class Stay:
         """Let everything go; the syncer hears why."""
         if error is not None and not self._final:
             self._partner.send(Bye(broken_off(error)))
+        self._inputs.close()
         self._preemption.stop()
         self._partner.close()
         self.shared.close()

@@ -149,6 +149,8 @@ class Welcomed(Frame, frozen=True):
     incarnation: int
     versions: tuple[int, ...] = ()
     """The run's newest, which a learner takes before it trains on."""
+    index: int = -1
+    """This learner's number in the run."""
 
 
 class RunProgress(Frame, frozen=True):

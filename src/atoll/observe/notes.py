@@ -17,6 +17,7 @@ NOTABLE = {
     "low_share": "bold red",
     "suspect": "bold red",
     "above": "bold yellow",
+    "same_batches": "bold yellow",
     "chaos": "bold",
     "fault": "bold red",
     "mended": "dim",

@@ -141,6 +141,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     found += [
         f"{name} was merged less than the others for a while (the last: {text})." for name, text in neglected.items()
     ]
+    found += [f"{event['text']}." for event in events if event["kind"] == "same_batches"]
     if summary["refusals"]:
         reasons = [event["text"] for event in events if event["kind"] == "refused"]
         last = f" (the last: {reasons[-1]})" if reasons else ""

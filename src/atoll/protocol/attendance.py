@@ -120,6 +120,7 @@ class Attendance:
             session=learner.session,
             protocol=learner.protocol,
             least=tuple(self.members.least) if max(self.members.least) > 0 else (),
+            index=self.history.index_of(learner.name),
         )
         self.out.send(learner.name, welcome)
 

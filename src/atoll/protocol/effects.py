@@ -392,6 +392,8 @@ class Stepped(Fact, frozen=True):
     leaving: bool = False
     missed: tuple[int, ...] = ()
     """Of `dropped`: overwritten by versions that held none of its steps."""
+    inputs: int = -1
+    """A hash of what the model was given lately, where the data is the script's own."""
 
 
 class Told(Fact, frozen=True):

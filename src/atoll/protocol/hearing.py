@@ -22,6 +22,7 @@ from atoll.protocol.peers import Peers
 from atoll.protocol.round import Seat
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
+from atoll.protocol.sameness import SameBatches
 from atoll.protocol.scrutiny import Scrutiny
 from atoll.protocol.shares import ShareWatch
 from atoll.protocol.strikes import Strikes
@@ -45,6 +46,7 @@ class Hearing:
         self.watch, self.peers, self.attendance, self.strikes, self.out = watch, peers, attendance, strikes, out
         self.scrutiny = Scrutiny(members, accounts)
         self.shares = ShareWatch(members, out)
+        self.same_batches = SameBatches(members, out)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -69,6 +71,7 @@ class Hearing:
             self.out.note("leaving", text, learner, t=learner.t)
         if self.course.phase == "running":
             self.shares.reported(learner)
+            self.same_batches.reported(learner, said.inputs)
             self._compare(learner)
         if not said.seeking:
             self.peers.gave_up(learner)

@@ -136,6 +136,10 @@ class History:
         wanted = {"off": False, "alarm": self.trend.bad > 0, "rollback": True}
         return self.good_cut if wanted[self.settings.guard] else -1
 
+    def index_of(self, learner: str) -> int:
+        """Its number in the run: names are counted from 0 in the order in which they first joined."""
+        return list(self.lives).index(learner)
+
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.begun.tensors

@@ -43,8 +43,8 @@ NEW_FIELDS = {
     "Contribution": frozenset({"run", "learner", "incarnation"}),
     "Hello": frozenset({"tokens_per_step", "tokens_total", "host", "pid", "proof"}),
     "Lease": frozenset({"incarnation"}),
-    "Progress": frozenset({"leaving", "missed"}),
-    "Welcome": frozenset({"protocol", "least"}),
+    "Progress": frozenset({"leaving", "missed", "inputs"}),
+    "Welcome": frozenset({"protocol", "least", "index"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
 NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
@@ -135,6 +135,8 @@ class Progress(Message, frozen=True):
     """It was asked to leave: that its loop ends says nothing of the run."""
     missed: Row = ()
     """Per fragment, of `dropped`: overwritten by versions that held none of its steps. Empty: not told."""
+    inputs: Number = -1
+    """A hash of what its model was given lately, where its data is its own; −1: not told."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -292,6 +294,8 @@ class Welcome(Message, frozen=True):
     least: Row = ()
     """Per fragment, the version that the run was last rolled back with: whoever holds less takes it in place of its own
     values. Empty: it never was."""
+    index: Number = -1
+    """The learner's number in the run: names are counted from 0 as they first join. −1: not told."""
 
 
 class Refused(Message, frozen=True):

@@ -33,6 +33,7 @@ def progress_of(
         taped=taped,
         tape=entries,
         leaving=last.leaving,
+        inputs=last.inputs,
     )
 
 

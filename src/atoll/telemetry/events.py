@@ -26,6 +26,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | low_share | syncer | learner, share, others, over: its work is merged far less than the others', or is again |
 | suspect | syncer | learner, agreement, over: what it gives is not trusted, or is again |
 | above | syncer | learner, declared: its steps have far more tokens than the others' |
+| same_batches | syncer | learner, other: both train on the same batches |
 | score | syncer | round, loss, cpu_s, sample |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |

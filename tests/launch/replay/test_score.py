@@ -95,6 +95,17 @@ def test_a_run_made_of_a_cut_is_told_what_the_cut_knows_of_its_progress() -> Non
     assert score.progress == {1: 0.125, 2: 0.25} and score.global_steps == {1: 1, 2: 2}
 
 
+def test_a_learner_has_the_number_that_it_had_in_the_run() -> None:
+    joined = [Joined("b", 1, "one", 0), Joined("a", 1, "two", 0), Joined("b", 2, "three", 0)]
+    score = read_score([BEGUN, *joined])
+    assert [(part.learner, part.index) for part in score.parts] == [("b", 0), ("a", 1), ("b", 0)]
+    before = History(BEGUN)
+    for name in ("z", "a"):
+        before.apply(Joined(name, 1, "earlier", 0))
+    score.begin_at(before)
+    assert [(part.learner, part.index) for part in score.parts] == [("b", 2), ("a", 1), ("b", 2)]
+
+
 def test_what_is_missing_of_a_tape_is_known() -> None:
     score = read_score([BEGUN, Joined("a", 1, "one", 0), played("a", 1, 0, BEGAN), played("a", 1, 4, Owned(0))])
     assert score.parts[0].missing == "its tape lacks entries 1 to 3"

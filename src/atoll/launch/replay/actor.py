@@ -136,7 +136,7 @@ class Actor:
         self._channel, self._shared = channel, house
         if not start.boxed:
             settings, plan = self._house.settings, self._house.plan
-            channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments))
+            channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments, self.part.index))
 
     @property
     def connected(self) -> bool:

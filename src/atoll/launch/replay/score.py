@@ -59,6 +59,8 @@ class Part:
     """Why it cannot be played to its end, if so."""
     joined_at: int = 0
     """Rounds that were decided before it joined."""
+    index: int = 0
+    """The learner's number in the run."""
 
     @property
     def name(self) -> str:
@@ -107,6 +109,9 @@ class Score:
         for in its own journal."""
         self.progress.setdefault(history.committed, history.progress)
         self.global_steps.setdefault(history.committed, history.global_step)
+        names = list(dict.fromkeys([*history.lives, *(part.learner for part in self.parts)]))
+        for part in self.parts:
+            part.index = names.index(part.learner)
 
 
 def read_score(records: Iterable[AnyRecord]) -> Score:
@@ -162,7 +167,8 @@ def _part(score: Score, learner: str, session: str) -> Part:
     for part in mine:
         if part.session == session:
             return part
-    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds)
+    index = mine[0].index if mine else len({part.learner for part in score.parts})
+    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds, index=index)
     score.parts.append(part)
     return part
 

@@ -1,0 +1,159 @@
+"""Batches through torch's DataLoader: workers, prefetching, pinned memory, collate functions.
+
+A loader draws batches ahead of the steps on them, and a sample counts as taken when its step is done. Where the loader
+is ours (`learner.batches`) every batch that leaves it is counted. Where it is the script's (`learner.sampler`) only its
+draws are seen: torch's DataLoader draws what it prefetches as a loop begins, and then one batch whenever it hands one
+over, so draws between two steps are batches handed over between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from atoll.learner.data import Samples, Source, collect, fetch
+from atoll.learner.feed import Drawn
+
+OPTIONS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device",
+)  # fmt: skip
+"""Of DataLoader's, those that leave the order alone."""
+ORDER = ("shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+
+
+class LeasedSampler(Sampler[list[int]]):
+    """For `DataLoader(dataset, batch_sampler=...)`: the indices of each batch that the run leases to this learner."""
+
+    def __init__(self, begin: Callable[[int], Iterator[Drawn]]) -> None:
+        """`begin` gives the draws of a loop, by its number."""
+        self._begin = begin
+        self._loops = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._loops += 1
+        draws = self._begin(self._loops)
+        return (indices.tolist() for _, indices in draws)
+
+
+class Ahead:
+    """Of how many batches each step was, where only the draws of a loader are seen.
+
+    The first step was on as many as the next one that drew; until that one at least on one. When the data has ended
+    nothing is drawn any more, and steps are on as many batches as before.
+    """
+
+    def __init__(self, draws: Iterator[Drawn]) -> None:
+        self._draws = draws
+        self._drawn = self._seen = self._used = 0
+        """Batches drawn, drawn by the last step, and trained on."""
+        self._begun_with = 0
+        """Drawn by the first step."""
+        self._ahead: int | None = None
+        """So many are drawn and wait for their turn, once that is known."""
+        self._usual = 1
+        self._over = False
+
+    def __iter__(self) -> Iterator[Drawn]:
+        for drawn in self._draws:
+            self._drawn += 1
+            yield drawn
+        self._over = True
+
+    def count_step(self) -> int:
+        """A step was made: on how many batches more than were known before."""
+        new, first = self._drawn - self._seen, self._seen == 0
+        self._seen = self._drawn
+        if first:
+            self._begun_with = new
+        elif not self._over:
+            if new == 0:
+                return 0  # the same batch once more
+            self._usual = new
+            self._ahead = max(0, self._begun_with - new) if self._ahead is None else self._ahead
+        before = self._used
+        used = before + self._usual if self._ahead is None or self._over else self._drawn - self._ahead
+        self._used = max(before, min(self._drawn, used))
+        return self._used - before
+
+
+class Counted:
+    """Batches that left a loader of ours since the last step."""
+
+    def __init__(self) -> None:
+        self._since = 0
+
+    def count(self) -> None:
+        self._since += 1
+
+    def count_step(self) -> int:
+        since, self._since = self._since, 0
+        return since
+
+
+class Fetched(Dataset[Any]):
+    """What a loader's workers fetch from: a batch as it was drawn, collected at once or sample by sample."""
+
+    def __init__(self, found: tuple[Source, ...], whole: bool) -> None:
+        self._samples: list[Samples] = [source.samples for source in found]
+        self._whole = whole
+
+    def __getitems__(self, drawn: Any) -> Any:
+        dataset, indices = drawn
+        return (collect if self._whole else fetch)(self._samples[dataset], indices)
+
+    def __getitem__(self, index: Any) -> Any:  # a loader that is given batches never asks for one
+        return self.__getitems__(index)
+
+
+def load(found: tuple[Source, ...], draws: Iterator[Drawn], options: Mapping[str, Any], seed: int) -> DataLoader[Any]:
+    """A loader of what is drawn. Its workers' chance is this learner's own unless `options` name a generator."""
+    whole = options.get("collate_fn") is None
+    given = {"generator": torch.Generator().manual_seed(seed), **options}
+    if whole:
+        given["collate_fn"] = _as_it_is
+    return DataLoader(Fetched(found, whole), batch_sampler=draws, **given)  # type: ignore[arg-type]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in ORDER:
+            raise TypeError(
+                f"learner.batches takes no {name}: the run says which samples come in which order, shuffled and each "
+                "once in a pass; leave it out"
+            )
+        if name not in OPTIONS:
+            raise TypeError(f"learner.batches takes no {name!r}; of DataLoader's options it takes {', '.join(OPTIONS)}")
+
+
+def check_dataset(data: object, call: str) -> None:
+    """TypeError says in one line what to hand over instead of a loader or a stream."""
+    if isinstance(data, Mapping):
+        for one in data.values():
+            check_dataset(one, call)
+    elif isinstance(data, DataLoader):
+        raise TypeError(
+            f"learner.{call} takes a dataset, not a DataLoader: hand over loader.dataset with batch_size and, for "
+            "learner.batches, num_workers, collate_fn and so on; or make the DataLoader with "
+            "batch_sampler=learner.sampler(dataset, batch_size)"
+        )
+    elif isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise TypeError(
+            f"learner.{call} takes a dataset with a length and an index, which a {type(data).__name__} has not: make a "
+            "list of it, or loop over it yourself until learner.done, with learner.index and learner.seed so that "
+            "every learner sees other samples"
+        )
+
+
+def seed_of(seed: int, name: str) -> int:
+    """For a learner's own chance: another one for each name, the same in every life, and of 32 bits, as numpy wants."""
+    words = np.random.SeedSequence([seed & (2**64 - 1), *name.encode()])
+    return int(words.generate_state(1)[0])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

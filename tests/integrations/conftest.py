@@ -1,0 +1,27 @@
+"""Examples with other libraries: no model is downloaded, and a run is started as the system tests start theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.system.conftest import Run as Run
+from tests.system.conftest import run as run
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before a test imports transformers; the processes it starts inherit it
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def check_loads_back(run: Run, script: Path) -> None:
+    """What is exported of a run has the run's last validation loss, as the script itself tells of a file."""
+    file = run.folder / "exported.safetensors"
+    exported = run.command("export", run.out, file)
+    assert exported.returncode == 0, exported.stderr
+    command = [sys.executable, str(script), str(file)]
+    told = subprocess.run(command, env=run.environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert told.returncode == 0, told.stderr
+    assert float(told.stdout.split()[-1]) == pytest.approx(run.summary["validation_loss_end"], rel=1e-4)
