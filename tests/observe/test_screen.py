@@ -119,6 +119,15 @@ def test_validation_losses_become_a_sparkline(status: Status) -> None:
     assert "1.00 █▅▅▁ at 3" in text_of(screen, 80)
 
 
+def test_metrics_stand_under_their_own_names(status: Status) -> None:
+    screen, lines = Screen(console()), PlainLines(out := console(terminal=False))
+    now = status(metrics={"accuracy": 0.9125, "re\x1bcall": None})
+    screen.update(now)
+    lines.update(now)
+    assert "accuracy 0.912 · re·call –" in text_of(screen, 80)
+    assert "accuracy 0.912 · re·call –" in written(out)
+
+
 def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: list[Event]) -> None:
     out = console()
     screen = Screen(out)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import Score, one_line
 from atoll.numerics.fragments import Plan
 from atoll.protocol.figures import participation, spread
 from atoll.protocol.ledger import Totals
@@ -130,6 +130,9 @@ class Meter:
             median_gap_s=median(gaps) if gaps else None,
             validation_loss=self._score.loss if self._score else None,
             validation_round=self._score.round if self._score else None,
+            loss_unit=self._score.unit if self._score else "",
+            metrics=self._score.metrics if self._score else {},
+            directions=dict(self._score.directions) if self._score else {},
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
@@ -211,9 +214,18 @@ def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
 
 
 def told(score: Score) -> tuple[str, dict[str, object]]:
-    found = "is not finite" if score.loss is None else f"{score.loss:.4f}"
+    found = [_told_figure("validation loss", score.loss)] if score.has_loss else []
+    found += [_told_figure(one_line(name), value) for name, value in score.metrics.items()]
     data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
-    return f"validation loss {found} at round {score.round}", {**data, "final": score.final}
+    data["final"] = score.final
+    for name in ("metrics", "directions", "unit"):
+        if value := getattr(score, name):
+            data[name] = value
+    return f"{', '.join(found)} at round {score.round}", data
+
+
+def _told_figure(name: str, value: float | None) -> str:
+    return f"{name} {'is not finite' if value is None else f'{value:.4f}'}"
 
 
 def _version(known: tuple[int, int]) -> int:

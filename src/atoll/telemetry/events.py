@@ -25,7 +25,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | low_share | syncer | learner, share, others, over: its work is merged far less than the others', or is again |
 | suspect | syncer | learner, agreement, over: what it gives is not trusted, or is again |
 | above | syncer | learner, declared: its steps have far more tokens than the others' |
-| score | syncer | round, loss, cpu_s, sample |
+| score | syncer | round, loss, cpu_s, sample, final; where the scorer gives them: metrics, directions, unit |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
@@ -33,9 +33,9 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | courier, warning | learner | |
 
 `live` of a round: learners alive and recovered when it was frozen. A member of a round has learner, incarnation, t,
-steps, tokens, weight, base, since (its steps since the last sync), agreement (its median cosine with the others') and
-influence (its share of the merge). `fates`: per learner, its tokens by fate,
-dropped_by_cause and merged_share.
+steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
+agreement (its median cosine with the others') and influence (its share of the merge). `fates`: per learner, its tokens
+by fate, dropped_by_cause and merged_share.
 """
 
 from __future__ import annotations
