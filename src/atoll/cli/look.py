@@ -11,35 +11,46 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import address_of, app, short, where
+from atoll.cli.app import address_of, app, is_address, short, where
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
+from atoll.observe.closing import print_closing
 from atoll.observe.export import export_run
+from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
+from atoll.observe.story import story
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import RunFailed, Unreachable
-from atoll.store.rundir import newest_run
+from atoll.store.rundir import RunDir, newest_run
+from atoll.store.terms import syncer_holding
 from atoll.telemetry.status import RunStatus
 
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
+    run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a join link.")],
     watch: Annotated[bool, typer.Option("--watch", help="Stay and follow it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """See how a run is doing.
+    """See how a run is doing; of one that is over, what came of it.
 
     Example:
 
       atoll status atoll-runs/first --watch
     """
+    folder = None if is_address(run) else RunDir(Path(run).absolute())
+    if folder is not None and _is_over(folder):
+        _show_end(folder, as_json=json_)
+        return
     url = where(run)
     try:
         now = asyncio.run(_status(url))
     except Unreachable as error:
-        hint = "is the run over? Then its figures are in summary.json of its folder"
+        if folder is not None:
+            _show_end(folder, as_json=json_)
+            return
+        hint = "is the run over? Then name its folder, and its figures are shown"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
     if json_:
         print(msgspec.json.encode(now).decode())
@@ -48,6 +59,27 @@ def status(
     else:
         with Screen(Console()) as screen:
             screen.update(now)
+
+
+def _is_over(run: RunDir) -> bool:
+    """Nobody on this machine serves it, and its figures are there, or no address of a syncer is. An address alone says
+    nothing: the port may be another run's by now."""
+    if not run.holds_run() or syncer_holding(run.journal):
+        return False
+    return run.summary.exists() or not run.address.exists()
+
+
+def _show_end(run: RunDir, *, as_json: bool) -> None:
+    """What came of a run that has ended, or was cut off."""
+    found = read_run(run.path)
+    if as_json:
+        print(msgspec.json.encode({"state": found.state, "missing": found.missing, **found.summary}).decode())
+        return
+    console = Console()
+    print_closing(console, found.summary, story(found.summary, found.timeline), out=short(run.path))
+    if found.state != "ended":
+        text = f"This run has not ended: it was cut off. It goes on with: atoll train --resume {short(run.path)}"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 async def _status(url: str) -> RunStatus:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from atoll.observe.figures import NONE, count, decimal, measure, percent, plain, span
 from atoll.observe.screen import WIDEST
-from atoll.observe.story import WARNING
+from atoll.observe.story import ADVICE, WARNING
 from atoll.observe.summary import Summary
 
 INTERRUPTED = "the operator asked for it"
@@ -34,8 +34,7 @@ def print_closing(
     console.print()
     console.print(_figures(summary, width))
     for sentence in story:
-        warning = sentence.startswith(WARNING)
-        line = Text(plain(sentence), "yellow" if warning else "")
+        line = Text(plain(sentence), "yellow" if sentence.startswith((WARNING, ADVICE)) else "")
         console.print(line, width=width, soft_wrap=not console.is_terminal)
     if sample:
         text = Text(plain(sample.strip("\n").expandtabs(4), keep="\n"), "italic")

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from atoll.observe.advice import advise
 from atoll.observe.figures import count, listing, measure, percent, plain, span
 from atoll.observe.summary import Summary
 from atoll.telemetry.events import Event
 
 WARNING = "Warning: "
 """How a sentence begins that tells of something wrong."""
+ADVICE = "Advice: "
+"""How one begins that says what to do about it in the next run."""
 
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
@@ -19,6 +22,7 @@ def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     told = [_work(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary)]
     told += [_training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
+    told += [f"{ADVICE}{advice}" for advice in advise(summary)]
     return [sentence for sentence in told if sentence]
 
 

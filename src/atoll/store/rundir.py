@@ -192,12 +192,17 @@ def unused_path(now: time.struct_time, root: Path = RUNS) -> Path:
     return path
 
 
+def find_runs(below: Path = RUNS) -> list[RunDir]:
+    """The runs right below a folder, the oldest first."""
+    found = [run for path in below.iterdir() if (run := RunDir(path.absolute())).holds_run()] if below.is_dir() else []
+    return sorted(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
+
+
 def newest_run(below: Path = RUNS) -> RunDir:
     """Of those that were not given a place of their own."""
-    found = [run for path in below.iterdir() if (run := RunDir(path.absolute())).holds_run()] if below.is_dir() else []
-    if not found:
+    if not (found := find_runs(below)):
         raise ConfigError(f"there is no run in {below}: name its folder with --run DIR")
-    return max(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
+    return found[-1]
 
 
 def checked_name(name: str) -> str:

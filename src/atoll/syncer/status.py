@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -104,10 +104,11 @@ class Meter:
         steps = machine.steps_between_syncs if machine else spread(())
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
+        phase = PHASES[machine.phase] if machine else "waiting"
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
         return RunStatus(
             run=run,
-            phase=PHASES[machine.phase] if machine else "waiting",
+            phase=phase,
             elapsed_s=elapsed,
             left_s=elapsed * (1 - progress) / progress if progress > 0.01 else None,
             progress=progress,
@@ -137,7 +138,7 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm or self._rules_alarm,
-            notice=self.notice(),
+            notice=self.notice() or nobody_here(phase, learners),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
@@ -198,6 +199,16 @@ class Meter:
             seen.append((now, one.tokens_total))
         (first, few), (last, many) = seen[0], seen[-1]
         return (many - few) / (last - first) if last > first and one.connected else 0.0
+
+
+def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
+    """What an operator should know of a run that nobody works for; empty: somebody does, or it is over."""
+    if phase in ("ending", "finished") or any(one.state != "gone" for one in learners):
+        return ""
+    start = "start one with `atoll learn SCRIPT --join LINK`, or with `--syncer URL` on this machine"
+    if not learners:
+        return f"No learner has come yet: {start}."
+    return f"Nobody is here: all {len(learners)} learners are gone, and the run waits until one comes; {start}."
 
 
 def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:

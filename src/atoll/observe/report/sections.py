@@ -9,7 +9,7 @@ from atoll.observe.figures import NONE, clock, count, decimal, measure, percent,
 from atoll.observe.report.faults import faults
 from atoll.observe.report.html import Html, cards, folded, heading, join, note, paragraph, table, verbatim
 from atoll.observe.report.reading import Run
-from atoll.observe.story import WARNING, last_sample, story
+from atoll.observe.story import ADVICE, WARNING, last_sample, story
 from atoll.observe.summary import Summary, of_kind
 from atoll.telemetry.versions import versions
 
@@ -70,8 +70,8 @@ def _story(run: Run) -> list[Html]:
     if not run.summary["rounds"] or not run.summary["per_learner"]:
         return []
     sentences = [plain(one) for one in story(run.summary, run.timeline)]
-    told = " ".join(one for one in sentences if not one.startswith(WARNING))
-    warnings = [sentence(one.removeprefix(WARNING)) for one in sentences if one.startswith(WARNING)]
+    told = " ".join(one for one in sentences if not one.startswith((WARNING, ADVICE)))
+    warnings = [sentence(one.removeprefix(WARNING)) for one in sentences if one.startswith((WARNING, ADVICE))]
     honest = [paragraph(told, "told")] if run.state == "ended" else []  # half of its figures would be missing
     return [*honest, *([note("Worth a look", warnings)] if warnings else [])]
 
