@@ -1,4 +1,4 @@
-"""The command line's own: the application, and what several commands share."""
+"""What several commands share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import typer
 from rich.console import Console
 
+from atoll.cli.commands import app as app
 from atoll.config import convert
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
@@ -30,15 +30,6 @@ from atoll.telemetry.events import parse
 
 OPERATOR = "operator"
 """Whose certificate commands on the syncer's machine show, under mutual TLS."""
-
-app = typer.Typer(
-    name="atoll",
-    help="Train one model on many unreliable islands of compute.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def document_of(path: Path | None) -> dict[str, Any]:

@@ -100,7 +100,9 @@ async def _follow(url: str) -> None:
 def dashboard(
     run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a link with a token.")],
 ) -> None:
-    """Print a link to the dashboard. It opens in one browser, once, within a day: ask for another for another one.
+    """Print a link that opens the dashboard of a run in one browser.
+
+    It opens once, within a day: ask for another for another one.
 
     Example:
 
@@ -117,9 +119,10 @@ def drain(
         typer.Option(help="The run's folder, or a link with an operator's token; by default the newest run here."),
     ] = None,
 ) -> None:
-    """Let one learner leave without loss: its last steps are collected, then it goes. Ctrl-C there does the same.
+    """Let one learner leave without loss.
 
-    The run goes on without it; if it was the last, until somebody comes.
+    Its last steps are collected, then it goes; Ctrl-C there does the same. The run goes on without it; if it was the
+    last, until somebody comes.
 
     Example:
 
@@ -134,9 +137,10 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Check a run from its files alone: journal, versions, weights, ledger, leases, cuts, parameters.
+    """Check a run from its files alone.
 
-    Exit code 0: all is well. 1: something is wrong, and the first such thing is named.
+    Journal, versions, weights, ledger, leases, cuts, parameters. Exit code 0: all is well. 1: something is wrong, and
+    the first such thing is named.
 
     Example:
 
@@ -167,7 +171,7 @@ def export(
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
 ) -> None:
-    """Write the weights of a run as safetensors, also while it runs or after it was killed.
+    """Write the weights of a run as safetensors, also while it runs or after a kill.
 
     Example:
 
@@ -190,7 +194,7 @@ def set_(
     run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
     words: Annotated[list[str], typer.Argument(help="What changes, as key=value.", metavar="KEY=VALUE...")],
 ) -> None:
-    """Change settings of a run while it goes on; they are journaled like its rounds.
+    """Change settings of a run while it goes on; they are journaled.
 
     Example:
 

@@ -40,7 +40,7 @@ def syncer(
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.")] = None,
     learners: Annotated[int | None, typer.Option(help="M: how many learners the run is meant for.")] = None,
-    steps: Annotated[int | None, typer.Option(help="End after this many learner steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="End when the middle learner has made this many steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
     guard: Annotated[
@@ -68,7 +68,9 @@ def syncer(
         Path | None, typer.Option(help="Wait for the turn to serve the run in this folder.", metavar="DIR")
     ] = None,
 ) -> None:
-    """Start a syncer by hand; learners join with `atoll learn`. Ctrl-C ends the run in good order.
+    """Start a syncer by hand; learners join with `atoll learn`.
+
+    Ctrl-C ends the run in good order.
 
     Examples:
 
@@ -268,9 +270,9 @@ def learn(
         str | None, typer.Option(help="An HTTP proxy to dial through.", envvar="ATOLL_PROXY", metavar="URL")
     ] = None,
 ) -> None:
-    """Run a training script as one learner of a run that somebody else started.
+    """Run a script as one learner of a run that somebody else started.
 
-    A link in a file, or in ATOLL_JOIN, is in no list of processes.
+    What follows -- goes to your script as it is. A link in a file, or in ATOLL_JOIN, is in no list of processes.
 
     Examples:
 

@@ -59,7 +59,9 @@ def train(
     context: typer.Context,
     script: Annotated[Path | None, typer.Argument(help="Your training script; without one, a small GPT.")] = None,
     learners: Annotated[int | None, typer.Option(help="M: how many learners.", rich_help_panel=RUN)] = None,
-    steps: Annotated[int | None, typer.Option(help="End after this many learner steps.", rich_help_panel=RUN)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="End when the middle learner has made this many steps.", rich_help_panel=RUN)
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.", rich_help_panel=RUN)] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
@@ -139,6 +141,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a model with M learners and a syncer on this machine.
+
+    What follows -- goes to your script as it is.
 
     Examples:
 
