@@ -228,6 +228,19 @@ def test_a_users_script_keeps_its_own_arguments_and_has_no_budget(
     assert not run.evaluator and run.config.protocol.steps == 0
 
 
+def test_a_new_run_waits_for_its_learners_for_as_long_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
+) -> None:
+    (folder / "wait.toml").write_text("[protocol]\nwait_for_learners_s = 5.0\n")
+    asked: list[tuple[str, ...]] = [
+        (),
+        ("--config", "wait.toml"),
+        ("--config", "wait.toml", "--wait-for-learners", "0"),
+    ]
+    found = [begin(monkeypatch, taken, *words).config.protocol.wait_for_learners_s for words in asked]
+    assert found == [30.0, 5.0, 0.0]
+
+
 def test_the_demo_kills_one_and_may_be_repeated(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
 ) -> None:

@@ -23,6 +23,11 @@ def test_the_training_loss_is_the_mean_of_a_cycle_of_rounds() -> None:
     assert training_losses(rounds, fragments=2) == {"training_loss_start": 3.0, "training_loss_end": 0.75}
 
 
+def test_of_a_short_run_the_halves_are_compared() -> None:
+    rounds = [trained(0, 4.0), trained(1, 3.0), trained(2, 2.0)]
+    assert training_losses(rounds, fragments=24) == {"training_loss_start": 4.0, "training_loss_end": 2.0}
+
+
 def test_without_a_loss_nothing_is_guessed() -> None:
     assert training_losses([], 2) == {"training_loss_start": None, "training_loss_end": None}
     assert training_losses([trained(0, None)], 2) == {"training_loss_start": None, "training_loss_end": None}

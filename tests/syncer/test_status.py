@@ -182,3 +182,15 @@ def test_a_run_that_nobody_works_for_says_so_and_how_to_start_a_learner(machine:
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:
     assert nobody_here("finished", ()) == nobody_here("ending", ()) == ""
+
+
+def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
+    settings = convert({"protocol": {"learners": 2, "wait_for_learners_s": 30.0}}, "a test").protocol.resolved(2)
+    waiting = Syncer.fresh(settings, run="r", fingerprint="f")
+    waiting.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner="a", session="s", tensors=TENSORS), ""))
+    waiting.handle(0.1, Initialised("a"))
+    status = Meter(CONFIG).status(1.0, "r", waiting)
+    assert (status.phase, status.notice) == (
+        "waiting",
+        "Waiting for 1 more of 2 learners, up to 30 s; then training begins.",
+    )

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from atoll.cli.commands import app as app
-from atoll.config import convert
+from atoll.config import convert, merged
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
 from atoll.fabric.way import SCHEME, Way, way_of, without_secrets
@@ -28,6 +28,8 @@ from atoll.store.terms import syncer_holding
 from atoll.syncer.doors import local_tokens, read_tokens
 from atoll.telemetry.events import parse
 
+WAIT_S = 30.0
+"""How long a new run waits for its learners, where nothing else is said: half of what a learner waits for the run."""
 OPERATOR = "operator"
 """Whose certificate commands on the syncer's machine show, under mutual TLS."""
 
@@ -42,6 +44,12 @@ def document_of(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def waiting_for_learners(document: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+    """The settings of a new run, in which nobody trains before all its learners are here, or that time is over."""
+    usual = {"protocol": {"wait_for_learners_s": WAIT_S}}
+    return merged(merged(usual, document), {"protocol": {"wait_for_learners_s": seconds}})
 
 
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:

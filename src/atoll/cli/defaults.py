@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.cli.app import WAIT_S
 from atoll.config import Config
 from atoll.protocol.settings import USUAL
 from atoll.workloads.settings import WorkloadSettings
@@ -14,6 +15,7 @@ WORDS = {
     "sync_every": f"{USUAL}",
     "cut_every": "ten times over every fragment",
     "port": "any",
+    "wait": f"{WAIT_S:g}",
 }
 """Where a number would say less."""
 

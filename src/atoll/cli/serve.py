@@ -16,7 +16,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import app, close, document_of, short
+from atoll.cli.app import app, close, document_of, short, waiting_for_learners
 from atoll.cli.cert import own_address
 from atoll.cli.keys import Last, join_link, pins_of, remember
 from atoll.config import Config, Service, convert, merged
@@ -43,6 +43,10 @@ def syncer(
     steps: Annotated[int | None, typer.Option(help="End when the middle learner has made this many steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait-for-learners", help="Seconds until a new run begins without all of them."),
+    ] = None,
     guard: Annotated[
         Literal["off", "alarm", "rollback"] | None, typer.Option(help="When the validation loss becomes much worse.")
     ] = None,
@@ -91,11 +95,12 @@ def syncer(
     rules: dict[str, int | str | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     rules |= {"quorum": quorum, "guard": guard}
     if resume is not None or standby is not None:
-        other = out is not None or config is not None or force or robust is not None
+        other = out is not None or config is not None or force or robust is not None or wait is not None
         if other or (resume is not None and standby is not None):
             raise ConfigError(
                 "--resume and --standby name a run that lies there: give one of them, "
-                "and leave --out, --config, --force and --robust out (atoll set robust=true changes a run)"
+                "and leave --out, --config, --force, --wait-for-learners and --robust out "
+                "(atoll set robust=true changes a run)"
             )
         if resume is not None:
             _resume(resume, door, rules)
@@ -103,7 +108,8 @@ def syncer(
             _stand_by(standby, door, rules)
         return
     changes: dict[str, dict[str, Any]] = {"protocol": rules, "outer": {"robust": robust}, "service": door}
-    settings = convert(merged(document_of(config), changes), str(config or "the command line"))
+    document = waiting_for_learners(document_of(config), wait)
+    settings = convert(merged(document, changes), str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)

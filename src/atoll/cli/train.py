@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, document_of, short, write_summary
+from atoll.cli.app import app, close, document_of, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.data_parallel import DataParallelRun
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -110,6 +110,10 @@ def train(
     quorum: Annotated[
         int | None, typer.Option(help="K: the fewest learners of a round.", rich_help_panel=RULES)
     ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait-for-learners", help="Seconds until it begins without all of them.", rich_help_panel=RULES),
+    ] = None,
     fragments: Annotated[int | None, typer.Option(help="P: parts of the model.", rich_help_panel=RULES)] = None,
     sync_every: Annotated[
         int | None, typer.Option(help="H: steps between two syncs of a fragment.", rich_help_panel=RULES)
@@ -184,12 +188,14 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
+        if wait is not None:
+            raise ConfigError("--resume goes on with a run that has begun: leave --wait-for-learners out")
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, context.args)[1:]) if script is not None else ()
         _go_on(resume, cut, out, own, changes, targets, force=force, as_json=json_, breakable=breakable)
         return
-    document = document_of(config)
+    document = waiting_for_learners(document_of(config), wait)
     if demo:
         document = merged(document, DEMO)
     if seed is not None:

@@ -34,6 +34,7 @@ NOTABLE = {
     "leaving": "cyan",
     "restarted": "cyan",
     "joined": "cyan",
+    "waiting": "cyan",
     "recovered": "green",
     "helped": "green",
     "fresh": "yellow",

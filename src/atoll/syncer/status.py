@@ -138,7 +138,7 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm or self._rules_alarm,
-            notice=self.notice() or nobody_here(phase, learners),
+            notice=self.notice() or nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
@@ -209,6 +209,15 @@ def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
     if not learners:
         return f"No learner has come yet: {start}."
     return f"Nobody is here: all {len(learners)} learners are gone, and the run waits until one comes; {start}."
+
+
+def awaited_learners(machine: Syncer | None) -> str:
+    """Why nobody trains yet, where others are waited for; empty: nobody is."""
+    if machine is None or not (awaited := machine.beginning.awaited):
+        return ""
+    settings = machine.settings
+    some = f"{awaited} more of {settings.learners} learners"
+    return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
 
 
 def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:

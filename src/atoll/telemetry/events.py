@@ -8,6 +8,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | --- | --- | --- |
 | run | syncer | run, learners, settings, versions (of Python, packages, platform) |
 | plan | syncer | settings (P and H filled in), parameters, data |
+| waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined, recovered | syncer | learner, incarnation (joined: declared, tokens per step; recovered: seconds) |
 | lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
