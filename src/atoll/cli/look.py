@@ -16,12 +16,12 @@ from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
 from atoll.observe.closing import print_closing
-from atoll.observe.export import export_run
+from atoll.observe.export import export_best, export_run
 from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
 from atoll.observe.story import story
 from atoll.observe.verify import verify_run
-from atoll.protocol.errors import RunFailed, Unreachable
+from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.terms import syncer_holding
 from atoll.telemetry.status import RunStatus
@@ -169,6 +169,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder for it and the settings.")],
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="What scored best, instead of the newest version.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
 ) -> None:
     """Write the weights of a run as safetensors, also while it runs or after a kill.
@@ -177,8 +178,19 @@ def export(
 
       atoll export atoll-runs/first model.safetensors
     """
-    done = export_run(run, out, cut, force=force)
     console = Console()
+    if best and cut is not None:
+        raise ConfigError("--best and --cut name different models: give one of them")
+    if best:
+        file, facts = export_best(run, out, force=force)
+        scored = (
+            f"{facts.get('figure', 'score')} {facts.get('score', 'unknown')} at round {facts.get('round', 'unknown')}"
+        )
+        console.print(
+            f"the best of run {facts.get('run')} ({scored}) is in {short(file)}", soft_wrap=True, highlight=False
+        )
+        return
+    done = export_run(run, out, cut, force=force)
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)
     where = f"cut {done.cut} and {done.replayed} rounds behind it" if done.replayed else f"cut {done.cut}"

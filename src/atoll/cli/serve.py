@@ -302,6 +302,7 @@ def learn(
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
+        os.environ["ATOLL_BEST"] = str(RunDir(folder.absolute()).best_model)  # where an evaluator keeps it
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
 
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from torch import nn
@@ -37,10 +38,12 @@ def evaluate(
     _check_words(directions, unit)
     if os.environ.get("ATOLL_ROLE") != "evaluator":
         return
+    from atoll.learner.best import BestModel
     from atoll.learner.scoring import Evaluator  # brings the network along, which a learner should not wait for
 
+    best = BestModel(Path(os.environ["ATOLL_BEST"])) if os.environ.get("ATOLL_BEST") else None
     try:
-        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample, directions, unit).run())
+        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample, directions, unit, best).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

@@ -15,7 +15,9 @@ from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, Score
+from atoll.learner.best import LOSS, BestModel, FetchedModel, deciding_figure
 from atoll.learner.model import describe, trained
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.bounds import LONGEST, Direction, near
 from atoll.protocol.errors import ConfigError, PeerError, PlanError, Unreachable
@@ -25,10 +27,6 @@ POLL_S = 0.25
 GIVE_UP_S = 60.0
 """How long a syncer may be out of reach before the evaluator gives up."""
 FETCH_S = 120.0
-
-
-LOSS = "loss"
-"""The figure by which the run is guarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,12 @@ class Evaluator:
         sample: Callable[[Any], str] | None,
         directions: Mapping[str, Direction],
         unit: str,
+        best: BestModel | None = None,
     ) -> None:
         self._url, self._model, self._score, self._sample = url, model, score, sample
         self._directions, self._unit = directions, unit
+        self._best = best
+        """Where the best model is kept; None: nowhere."""
         self._parameters = trained(model)
         self._checked = False
         self._cpu_s = 0.0
@@ -111,7 +112,7 @@ class Evaluator:
         plan = msgspec.convert(manifest["plan"], Plan)
         if not self._checked:
             self._check(plan)
-        await self._fetch(plan)
+        fetched = await self._fetch(plan, str(manifest["run"]), round)
         found = read_figures(self._score(self._model))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
@@ -127,6 +128,9 @@ class Evaluator:
             unit=self._unit,
             has_loss=found.has_loss,
         )
+        figure = deciding_figure(found.loss, found.metrics, self._directions)
+        if self._best is not None and figure is not None:  # before the last score is told: with it the run is over
+            await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
         return max(1, int(manifest["evaluate_every"]))
 
@@ -136,10 +140,18 @@ class Evaluator:
             raise PlanError(reason)
         self._checked = True
 
-    async def _fetch(self, plan: Plan) -> None:
+    async def _fetch(self, plan: Plan, run: str, round: int) -> FetchedModel:
+        """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the
+        newest when it is fetched."""
+        kept: list[FloatArray] = []
+        versions: list[int] = []
         for part in plan.fragments:
             values = np.empty(part.size, dtype=np.float32)
-            await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
+            version, _, _ = await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
                 flat = torch.from_numpy(values[start : start + elements(tensor)])
                 self._parameters[tensor.name].data.copy_(flat.view(tensor.shape))
+            versions.append(version)
+            if self._best is not None:
+                kept.append(values)
+        return FetchedModel(run, round, plan, kept, versions)

@@ -131,7 +131,13 @@ def _validation(summary: Summary) -> str:
     if start is None:
         return ""
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
-    return f"Validation loss of the global model went from {measure(start)} to {measure(end)}{unit}."
+    best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
+    lower = (
+        f"; the lowest was {measure(best)} at round {at:,} (atoll export --best)"
+        if best is not None and best < end
+        else ""
+    )
+    return f"Validation loss of the global model went from {measure(start)} to {measure(end)}{unit}{lower}."
 
 
 def _metrics(summary: Summary) -> list[str]:

@@ -46,7 +46,15 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
 _OURS = (
     *_MARKS,
-    *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
+    *(
+        "model.safetensors",
+        "model-best.safetensors",
+        "report.html",
+        "syncer.url",
+        "norms.json",
+        "standby.json",
+        "attack.json",
+    ),
     *("journal", "cuts", "learners", "logs", "secrets"),
 )
 
@@ -144,6 +152,11 @@ class RunDir:
     @property
     def model(self) -> Path:
         return self.path / "model.safetensors"
+
+    @property
+    def best_model(self) -> Path:
+        """The global model with the best score, kept by the run's evaluator."""
+        return self.path / "model-best.safetensors"
 
     @property
     def journal(self) -> Path:
