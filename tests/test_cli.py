@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.observe.conftest import small_run
 from tests.observe.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
+from atoll.cli.app import where
 from atoll.launch.local import Kill, LocalRun
+from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
 
 
@@ -111,12 +114,60 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert not Path("atoll-runs").exists(), "nothing was begun"
 
 
-def test_a_run_that_is_over_has_no_status(
+def test_an_address_where_nobody_answers_says_what_to_name_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert atoll(monkeypatch, "status", "http://127.0.0.1:9") == 1
+    said = "no syncer answers at http://127.0.0.1:9: is the run over? Then name its folder"
+    assert said in capsys.readouterr().err
+
+
+def test_the_status_of_a_run_that_is_over_is_its_summary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
-    assert atoll(monkeypatch, "status", "old") == 1
-    assert "no syncer answers at http://127.0.0.1:9: is the run over?" in capsys.readouterr().err
+    run = folder / "over"
+    run.mkdir()
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run()))
+    (run / "summary.json").write_text("{}")
+    (run / "syncer.url").write_text("http://127.0.0.1:9")
+    assert atoll(monkeypatch, "status", "over") == 0
+    told = capsys.readouterr().out
+    assert "2 learners made 24 steps" in told and "goodput" in told and "cut off" not in told
+    assert atoll(monkeypatch, "status", "over", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rounds"] == 7
+
+
+@pytest.mark.parametrize("address", [True, False])
+def test_the_status_of_a_run_that_was_cut_off_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, address: bool
+) -> None:
+    path = folder / "old" / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in small_run()[:-3]))
+    os.utime(path, (1.0, 1.0))
+    if address:
+        (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
+    assert atoll(monkeypatch, "status", "old") == 0
+    assert "it was cut off. It goes on with: atoll train --resume old" in capsys.readouterr().out
+
+
+def test_an_https_address_is_opened_by_the_link_or_the_run_that_belongs_to_it(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    url, link = "https://127.0.0.1:7077", f"atoll://{'f00d' * 16}@127.0.0.1:7077/r1/{'ab' * 32}"
+    monkeypatch.delenv("ATOLL_JOIN", raising=False)
+    with pytest.raises(ConfigError, match="asks for a token and a certificate: name the run's folder"):
+        where(url)
+    monkeypatch.setenv("ATOLL_JOIN", link)
+    assert where(f"{url}/") == link
+    with pytest.raises(ConfigError, match="asks for a token"):
+        where("https://127.0.0.1:7078")
+    monkeypatch.delenv("ATOLL_JOIN")
+    run = folder / "atoll-runs" / "here"
+    run.mkdir(parents=True)
+    (run / "run.toml").write_text("[service]\nkeys = 'atoll-keys'\n")
+    (run / "syncer.url").write_text(url)
+    with pytest.raises(ConfigError, match="atoll-keys"):  # it looks for the operator's token there
+        where(url)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +226,19 @@ def test_a_users_script_keeps_its_own_arguments_and_has_no_budget(
     run = begin(monkeypatch, taken, "script.py", "--learners", "2", "--evaluate-every", "0", "--", "--mine", "3")
     assert run.script == ["script.py", "--mine", "3"]
     assert not run.evaluator and run.config.protocol.steps == 0
+
+
+def test_a_new_run_waits_for_its_learners_for_as_long_as_is_said(
+    monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
+) -> None:
+    (folder / "wait.toml").write_text("[protocol]\nwait_for_learners_s = 5.0\n")
+    asked: list[tuple[str, ...]] = [
+        (),
+        ("--config", "wait.toml"),
+        ("--config", "wait.toml", "--wait-for-learners", "0"),
+    ]
+    found = [begin(monkeypatch, taken, *words).config.protocol.wait_for_learners_s for words in asked]
+    assert found == [30.0, 5.0, 0.0]
 
 
 def test_the_demo_kills_one_and_may_be_repeated(

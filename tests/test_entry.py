@@ -142,3 +142,14 @@ def test_a_link_in_a_file_that_others_can_read_is_refused(
         cli.main()
     said = "".join(capsys.readouterr())
     assert "can be read by others on this machine: chmod 600" in said and SECRET not in said
+
+
+def test_python_dash_m_atoll_starts_anew_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path the folder of the package would come first among the places of modules."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["/somewhere/atoll/__main__.py", "status", LINK])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "execv", lambda program, words: begun.append(words))
+    monkeypatch.setattr(cli, "main", lambda: None)
+    entry.main()
+    assert begun == [[sys.executable, "-m", "atoll", "status", "atoll://"]]

@@ -1,7 +1,12 @@
 """Atoll trains one model on many unreliable islands of compute: Decoupled DiLoCo on PyTorch.
 
     import atoll
-    with atoll.Learner(model, optimizer) as learner: ...
+    with atoll.Learner(model, optimizer) as learner:      # help(atoll.Learner)
+        ...
+            learner.step(tokens=batch.numel(), loss=loss)
+    atoll.evaluate(model, score)                          # help(atoll.evaluate): a scorer of your own
+
+On the command line: `atoll --help`, or `python -m atoll --help`.
 
 The names are resolved when they are first used, so that a syncer or a courier starts without torch.
 """
@@ -15,6 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Learner", "__version__", "evaluate"]
 __version__ = "0.1.0.dev0"
+
+
+def __dir__() -> list[str]:
+    """What a user may use; the rest of the package is for itself."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> object:

@@ -22,7 +22,8 @@ def main() -> None:
         sys.exit(2)
     if secrets:
         os.environ.update(secrets)
-        os.execv(sys.executable, [sys.executable, *words])
+        own = ["-m", "atoll"] if words[0].endswith("__main__.py") else [words[0]]  # python -m atoll
+        os.execv(sys.executable, [sys.executable, *own, *words[1:]])
     from atoll.cli import main as run
 
     run()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import atoll
 from atoll.learner import leaving
 from atoll.learner.learner import Learner
 from atoll.learner.stay import Stay
@@ -492,3 +493,21 @@ class TestFailing:
             learner.step(tokens=1)
             learner.step(tokens=1)
             assert joined.box.adopted.tolist() == [0, 0]
+
+
+def test_in_a_notebook_it_says_where_it_belongs_and_how_far_it_is() -> None:
+    model = torch.nn.Linear(2, 1)
+    learner = atoll.Learner(model, name="mine")
+    assert repr(learner) == "<atoll.Learner mine, alone: not entered yet: with ... as learner, 0 steps, 0% of the run>"
+    with learner:
+        learner.step(tokens=1)
+        assert "alone: training, 1 steps" in repr(learner)
+    assert "has left" in repr(learner)
+    link = f"atoll://{'f00d' * 16}@127.0.0.1:7077/r1/{'ab' * 32}"
+    shown = repr(atoll.Learner(model, syncer=link, name="mine"))
+    assert "127.0.0.1:7077" in shown and "f00d" not in shown
+
+
+def test_names_and_help_are_those_of_a_user() -> None:
+    assert dir(atoll) == ["Learner", "__version__", "evaluate"]
+    assert "learner.step(tokens=batch.numel(), loss=loss)" in (atoll.Learner.__doc__ or "")

@@ -78,6 +78,22 @@ def test_the_figures_are_those_of_the_summary(events: list[Event], tmp_path: Pat
     assert "bytes per token" in seen and "10.0" in seen and "longest gap" in seen and "2.0 s" in seen
 
 
+def test_training_loss_and_metrics_are_on_the_page_without_a_validation_loss(
+    events: list[Event], tmp_path: Path
+) -> None:
+    for event in events:
+        if event["kind"] == "round":
+            event["members"] = [{**one, "loss": 4.0 - event["round"] / 2} for one in event["members"]]
+        if event["kind"] == "score":
+            way = {"metrics": {"accuracy": event["round"] / 10}, "directions": {"accuracy": "max"}}
+            event |= {"loss": None, "has_loss": False, **way}
+    text = page(lay(tmp_path / "run", events))
+    seen = re.sub(r"\s+", " ", shown(text))
+    assert "training loss 2.167 from 3.750" in seen  # the members of rounds 0 and 1, of 3 and 5
+    assert "accuracy 0.7 from -0.1; best 0.7 at round 7" in seen
+    assert "training, a" in without_library(text)
+
+
 def test_every_token_has_its_line_in_the_ledger(events: list[Event], tmp_path: Path) -> None:
     seen = re.sub(r"\s+", " ", shown(page(lay(tmp_path / "run", events))))
     assert "merged 195 81.2 %" in seen and "dropped 20 8.3 %" in seen and "lost 25 10.4 %" in seen

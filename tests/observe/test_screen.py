@@ -119,6 +119,15 @@ def test_validation_losses_become_a_sparkline(status: Status) -> None:
     assert "1.00 █▅▅▁ at 3" in text_of(screen, 80)
 
 
+def test_metrics_stand_under_their_own_names(status: Status) -> None:
+    screen, lines = Screen(console()), PlainLines(out := console(terminal=False))
+    now = status(metrics={"accuracy": 0.9125, "re\x1bcall": None})
+    screen.update(now)
+    lines.update(now)
+    assert "accuracy 0.912 · re·call –" in text_of(screen, 80)
+    assert "accuracy 0.912 · re·call –" in written(out)
+
+
 def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: list[Event]) -> None:
     out = console()
     screen = Screen(out)
@@ -153,7 +162,6 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
     assert written(out).splitlines() == [
         "   0:00  waiting for the first parameters, 4 learners here",
         "   0:00  recovered   learner-0 has the run's parameters after 0.4 s",
-        "   0:01  joined      learner-2 joined as incarnation 1",
         "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · merged 90 % · "
         "84.1k tokens/s · validation 1.83 · left 0:38",
     ]

@@ -14,9 +14,28 @@ def test_the_story_of_a_run_with_a_kill(events: list[Event]) -> None:
         "the longest pause between two was 2.0 s (median 1.5 s).",
         "Of the tokens, 81 % were merged into the model (merged share), 8 % were dropped when a learner adopted a "
         "newer version and 10 % were lost with a process.",
-        "Validation loss of the global model went from 5.50 to 2.25 nats per byte.",
+        "Validation loss of the global model went from 5.50 to 2.25.",
         "Warning: 1 contribution refused (the last: not finite).",
     ]
+
+
+def test_losses_and_metrics_are_told_in_the_words_of_the_script(events: list[Event]) -> None:
+    summary = summarise(events)
+    accuracy = {"direction": "max", "start": 0.1, "end": 0.91, "best": 0.925, "best_round": 1300}
+    summary |= {"training_loss_start": 2.31, "training_loss_end": 0.0421, "metrics": {"accuracy": accuracy}}
+    told = story(summary | {"loss_unit": "nats per byte"}, events)
+    assert "Training loss of the learners went from 2.31 to 0.0421." in told
+    assert "Validation loss of the global model went from 5.50 to 2.25 nats per byte." in told
+    assert "Its accuracy went from 0.1 to 0.91; the best was 0.925 at round 1,300." in told
+
+
+def test_metrics_alone_are_scores_too(events: list[Event]) -> None:
+    summary = summarise(events) | {"validation_loss_start": None, "validation_loss_end": None}
+    never = f"{WARNING}the global model was never scored"
+    assert any(one.startswith(never) for one in story(summary, events))
+    accuracy = {"direction": None, "start": 0.1, "end": 0.9, "best": None, "best_round": None}
+    told = story(summary | {"metrics": {"accuracy": accuracy}}, events)
+    assert "Its accuracy went from 0.1 to 0.9." in told and not any(one.startswith(never) for one in told)
 
 
 def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]) -> None:

@@ -40,6 +40,12 @@ BY_HAND: dict[str, Any] = {
     "bytes_per_token": 2400 / 240,
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
+    "validation_loss_best": 2.25,
+    "validation_loss_best_round": 7,
+    "loss_unit": "",
+    "metrics": {},
+    "training_loss_start": None,  # nobody told one
+    "training_loss_end": None,
     "evaluator_cpu_s": 2.5,
     "longest_gap_s": 2.0,  # of 1, 2, 2, 1
     "median_gap_s": 1.5,

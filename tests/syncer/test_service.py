@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
@@ -225,7 +226,8 @@ async def test_a_contribution_told_twice_counts_once(stage: Stage) -> None:
     await second.contribute(pulls[1], 0.5)
     assert (await first.until(Announce)).version == 1
     assert not stage.events("refused")
-    assert len(stage.events("round")[0]["members"]) == 2
+    members = stage.events("round")[0]["members"]
+    assert len(members) == 2 and [one["loss"] for one in members] == [1.5, 1.5]  # as they told it
 
 
 # ---- people and evaluators ----------------------------------------------------------------------------------------
@@ -248,6 +250,31 @@ async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
     assert (event["loss"], event["sample"]) == (2.5, "def ")
     status = await get_json(url(stage), "/v1/status")
     assert isinstance(status, dict) and (status["validation_loss"], status["validation_round"]) == (2.5, 0)
+
+
+async def test_a_score_brings_metrics_in_the_words_of_the_script(stage: Stage) -> None:
+    await one_at_work(stage)
+    figures = {"metrics": {"accuracy": 0.91, "recall": None}, "directions": {"accuracy": "max"}}
+    score = msgspec.convert({"round": 0, "loss": 2.5, "cpu_s": 0.5, "unit": "bits", **figures}, Score)
+    await post_score(url(stage), score)
+    event = await stage.until("score")
+    assert event["text"] == "validation loss 2.5000, accuracy 0.9100, recall is not finite at round 0"
+    assert {name: event[name] for name in figures} == figures and event["unit"] == "bits"
+    status = await get_json(url(stage), "/v1/status")
+    assert isinstance(status, dict) and {name: status[name] for name in figures} == figures
+    assert status["loss_unit"] == "bits"
+
+
+async def test_a_scorer_without_a_loss_raises_no_alarm(stage: Stage) -> None:
+    """A loss that is missing is not one that is not finite."""
+    await one_at_work(stage)
+    score = Score(round=0, loss=None, cpu_s=0.5, metrics={"accuracy": 0.91}, has_loss=False)
+    await post_score(url(stage), score)
+    event = await stage.until("score")
+    assert event["text"] == "accuracy 0.9100 at round 0"
+    assert not stage.events("alarm")
+    await post_score(url(stage), Score(round=0, loss=None, cpu_s=0.5))
+    assert "not finite" in (await stage.until("alarm"))["text"]
 
 
 async def test_the_end_saves_the_model_and_says_why(stage: Stage) -> None:

@@ -7,10 +7,10 @@ from tests.syncer.conftest import TENSORS
 
 from atoll.config import Config, convert
 from atoll.fabric.wire import Score
-from atoll.protocol.effects import Greeted, Initialised, Received
+from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer import Syncer
-from atoll.syncer.status import Meter
+from atoll.syncer.status import Meter, nobody_here
 
 CONFIG: Config = convert(
     {"protocol": {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "steps": 40}}, "a test"
@@ -166,3 +166,31 @@ def test_traffic_fates_and_versions(machine: Syncer) -> None:
     assert status.versions == (0, 0)
     assert status.fates.keys() == {"computed", "merged", "dropped", "lost", "rolled_back", "in_flight"}
     assert status.fates["computed"] == sum(count for fate, count in status.fates.items() if fate != "computed")
+
+
+def test_a_run_that_nobody_works_for_says_so_and_how_to_start_a_learner(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    assert meter.status(1.0, "r", None).notice.startswith("No learner has come yet: start one with `atoll learn")
+    assert meter.status(1.0, "r", machine).notice == ""
+    machine.handle(1.0, Lost("a", "gone"))
+    assert meter.status(1.0, "r", machine).notice == ""
+    machine.handle(1.0, Lost("b", "gone"))
+    assert meter.status(1.0, "r", machine).notice.startswith("Nobody is here: all 2 learners are gone, and the run")
+    meter.notice = lambda: "the certificate ends"
+    assert meter.status(1.0, "r", machine).notice == "the certificate ends"
+
+
+def test_a_run_that_is_over_waits_for_nobody() -> None:
+    assert nobody_here("finished", ()) == nobody_here("ending", ()) == ""
+
+
+def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
+    settings = convert({"protocol": {"learners": 2, "wait_for_learners_s": 30.0}}, "a test").protocol.resolved(2)
+    waiting = Syncer.fresh(settings, run="r", fingerprint="f")
+    waiting.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner="a", session="s", tensors=TENSORS), ""))
+    waiting.handle(0.1, Initialised("a"))
+    status = Meter(CONFIG).status(1.0, "r", waiting)
+    assert (status.phase, status.notice) == (
+        "waiting",
+        "Waiting for 1 more of 2 learners, up to 30 s; then training begins.",
+    )

@@ -8,52 +8,13 @@ from typing import Annotated
 import typer
 
 from atoll import __version__
-from atoll.cli import (  # they register their commands
-    cert,
-    chaos,
-    compare,
-    doctor,
-    keys,
-    look,
-    replay,
-    report,
-    serve,
-    simulate,
-    simulate_bandwidth,
-    simulate_calibrate,
-    simulate_goodput,
-    simulate_scope,
-    simulate_upsizing,
-    tape,
-    train,
-)
-from atoll.cli.app import app
+from atoll.cli import commands
 from atoll.protocol.errors import AtollError
 
-__all__ = [
-    "app",
-    "cert",
-    "chaos",
-    "compare",
-    "doctor",
-    "keys",
-    "look",
-    "main",
-    "replay",
-    "report",
-    "serve",
-    "simulate",
-    "simulate_bandwidth",
-    "simulate_calibrate",
-    "simulate_goodput",
-    "simulate_scope",
-    "simulate_upsizing",
-    "tape",
-    "train",
-]
+__all__ = ["main"]
 
 
-@app.callback(invoke_without_command=True)
+@commands.app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         print(f"atoll {__version__}")
@@ -62,7 +23,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     try:
-        app()
+        commands.app()
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

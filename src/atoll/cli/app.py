@@ -1,4 +1,4 @@
-"""The command line's own: the application, and what several commands share."""
+"""What several commands share."""
 
 from __future__ import annotations
 
@@ -10,35 +10,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import typer
 from rich.console import Console
 
-from atoll.config import convert
+from atoll.cli.commands import app as app
+from atoll.config import convert, merged
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
-from atoll.fabric.way import SCHEME, Way, way_of
+from atoll.fabric.way import SCHEME, Way, way_of, without_secrets
 from atoll.observe.closing import print_closing
 from atoll.observe.story import last_sample, story
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, find_runs
 from atoll.store.terms import syncer_holding
 from atoll.syncer.doors import local_tokens, read_tokens
 from atoll.telemetry.events import parse
 
+WAIT_S = 30.0
+"""How long a new run waits for its learners, where nothing else is said: half of what a learner waits for the run."""
 OPERATOR = "operator"
 """Whose certificate commands on the syncer's machine show, under mutual TLS."""
-
-app = typer.Typer(
-    name="atoll",
-    help="Train one model on many unreliable islands of compute.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def document_of(path: Path | None) -> dict[str, Any]:
@@ -51,6 +44,12 @@ def document_of(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def waiting_for_learners(document: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+    """The settings of a new run, in which nobody trains before all its learners are here, or that time is over."""
+    usual = {"protocol": {"wait_for_learners_s": WAIT_S}}
+    return merged(merged(usual, document), {"protocol": {"wait_for_learners_s": seconds}})
 
 
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:
@@ -109,10 +108,31 @@ def _show_certificate(keys: KeyDir) -> None:
 
 def where(run: str) -> str:
     """Where a syncer is, by a run's folder, an address or a join link."""
-    if run.startswith(("http://", SCHEME)):
+    if run.startswith("https://"):
+        return _secured_address(run.rstrip("/"))
+    if is_address(run):
         way_of(run)
         return run
     return address_of(RunDir(Path(run).absolute()))
+
+
+def is_address(run: str) -> bool:
+    """Whether it names a syncer, and no folder."""
+    return run.startswith(("http://", "https://", SCHEME))
+
+
+def _secured_address(url: str) -> str:
+    """The link that opens an https address: the one in ATOLL_JOIN, or that of a run here whose syncer listens there."""
+    joined = os.environ.get("ATOLL_JOIN", "")
+    if joined.startswith(SCHEME) and url in way_of(joined).urls:
+        return joined
+    for run in find_runs():
+        if run.address.exists() and run.address.read_text().strip() == url:
+            return address_of(run)
+    raise ConfigError(
+        f"{without_secrets(url)} asks for a token and a certificate: name the run's folder, or the join link that its "
+        "syncer printed (atoll tokens link)"
+    )
 
 
 def short(path: Path) -> Path:

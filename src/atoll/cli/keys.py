@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from atoll.cli.app import app
+from atoll.cli.commands import App
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.tokens import NAMES, Role, Token, new_secret
 from atoll.fabric.way import BY_AUTHORITY, Way
@@ -21,7 +22,7 @@ from atoll.store.keys import FOLDER, KeyDir
 from atoll.store.rundir import RunDir, checked_name
 from atoll.syncer.doors import local_tokens, read_tokens, write_tokens
 
-tokens_app = typer.Typer(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
+tokens_app = App(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
 app.add_typer(tokens_app, name="tokens", invoke_without_command=True)
 
 Keys = Annotated[Path, typer.Option(help="The folder that atoll cert made.", metavar="DIR", envvar="ATOLL_KEYS")]

@@ -11,35 +11,46 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import address_of, app, short, where
+from atoll.cli.app import address_of, app, is_address, short, where
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
-from atoll.observe.export import export_run
+from atoll.observe.closing import print_closing
+from atoll.observe.export import export_best, export_run
+from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
+from atoll.observe.story import story
 from atoll.observe.verify import verify_run
-from atoll.protocol.errors import RunFailed, Unreachable
-from atoll.store.rundir import newest_run
+from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.store.rundir import RunDir, newest_run
+from atoll.store.terms import syncer_holding
 from atoll.telemetry.status import RunStatus
 
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
+    run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a join link.")],
     watch: Annotated[bool, typer.Option("--watch", help="Stay and follow it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """See how a run is doing.
+    """See how a run is doing; of one that is over, what came of it.
 
     Example:
 
       atoll status atoll-runs/first --watch
     """
+    folder = None if is_address(run) else RunDir(Path(run).absolute())
+    if folder is not None and _is_over(folder):
+        _show_end(folder, as_json=json_)
+        return
     url = where(run)
     try:
         now = asyncio.run(_status(url))
     except Unreachable as error:
-        hint = "is the run over? Then its figures are in summary.json of its folder"
+        if folder is not None:
+            _show_end(folder, as_json=json_)
+            return
+        hint = "is the run over? Then name its folder, and its figures are shown"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
     if json_:
         print(msgspec.json.encode(now).decode())
@@ -48,6 +59,27 @@ def status(
     else:
         with Screen(Console()) as screen:
             screen.update(now)
+
+
+def _is_over(run: RunDir) -> bool:
+    """Nobody on this machine serves it, and its figures are there, or no address of a syncer is. An address alone says
+    nothing: the port may be another run's by now."""
+    if not run.holds_run() or syncer_holding(run.journal):
+        return False
+    return run.summary.exists() or not run.address.exists()
+
+
+def _show_end(run: RunDir, *, as_json: bool) -> None:
+    """What came of a run that has ended, or was cut off."""
+    found = read_run(run.path)
+    if as_json:
+        print(msgspec.json.encode({"state": found.state, "missing": found.missing, **found.summary}).decode())
+        return
+    console = Console()
+    print_closing(console, found.summary, story(found.summary, found.timeline), out=short(run.path))
+    if found.state != "ended":
+        text = f"This run has not ended: it was cut off. It goes on with: atoll train --resume {short(run.path)}"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 async def _status(url: str) -> RunStatus:
@@ -68,7 +100,9 @@ async def _follow(url: str) -> None:
 def dashboard(
     run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a link with a token.")],
 ) -> None:
-    """Print a link to the dashboard. It opens in one browser, once, within a day: ask for another for another one.
+    """Print a link that opens the dashboard of a run in one browser.
+
+    It opens once, within a day: ask for another for another one.
 
     Example:
 
@@ -85,9 +119,10 @@ def drain(
         typer.Option(help="The run's folder, or a link with an operator's token; by default the newest run here."),
     ] = None,
 ) -> None:
-    """Let one learner leave without loss: its last steps are collected, then it goes. Ctrl-C there does the same.
+    """Let one learner leave without loss.
 
-    The run goes on without it; if it was the last, until somebody comes.
+    Its last steps are collected, then it goes; Ctrl-C there does the same. The run goes on without it; if it was the
+    last, until somebody comes.
 
     Example:
 
@@ -102,9 +137,10 @@ def verify(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Check a run from its files alone: journal, versions, weights, ledger, leases, cuts, parameters.
+    """Check a run from its files alone.
 
-    Exit code 0: all is well. 1: something is wrong, and the first such thing is named.
+    Journal, versions, weights, ledger, leases, cuts, parameters. Exit code 0: all is well. 1: something is wrong, and
+    the first such thing is named.
 
     Example:
 
@@ -133,16 +169,28 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder for it and the settings.")],
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="What scored best, instead of the newest version.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
 ) -> None:
-    """Write the weights of a run as safetensors, also while it runs or after it was killed.
+    """Write the weights of a run as safetensors, also while it runs or after a kill.
 
     Example:
 
       atoll export atoll-runs/first model.safetensors
     """
-    done = export_run(run, out, cut, force=force)
     console = Console()
+    if best and cut is not None:
+        raise ConfigError("--best and --cut name different models: give one of them")
+    if best:
+        file, facts = export_best(run, out, force=force)
+        scored = (
+            f"{facts.get('figure', 'score')} {facts.get('score', 'unknown')} at round {facts.get('round', 'unknown')}"
+        )
+        console.print(
+            f"the best of run {facts.get('run')} ({scored}) is in {short(file)}", soft_wrap=True, highlight=False
+        )
+        return
+    done = export_run(run, out, cut, force=force)
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)
     where = f"cut {done.cut} and {done.replayed} rounds behind it" if done.replayed else f"cut {done.cut}"
@@ -158,7 +206,7 @@ def set_(
     run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
     words: Annotated[list[str], typer.Argument(help="What changes, as key=value.", metavar="KEY=VALUE...")],
 ) -> None:
-    """Change settings of a run while it goes on; they are journaled like its rounds.
+    """Change settings of a run while it goes on; they are journaled.
 
     Example:
 

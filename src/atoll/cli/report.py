@@ -19,7 +19,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page; default DIR/report.html.", metavar="FILE.html")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Also print the figures as JSON.")] = False,
 ) -> None:
-    """Write one page about a run: figures, timeline, losses, faults, ledger, settings.
+    """Write one page about a run: figures, timeline, losses, faults, ledger.
 
     The page needs nothing but itself. It also comes of a run that is going on or was killed, and says so at its top.
 

@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import app, close, document_of, short
+from atoll.cli.app import app, close, document_of, short, waiting_for_learners
 from atoll.cli.cert import own_address
 from atoll.cli.keys import Last, join_link, pins_of, remember
 from atoll.config import Config, Service, convert, merged
@@ -39,9 +39,13 @@ def syncer(
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.")] = None,
     learners: Annotated[int | None, typer.Option(help="M: how many learners the run is meant for.")] = None,
-    steps: Annotated[int | None, typer.Option(help="End after this many learner steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="End when the middle learner has made this many steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
     quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait-for-learners", help="Seconds until a new run begins without all of them."),
+    ] = None,
     guard: Annotated[
         Literal["off", "alarm", "rollback"] | None, typer.Option(help="When the validation loss becomes much worse.")
     ] = None,
@@ -67,7 +71,9 @@ def syncer(
         Path | None, typer.Option(help="Wait for the turn to serve the run in this folder.", metavar="DIR")
     ] = None,
 ) -> None:
-    """Start a syncer by hand; learners join with `atoll learn`. Ctrl-C ends the run in good order.
+    """Start a syncer by hand; learners join with `atoll learn`.
+
+    Ctrl-C ends the run in good order.
 
     Examples:
 
@@ -88,11 +94,12 @@ def syncer(
     rules: dict[str, int | str | None] = {"learners": learners, "steps": steps, "tokens": tokens}
     rules |= {"quorum": quorum, "guard": guard}
     if resume is not None or standby is not None:
-        other = out is not None or config is not None or force or robust is not None
+        other = out is not None or config is not None or force or robust is not None or wait is not None
         if other or (resume is not None and standby is not None):
             raise ConfigError(
                 "--resume and --standby name a run that lies there: give one of them, "
-                "and leave --out, --config, --force and --robust out (atoll set robust=true changes a run)"
+                "and leave --out, --config, --force, --wait-for-learners and --robust out "
+                "(atoll set robust=true changes a run)"
             )
         if resume is not None:
             _resume(resume, door, rules)
@@ -100,7 +107,8 @@ def syncer(
             _stand_by(standby, door, rules)
         return
     changes: dict[str, dict[str, Any]] = {"protocol": rules, "outer": {"robust": robust}, "service": door}
-    settings = convert(merged(document_of(config), changes), str(config or "the command line"))
+    document = waiting_for_learners(document_of(config), wait)
+    settings = convert(merged(document, changes), str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
@@ -269,9 +277,9 @@ def learn(
         str | None, typer.Option(help="An HTTP proxy to dial through.", envvar="ATOLL_PROXY", metavar="URL")
     ] = None,
 ) -> None:
-    """Run a training script as one learner of a run that somebody else started.
+    """Run a script as one learner of a run that somebody else started.
 
-    A link in a file, or in ATOLL_JOIN, is in no list of processes.
+    What follows -- goes to your script as it is. A link in a file, or in ATOLL_JOIN, is in no list of processes.
 
     Examples:
 
@@ -296,6 +304,7 @@ def learn(
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
+        os.environ["ATOLL_BEST"] = str(RunDir(folder.absolute()).best_model)  # where an evaluator keeps it
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
 
 

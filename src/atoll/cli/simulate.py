@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.app import app
+from atoll.cli.commands import App
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import campaign, many
 from atoll.simulate.story import Told
 from atoll.simulate.worker import Report, all_of, report
 
-simulate = typer.Typer(
+simulate = App(
     name="simulate",
     help="The protocol in virtual time: what would happen, in seconds.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(simulate)
 

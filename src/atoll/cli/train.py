@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, document_of, short, write_summary
+from atoll.cli.app import app, close, document_of, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.data_parallel import DataParallelRun
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -59,7 +59,9 @@ def train(
     context: typer.Context,
     script: Annotated[Path | None, typer.Argument(help="Your training script; without one, a small GPT.")] = None,
     learners: Annotated[int | None, typer.Option(help="M: how many learners.", rich_help_panel=RUN)] = None,
-    steps: Annotated[int | None, typer.Option(help="End after this many learner steps.", rich_help_panel=RUN)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="End when the middle learner has made this many steps.", rich_help_panel=RUN)
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.", rich_help_panel=RUN)] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
@@ -108,6 +110,10 @@ def train(
     quorum: Annotated[
         int | None, typer.Option(help="K: the fewest learners of a round.", rich_help_panel=RULES)
     ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait-for-learners", help="Seconds until it begins without all of them.", rich_help_panel=RULES),
+    ] = None,
     fragments: Annotated[int | None, typer.Option(help="P: parts of the model.", rich_help_panel=RULES)] = None,
     sync_every: Annotated[
         int | None, typer.Option(help="H: steps between two syncs of a fragment.", rich_help_panel=RULES)
@@ -139,6 +145,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a model with M learners and a syncer on this machine.
+
+    What follows -- goes to your script as it is.
 
     Examples:
 
@@ -180,12 +188,14 @@ def train(
             raise ConfigError(
                 "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
             )
+        if wait is not None:
+            raise ConfigError("--resume goes on with a run that has begun: leave --wait-for-learners out")
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, context.args)[1:]) if script is not None else ()
         _go_on(resume, cut, out, own, changes, targets, force=force, as_json=json_, breakable=breakable)
         return
-    document = document_of(config)
+    document = waiting_for_learners(document_of(config), wait)
     if demo:
         document = merged(document, DEMO)
     if seed is not None:

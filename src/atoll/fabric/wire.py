@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import ALLOWED, MOST, Count, Real, Seconds, clipped, is_name
+from atoll.protocol.bounds import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import (
@@ -128,8 +128,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
 
 
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an evaluator found out about the global model as of one round."""
+METRICS = 32
+"""Figures of a score beside the loss, at most."""
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What an evaluator found out about the global model as of one round. Defaults are left out, so that a syncer of an
+    earlier version reads a plain loss."""
 
     round: Count
     loss: Real | None
@@ -138,6 +143,14 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     sample: Annotated[str, Meta(max_length=64 * KIB)] = ""
     """What the model wrote: as much of it is kept as a screen shows."""
     final: bool = False
+    metrics: Annotated[dict[Name, Real | None], Meta(max_length=METRICS)] = {}
+    """Other figures of the scorer, by name; None: not a number, or beyond all measure."""
+    directions: Annotated[dict[Name, Direction], Meta(max_length=METRICS)] = {}
+    """Of those metrics for which it was declared: whether a smaller or a larger value is better."""
+    unit: Name = ""
+    """Of the loss, in the script's own words."""
+    has_loss: bool = True
+    """False: the scorer gives metrics only, and nothing follows from them."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -191,7 +191,7 @@ class LocalRun:
             name = f"learner-{index}"
             self._learners[name] = self._child(name, script, self._learner_env(name))
         if self.evaluator:
-            self._scorer = self._child("evaluator", script, {"ATOLL_ROLE": "evaluator"})
+            self._scorer = self._child("evaluator", script, self._evaluator_env())
         for child in self._everyone()[1:]:
             self._start(child)
             for name in ("ATOLL_STATE", "ATOLL_EXACT", "ATOLL_RUN"):
@@ -206,6 +206,9 @@ class LocalRun:
             env["ATOLL_EXACT"] = "1" if self.resume.exact else "0"
             env["ATOLL_RUN"] = self.resume.run
         return env
+
+    def _evaluator_env(self) -> dict[str, str]:
+        return {"ATOLL_ROLE": "evaluator", "ATOLL_BEST": str(self.out.best_model)}
 
     def _start(self, child: Child) -> None:
         child.start()

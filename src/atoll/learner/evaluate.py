@@ -1,7 +1,7 @@
 """`atoll.evaluate`: a user's own scorer, run by the evaluator process beside the learners.
 
-In the evaluator process it fetches the global model every so many rounds, scores it, reports the figure, and exits with
-the run. In a learner process, and alone, it returns at once: one script serves both.
+In the evaluator process it fetches the global model every so many rounds, scores it, reports the figures, and exits
+with the run. In a learner process, and alone, it returns at once: one script serves both.
 """
 
 from __future__ import annotations
@@ -9,28 +9,50 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
 
 from torch import nn
 
 from atoll.learner.ending import end_script
+from atoll.protocol.bounds import LONGEST, Direction
 from atoll.protocol.errors import AtollError
 
 
 def evaluate(
     model: nn.Module,
-    score: Callable[[Any], float],
+    score: Callable[[Any], float | Mapping[str, float]],
     *,
     sample: Callable[[Any], str] | None = None,
+    directions: Mapping[str, Direction] | None = None,
+    unit: str = "",
 ) -> None:
-    """Score the global model until the run ends: `score(model)` is a loss, `sample(model)` a few lines it wrote."""
+    """Score the global model until the run ends.
+
+    `score(model)` is a loss, or several figures by name: {"loss": 0.31, "accuracy": 0.91}. The loss is what the run is
+    guarded by. `directions` says which values of the others are better, {"accuracy": "max"}: then the best one is told.
+    `sample(model)` is a few lines that the model wrote. `unit` is that of the loss, as it is to be shown.
+    """
+    directions = dict(directions or {})
+    _check_words(directions, unit)
     if os.environ.get("ATOLL_ROLE") != "evaluator":
         return
+    from atoll.learner.best import BestModel
     from atoll.learner.scoring import Evaluator  # brings the network along, which a learner should not wait for
 
+    best = BestModel(Path(os.environ["ATOLL_BEST"])) if os.environ.get("ATOLL_BEST") else None
     try:
-        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample).run())
+        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample, directions, unit, best).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)
+
+
+def _check_words(directions: Mapping[str, Direction], unit: str) -> None:
+    """In every process, so that a mistake is told when the script starts and not with the first score."""
+    for name, direction in directions.items():
+        if direction not in get_args(Direction):
+            raise ValueError(f"directions: {name!r} is {direction!r}, and must be 'min' or 'max'")
+    if len(unit) > LONGEST:
+        raise ValueError(f"unit is {len(unit)} characters long, and may have {LONGEST}")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.fabric.way import without_secrets
 from atoll.learner.data import Datasets, Samples, Source, collect
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Drawn, Feed
@@ -39,6 +40,14 @@ JOIN_WAIT_S = 60.0
 
 class Learner:
     """Joins the run it was launched in; alone, without a syncer, it only counts.
+
+        with atoll.Learner(model, optimizer) as learner:
+            for batch in learner.batches(dataset, batch_size=8):  # or your own loader, until learner.done
+                loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                learner.step(tokens=batch.numel(), loss=loss)
 
     `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one: its state stays
     here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are broken,
@@ -82,6 +91,12 @@ class Learner:
         self._stay: Stay | None = None
         """From entering on; alone there is none."""
         self._inside = self._left = False
+
+    def __repr__(self) -> str:
+        """For a notebook: where it belongs and how far it is."""
+        where = "alone" if self.alone else without_secrets(self._joining.url)
+        state = "training" if self._inside else "has left" if self._left else "not entered yet: with ... as learner"
+        return f"<atoll.Learner {self.name}, {where}: {state}, {self.steps:,} steps, {self.progress:.0%} of the run>"
 
     @property
     def alone(self) -> bool:

@@ -1,10 +1,11 @@
-"""The evaluator: fetches the global model from the syncer, scores it, reports the figure, until the run is over."""
+"""The evaluator: fetches the global model from the syncer, scores it, reports the figures, until the run is over."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import SAMPLE_CHARS, Score
+from atoll.fabric.wire import METRICS, SAMPLE_CHARS, Score
+from atoll.learner.best import LOSS, BestModel, FetchedModel, deciding_figure
 from atoll.learner.model import describe, trained
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, difference, elements
-from atoll.protocol.bounds import near
-from atoll.protocol.errors import PeerError, PlanError, Unreachable
+from atoll.protocol.bounds import LONGEST, Direction, near
+from atoll.protocol.errors import ConfigError, PeerError, PlanError, Unreachable
 from atoll.telemetry.status import RunStatus
 
 POLL_S = 0.25
@@ -26,11 +29,58 @@ GIVE_UP_S = 60.0
 FETCH_S = 120.0
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a scorer found, as it may be sent; None: not a number, or beyond all measure."""
+
+    loss: float | None
+    metrics: dict[str, float | None]
+    has_loss: bool = True
+
+
+def read_figures(found: object) -> Figures:
+    """What a scorer returned: a loss, or figures by name. ConfigError: it is neither."""
+    if not isinstance(found, Mapping):
+        return Figures(_read_figure(LOSS, found), {})
+    figures = {_checked_name(name): _read_figure(name, value) for name, value in found.items()}
+    if not figures or len(figures) > METRICS:
+        raise ConfigError(f"the scorer returned {len(figures)} figures: return 1 to {METRICS} of them")
+    has_loss = LOSS in figures
+    return Figures(figures.pop(LOSS, None), figures, has_loss)
+
+
+def _read_figure(name: object, value: Any) -> float | None:
+    try:
+        return near(float(value))
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise ConfigError(
+            f"the scorer returned {kind} as {name!r}: return a loss, or figures by name as in "
+            '{"loss": 0.31, "accuracy": 0.91}'
+        ) from None
+
+
+def _checked_name(name: object) -> str:
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST and name.isprintable()):
+        raise ConfigError(f"the scorer named a figure {str(name)[:LONGEST]!r}: use 1 to {LONGEST} printable characters")
+    return name
+
+
 class Evaluator:
     def __init__(
-        self, url: str, model: nn.Module, score: Callable[[Any], float], sample: Callable[[Any], str] | None
+        self,
+        url: str,
+        model: nn.Module,
+        score: Callable[[Any], float | Mapping[str, float]],
+        sample: Callable[[Any], str] | None,
+        directions: Mapping[str, Direction],
+        unit: str,
+        best: BestModel | None = None,
     ) -> None:
         self._url, self._model, self._score, self._sample = url, model, score, sample
+        self._directions, self._unit = directions, unit
+        self._best = best
+        """Where the best model is kept; None: nowhere."""
         self._parameters = trained(model)
         self._checked = False
         self._cpu_s = 0.0
@@ -62,14 +112,26 @@ class Evaluator:
         plan = msgspec.convert(manifest["plan"], Plan)
         if not self._checked:
             self._check(plan)
-        await self._fetch(plan)
-        loss = near(float(self._score(self._model)))
+        fetched = await self._fetch(plan, str(manifest["run"]), round)
+        found = read_figures(self._score(self._model))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
-        await post_score(
-            self._url, Score(round=round, loss=loss, cpu_s=float(f"{spent:.3f}"), sample=text, final=final)
+        score = Score(
+            round=round,
+            loss=found.loss,
+            cpu_s=float(f"{spent:.3f}"),
+            sample=text,
+            final=final,
+            metrics=found.metrics,
+            directions={name: way for name, way in self._directions.items() if name in found.metrics},
+            unit=self._unit,
+            has_loss=found.has_loss,
         )
+        figure = deciding_figure(found.loss, found.metrics, self._directions)
+        if self._best is not None and figure is not None:  # before the last score is told: with it the run is over
+            await asyncio.to_thread(self._best.keep, figure, fetched)
+        await post_score(self._url, score)
         return max(1, int(manifest["evaluate_every"]))
 
     def _check(self, plan: Plan) -> None:
@@ -78,10 +140,18 @@ class Evaluator:
             raise PlanError(reason)
         self._checked = True
 
-    async def _fetch(self, plan: Plan) -> None:
+    async def _fetch(self, plan: Plan, run: str, round: int) -> FetchedModel:
+        """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the
+        newest when it is fetched."""
+        kept: list[FloatArray] = []
+        versions: list[int] = []
         for part in plan.fragments:
             values = np.empty(part.size, dtype=np.float32)
-            await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
+            version, _, _ = await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
                 flat = torch.from_numpy(values[start : start + elements(tensor)])
                 self._parameters[tensor.name].data.copy_(flat.view(tensor.shape))
+            versions.append(version)
+            if self._best is not None:
+                kept.append(values)
+        return FetchedModel(run, round, plan, kept, versions)

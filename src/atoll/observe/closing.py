@@ -11,9 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import NONE, count, decimal, percent, plain, span
+from atoll.observe.figures import NONE, count, decimal, measure, percent, plain, span
 from atoll.observe.screen import WIDEST
-from atoll.observe.story import WARNING
+from atoll.observe.story import ADVICE, WARNING
 from atoll.observe.summary import Summary
 
 INTERRUPTED = "the operator asked for it"
@@ -34,8 +34,7 @@ def print_closing(
     console.print()
     console.print(_figures(summary, width))
     for sentence in story:
-        warning = sentence.startswith(WARNING)
-        line = Text(plain(sentence), "yellow" if warning else "")
+        line = Text(plain(sentence), "yellow" if sentence.startswith((WARNING, ADVICE)) else "")
         console.print(line, width=width, soft_wrap=not console.is_terminal)
     if sample:
         text = Text(plain(sample.strip("\n").expandtabs(4), keep="\n"), "italic")
@@ -70,7 +69,10 @@ def _figures(summary: Summary, width: int) -> Table:
         ("refusals", str(summary["refusals"])),
         ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
         ("validation", _course(summary["validation_loss_start"], summary["validation_loss_end"])),
+        ("training loss", _course(summary["training_loss_start"], summary["training_loss_end"])),
+        *((plain(name), _course(one["start"], one["end"])) for name, one in summary["metrics"].items()),
     ]
+    facts += [("", "")] * (len(facts) % 2)
     title = f"{summary['run'] or 'the run'}, {span(summary['wall_s'])}"
     table = Table(box=box.ROUNDED, title=plain(title), title_justify="left", show_header=False, width=min(width, 80))
     beside = 2 if width >= 76 else 1
@@ -91,4 +93,4 @@ def _dropped(summary: Summary) -> str:
 
 
 def _course(start: float | None, end: float | None) -> str:
-    return NONE if start is None else f"{decimal(start)} → {decimal(end)}"
+    return NONE if start is None else f"{measure(start)} → {measure(end)}"

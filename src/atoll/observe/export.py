@@ -15,7 +15,7 @@ import safetensors.numpy
 from atoll.observe.rebuild import Head, at_cut, newest
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
-from atoll.store.rundir import RunDir, facts_of_model
+from atoll.store.rundir import RunDir, facts_of_model, read_model_facts
 
 MODEL = "model.safetensors"
 CONFIG = "config.toml"
@@ -56,6 +56,25 @@ def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = F
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
     versions, remarks = tuple(head.versions), tuple(head.remarks)
     return Exported(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
+
+
+def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, dict[str, str]]:
+    """The model with the best score, as its evaluator kept it; where it is, and what it says of itself."""
+    run = RunDir(path)
+    _check_out(run, out, force)
+    if not run.best_model.exists():
+        raise ConfigError(
+            f"{path} holds no best model: a script with a scorer (atoll.evaluate) keeps one, scored every "
+            "--evaluate-every rounds; without --best the newest version is written"
+        )
+    file = out if out.suffix == ".safetensors" else out / MODEL
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with staged(file) as draft:
+            shutil.copyfile(run.best_model, draft)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
+    return file, read_model_facts(file)
 
 
 def _check_out(run: RunDir, out: Path, force: bool) -> None:

@@ -66,6 +66,13 @@ def decimal(value: float | None, places: int = 2) -> str:
     return NONE if value is None else f"{value:.{places}f}"
 
 
+def measure(value: float | None) -> str:
+    """A loss or a metric, of whatever size: 2.25, 0.912, 0.0042, 1.2e+05."""
+    if value is None:
+        return NONE
+    return f"{value:.2f}" if value == 0 or 0.995 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """The course of a figure in a few characters, the newest at the right."""
     if len(values) < 2 or width < 2:

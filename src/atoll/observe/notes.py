@@ -35,18 +35,33 @@ NOTABLE = {
     "leaving": "cyan",
     "restarted": "cyan",
     "joined": "cyan",
+    "waiting": "cyan",
     "recovered": "green",
     "helped": "green",
     "fresh": "yellow",
     "reigned": "bold cyan",
     "changed": "cyan",
     "renewed": "cyan",
-    "cut": "dim",
     "score": "magenta",
     "ending": "bold",
     "finished": "bold green",
 }
 """Kinds of events that people want to hear of, with their colours. Rounds come too fast to be told one by one."""
+
+
+ROUTINE = {"cut", "helped", "helping", "probed"}
+AS_EXPECTED = {"exited": ("code", 0), "joined": ("incarnation", 1), "left": ("reason", "the run is over")}
+"""A process has done its work; a learner comes for the first time, and `recovered` will tell of it; one goes at the end
+of the run."""
+
+
+def is_routine(event: Event) -> bool:
+    """Whether it says only that all goes as it should: nobody has to read a line about that."""
+    kind = str(event["kind"])
+    if kind in AS_EXPECTED:
+        field, value = AS_EXPECTED[kind]
+        return bool(event.get(field) == value)
+    return kind in ROUTINE
 
 
 class Notebook:
@@ -63,7 +78,7 @@ class Notebook:
             if self._origin is None or (event["kind"] == "recovered" and not self._origin_is_start):
                 # Times count from the first parameters, as they do in the summary.
                 self._origin, self._origin_is_start = event["at"], event["kind"] == "recovered"
-            if event["kind"] not in NOTABLE:
+            if event["kind"] not in NOTABLE or is_routine(event):
                 continue
             if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
                 self._lines.pop()

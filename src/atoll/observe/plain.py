@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 
-from atoll.observe.figures import NONE, clock, count, decimal, percent
+from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain
 from atoll.observe.notes import Notebook
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
@@ -64,7 +64,8 @@ def status_line(status: RunStatus) -> str:
         f"goodput {percent(status.goodput)}",
         f"merged {percent(status.merged_share)}",
         f"{count(status.tokens_per_s)} tokens/s",
-        f"validation {decimal(status.validation_loss)}",
+        f"validation {measure(status.validation_loss)}",
+        *(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items()),
         f"left {clock(status.left_s) if status.left_s is not None else NONE}",
     ]
     if status.phase != "training":

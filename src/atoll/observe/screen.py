@@ -17,7 +17,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import NONE, causes_of, clock, count, decimal, listing, percent, plain, span, sparkline
+from atoll.observe.figures import (
+    NONE,
+    causes_of,
+    clock,
+    count,
+    decimal,
+    listing,
+    measure,
+    percent,
+    plain,
+    span,
+    sparkline,
+)
 from atoll.observe.notes import Notebook
 from atoll.observe.plain import PlainLines
 from atoll.observe.tail import EventTail
@@ -173,6 +185,8 @@ def _last_round(status: RunStatus) -> Table:
         grid.add_row("steps a sync", Text(_steps_between(status)))
     if computed := status.fates.get("computed"):
         grid.add_row("not merged", Text(" · ".join(causes_of(status.dropped_by_cause, computed))))
+    if status.metrics:
+        grid.add_row("metrics", Text(_metrics(status)))
     grid.add_row("members", Text(members))
     grid.add_row("closed", Text(plain(status.reason) or NONE))
     return grid
@@ -200,12 +214,16 @@ def _steps_between(status: RunStatus) -> str:
 
 def _validation(status: RunStatus, scores: Sequence[float]) -> Text:
     if status.validation_loss is None:
-        return Text("not scored yet", "dim")
+        return Text("not scored yet" if not status.metrics else NONE, "dim")
     return Text.assemble(
-        (decimal(status.validation_loss), "bold magenta"),
+        (measure(status.validation_loss), "bold magenta"),
         (f" {sparkline(scores, SPARKS)}", "magenta"),
         (f" at {count(status.validation_round or 0)}", "dim"),
     )
+
+
+def _metrics(status: RunStatus) -> str:
+    return " · ".join(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items())
 
 
 def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
@@ -223,7 +241,7 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
             Text(f"{mark} {learner.state}", colour),
             count(learner.step),
             count(learner.tokens_per_s) if learner.state == "training" else NONE,
-            decimal(learner.loss),
+            measure(learner.loss),
             count(learner.version_round) if learner.version_round >= 0 else NONE,
             Text(percent(learner.merged_share), "bold red" if learner.alarm else ""),
             Text("✓", "green") if learner.in_last_round else Text("·", "dim"),

@@ -6,18 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from atoll.observe.figures import count, decimal, listing, percent, span
+from atoll.observe.advice import advise
+from atoll.observe.figures import count, listing, measure, percent, plain, span
 from atoll.observe.summary import Summary
 from atoll.telemetry.events import Event
 
 WARNING = "Warning: "
 """How a sentence begins that tells of something wrong."""
+ADVICE = "Advice: "
+"""How one begins that says what to do about it in the next run."""
 
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary), _validation(summary)]
+    told = [_work(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary)]
+    told += [_training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
+    told += [f"{ADVICE}{advice}" for advice in advise(summary)]
     return [sentence for sentence in told if sentence]
 
 
@@ -114,11 +119,38 @@ def _by_learner(summary: Summary) -> str:
     return f" By learner, from {percent(least)} ({low}) to {percent(most)} ({high}) were merged."
 
 
+def _training(summary: Summary) -> str:
+    start, end = summary["training_loss_start"], summary["training_loss_end"]
+    if start is None or end is None:
+        return ""
+    return f"Training loss of the learners went from {measure(start)} to {measure(end)}."
+
+
 def _validation(summary: Summary) -> str:
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None:
         return ""
-    return f"Validation loss of the global model went from {decimal(start)} to {decimal(end)} nats per byte."
+    unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
+    best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
+    lower = (
+        f"; the lowest was {measure(best)} at round {at:,} (atoll export --best)"
+        if best is not None and best < end
+        else ""
+    )
+    return f"Validation loss of the global model went from {measure(start)} to {measure(end)}{unit}{lower}."
+
+
+def _metrics(summary: Summary) -> list[str]:
+    return [
+        f"Its {plain(name)} went from {measure(one['start'])} to {measure(one['end'])}{_best_of(one)}."
+        for name, one in summary["metrics"].items()
+    ]
+
+
+def _best_of(metric: dict[str, Any]) -> str:
+    if metric["best"] is None or metric["best"] == metric["end"]:
+        return ""
+    return f"; the best was {measure(metric['best'])} at round {metric['best_round']:,}"
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
@@ -147,9 +179,12 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         last = f" (the last: {reasons[-1]})" if reasons else ""
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
-    if start is None:
-        found.append("the global model was never scored, so nothing is known of its validation loss.")
-    elif end > start:
+    if start is None and not summary["metrics"]:
+        found.append(
+            "the global model was never scored, so nothing is known of its validation loss: "
+            "a script scores it with atoll.evaluate."
+        )
+    if start is not None and end > start:
         found.append("the validation loss went up.")
     return found
 

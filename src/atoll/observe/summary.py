@@ -18,7 +18,9 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | bytes_per_token | bytes in and out of the syncer over tokens computed |
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
-| validation_loss_start, _end | of the global model, by the evaluator, whose CPU seconds are evaluator_cpu_s |
+| validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s) |
+| loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round (scores.py) |
+| training_loss_start, _end | of the learners, the mean over the first and the last cycle of rounds |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
 | per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
 rounds made while it was there (recovered, and not gone) that it was in; muted_s; longest_absence_s also counts the time
@@ -39,6 +41,7 @@ from statistics import fmean, median
 from typing import Any
 
 from atoll.observe.presence import Presence, Span, stays
+from atoll.observe.scores import read_scores, training_losses
 from atoll.protocol.figures import Spread, participation, spread
 from atoll.protocol.ledger import FATES
 from atoll.telemetry.events import Event
@@ -75,7 +78,6 @@ def summarise(events: Iterable[Event]) -> Summary:
     work = work_done(timeline, fragments)
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
-    losses = [float(e["loss"]) for e in of_kind(timeline, "score") if e.get("loss") is not None]
     closing = _last(timeline, "finished") or {}
     ending = _last(timeline, "ending") or closing
     wall = part.length
@@ -102,8 +104,8 @@ def summarise(events: Iterable[Event]) -> Summary:
         "refusals": len(of_kind(timeline, "refused")),
         "recovery": recoveries(timeline, part),
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
-        "validation_loss_start": losses[0] if losses else None,
-        "validation_loss_end": losses[-1] if losses else None,
+        **read_scores(of_kind(timeline, "score")),
+        **training_losses(paced, fragments),
         "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in of_kind(timeline, "score"))),
         "longest_gap_s": _round(max(gaps, default=None)),
         "median_gap_s": _round(median(gaps) if gaps else None),

@@ -169,8 +169,11 @@ def figures(status: RunStatus) -> dict[str, float]:
 
 def scores(events: Iterable[Event]) -> Iterator[tuple[float, int, dict[str, float]]]:
     for event in events:
-        if event["kind"] == "score" and event.get("loss") is not None:
-            yield float(event["at"]), max(0, int(event["round"])), {"validation/loss": float(event["loss"])}
+        if event["kind"] != "score":
+            continue
+        found = {"loss": event.get("loss"), **(event.get("metrics") or {})}
+        if values := {f"validation/{name}": float(value) for name, value in found.items() if value is not None}:
+            yield float(event["at"]), max(0, int(event["round"])), values
 
 
 def _package(name: str) -> Any:

@@ -6,7 +6,8 @@ The first thing that is wrong is named, with its place; what lies behind it is n
     records      versions, members, ledger, leases (audit.py, tallies.py); at a cut's place what the cut holds of them
     cuts         every file by its digest; a learner's that is not as it said is named in a remark (shelf.py)
     parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
-    model        model.safetensors, whenever it is there, is the head that the journal gives
+    model        model.safetensors, whenever it is there, is the head that the journal gives; model-best.safetensors
+                 holds versions that the journal has the digests of (best.py)
     alarms       of the ledger, which the syncer raised while the run went on: none
 
 Records are read one at a time, so memory does not grow with the run: what it takes is one copy of the model. Nothing is
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.observe.audit import Audit
+from atoll.observe.best import check_best
 from atoll.observe.figures import CAUSES, count, percent, span
 from atoll.observe.findings import Findings, Progress, Wrong
 from atoll.observe.parameters import Way, difference
@@ -128,6 +130,7 @@ class Verification:
         self._shelf.check(history.run, gap_before=history.settings.keep_cuts if spares else 0)
         self._check_model(self._audit, self._rebuild(self._audit))
         self._audit.check_alarms()
+        self._check_best(history.begun)
 
     def went_on(self) -> bool:
         """Whether the run has written more since it was read: what lies beside the journal may be newer."""
@@ -248,6 +251,16 @@ class Verification:
             of = f"it says it is of round {said}, " if said is not None else ""
             raise Wrong(
                 f"{path} is not the head of the run: {of}the journal's head is round {history.committed}; {wrong}"
+            )
+
+    def _check_best(self, begun: Begun) -> None:
+        found = check_best(self._run, begun)
+        if found.problem:
+            raise Wrong(found.problem)
+        if found.unknown:
+            name = self._run.best_model.name
+            self._findings.remark(
+                f"{found.unknown} fragments of {name} are of versions that the journal has no digest of"
             )
 
     # ---- what was counted ---------------------------------------------------------------------------------------

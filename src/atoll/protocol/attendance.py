@@ -149,7 +149,7 @@ class Attendance:
         if kind == "left":
             self.members.asked_to_leave.pop(learner.session, None)
             self.close(learner, reason)
-        known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s}
+        known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
         self.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
         if (heir := self.beginning.lost(learner)) is not None:
             self._welcome(heir)

@@ -1,8 +1,10 @@
-"""How a run comes by its first parameters: one learner is asked for version 0.
+"""How a run comes by its first parameters, and begins: one learner is asked for version 0.
 
 Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes before
 one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it; when the one
-that was asked is gone, or sends nothing more (upload.py), whatever it sent is discarded and the next is asked.
+that was asked is gone, or sends nothing more (upload.py), whatever it sent is discarded and the next is asked. Once all
+of it is there, the run begins when as many learners are there as it is meant for, or `wait_for_learners_s` later: until
+then nobody trains, so that the first rounds have everybody in them and the run's step is that of everybody.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Beginning:
         self._uploader_holds = False
         """It has adopted a global model."""
         self._upload = Upload()
+        self._whole_at: float | None = None
+        """Since when all of the first parameters are there."""
 
     def greeted(self, hello: Hello) -> None:
         """One more that could be asked."""
@@ -43,7 +47,7 @@ class Beginning:
 
     def asks(self, learner: Learner) -> bool:
         """Whether this one is to give the first parameters."""
-        return self.course.phase == "empty" and self._uploader == learner.name
+        return self.course.phase == "empty" and self._uploader == learner.name and self._whole_at is None
 
     def lost(self, learner: Learner) -> Learner | None:
         """This one is gone; who is asked in its place, and has to be told."""
@@ -57,7 +61,7 @@ class Beginning:
     def overdue(self, now: float, wakes: list[float]) -> Learner | None:
         """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
         there = {one.name for one in self.members.connected()}
-        if self.course.phase != "empty" or self._uploader is None or len(there) < 2:
+        if self.course.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
             return None
         heir, until = None, self._upload.until(now)
         if now >= until:
@@ -80,8 +84,42 @@ class Beginning:
 
     def initialised(self, now: float, uploader: str) -> None:
         """They came whole."""
-        if self.course.phase != "empty" or uploader != self._uploader:
+        if self.course.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
             return
+        self._whole_at = now
+        settings = self.members.settings
+        if settings.wait_for_learners_s and self.missing:
+            some, wait_s = f"{self.missing} more of {settings.learners} learners", settings.wait_for_learners_s
+            text = f"waiting for {some}, up to {wait_s:g} s; then training begins"
+            self.out.note("waiting", text, missing=self.missing, seconds=wait_s)
+
+    @property
+    def missing(self) -> int:
+        """Learners that the run is meant for and that are not here."""
+        return max(0, self.members.settings.learners - len(self.members.connected()))
+
+    @property
+    def awaited(self) -> int:
+        """So many of them are waited for: all else that training needs is here."""
+        return self.missing if self.course.phase == "empty" and self._whole_at is not None else 0
+
+    def turn(self, now: float, wakes: list[float]) -> None:
+        """Begin, where everybody is here or was waited for."""
+        if self.course.phase != "empty" or self._whole_at is None:
+            return
+        settings = self.members.settings
+        until = self._whole_at + settings.wait_for_learners_s
+        if self.missing and now < until:
+            wakes.append(until)
+            return
+        if self.missing and settings.wait_for_learners_s:
+            some = f"{self.missing} of {settings.learners} learners"
+            self.out.note("warning", f"{some} did not come in time: training begins, and they may come later")
+        self._start(now)
+
+    def _start(self, now: float) -> None:
+        uploader = self._uploader
+        assert uploader is not None, "the first parameters are somebody's"
         self.cuts.first()
         self.out.persist(StartedRecord(uploader))
         self.course.phase = "running"

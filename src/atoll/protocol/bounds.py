@@ -7,7 +7,7 @@ finds none without. NaN and infinities are within no bounds.
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -31,6 +31,8 @@ Count = Annotated[int, Meta(ge=0, lt=MOST)]
 Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
 Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]
 Name = Annotated[str, Meta(max_length=LONGEST)]
+Direction = Literal["min", "max"]
+"""Which values of a metric are better: small ones or large ones."""
 Line = Annotated[str, Meta(max_length=LINE)]
 """What a learner says in words: what it says may be kept, and is to stay small."""
 Words = Annotated[str, Meta(max_length=8 * LINE)]

@@ -47,7 +47,7 @@ NEW_FIELDS = {
     "Welcome": frozenset({"protocol", "least", "index"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
-NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
+NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard", "wait_for_learners_s"})
 
 
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]

@@ -422,6 +422,7 @@ class Rounds:
             "weight": round_.weights[seat.learner],
             "base": given.base,
             "since": since,
+            "loss": learner.loss if learner.incarnation == seat.incarnation else None,
             "agreement": None if judged is None else round(judged.agreement, 4),
             "influence": None if judged is None else round(judged.influence, 4),
         }

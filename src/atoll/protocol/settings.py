@@ -58,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Before a step time is known, the most a round waits for all live learners."""
     assemble_s: float = 60.0
     """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped."""
+    wait_for_learners_s: float = 0.0
+    """How long a run that has its first parameters waits for the rest of its learners before anybody trains."""
     patience_s: float = 5.0
     """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer."""
     heartbeat_s: float = 1.0
@@ -127,6 +129,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 seconds")
+        if self.wait_for_learners_s < 0:
+            raise ConfigError(f"wait_for_learners_s = {self.wait_for_learners_s} is below 0: 0 waits for nobody")
         if self.lost_after_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"lost_after_s = {self.lost_after_s} is under two heartbeats of {self.heartbeat_s} s: "

@@ -283,6 +283,7 @@ class Syncer:
             wakes.clear()
             if self._asked is not None:
                 self._change(self._asked)
+            self.beginning.turn(now, wakes)
             for silent in self.watch.turn(now, wakes):
                 self.attendance.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
             self.rounds.gathering.watch(now)

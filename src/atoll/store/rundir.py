@@ -46,7 +46,15 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
 _OURS = (
     *_MARKS,
-    *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
+    *(
+        "model.safetensors",
+        "model-best.safetensors",
+        "report.html",
+        "syncer.url",
+        "norms.json",
+        "standby.json",
+        "attack.json",
+    ),
     *("journal", "cuts", "learners", "logs", "secrets"),
 )
 
@@ -146,6 +154,11 @@ class RunDir:
         return self.path / "model.safetensors"
 
     @property
+    def best_model(self) -> Path:
+        """The global model with the best score, kept by the run's evaluator."""
+        return self.path / "model-best.safetensors"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 
@@ -192,12 +205,17 @@ def unused_path(now: time.struct_time, root: Path = RUNS) -> Path:
     return path
 
 
+def find_runs(below: Path = RUNS) -> list[RunDir]:
+    """The runs right below a folder, the oldest first."""
+    found = [run for path in below.iterdir() if (run := RunDir(path.absolute())).holds_run()] if below.is_dir() else []
+    return sorted(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
+
+
 def newest_run(below: Path = RUNS) -> RunDir:
     """Of those that were not given a place of their own."""
-    found = [run for path in below.iterdir() if (run := RunDir(path.absolute())).holds_run()] if below.is_dir() else []
-    if not found:
+    if not (found := find_runs(below)):
         raise ConfigError(f"there is no run in {below}: name its folder with --run DIR")
-    return max(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
+    return found[-1]
 
 
 def checked_name(name: str) -> str:

@@ -39,6 +39,11 @@ def hold_run(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_alive(path: Path) -> bool:
+    """Whether a supervisor or a syncer on this machine has this run; nothing is made or changed by asking."""
+    return is_locked(path / NAME) or bool(syncer_holding(path / "journal"))
+
+
 def check_not_alive(path: Path) -> None:
     """ConfigError while a supervisor or a syncer has this run; nothing is made or changed by asking."""
     if is_locked(path / NAME):

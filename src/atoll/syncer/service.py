@@ -364,7 +364,8 @@ class SyncerService:
     def score(self, score: Score) -> None:
         self.meter.score(score)
         self._events.say("score", *told(score))
-        self._handle(fx.Scored(score.round, score.loss))
+        if score.has_loss:
+            self._handle(fx.Scored(score.round, score.loss))
         if score.final:
             self._ending.scored()
 

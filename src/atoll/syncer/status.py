@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import Score, one_line
 from atoll.numerics.fragments import Plan
 from atoll.protocol.figures import participation, spread
 from atoll.protocol.ledger import Totals
@@ -104,10 +104,11 @@ class Meter:
         steps = machine.steps_between_syncs if machine else spread(())
         settings = machine.settings if machine else self._config.protocol
         progress = machine.progress if machine else 0.0
+        phase = PHASES[machine.phase] if machine else "waiting"
         gaps = [b - a for a, b in zip(self._commits, list(self._commits)[1:], strict=False)]
         return RunStatus(
             run=run,
-            phase=PHASES[machine.phase] if machine else "waiting",
+            phase=phase,
             elapsed_s=elapsed,
             left_s=elapsed * (1 - progress) / progress if progress > 0.01 else None,
             progress=progress,
@@ -130,11 +131,14 @@ class Meter:
             median_gap_s=median(gaps) if gaps else None,
             validation_loss=self._score.loss if self._score else None,
             validation_round=self._score.round if self._score else None,
+            loss_unit=self._score.unit if self._score else "",
+            metrics=self._score.metrics if self._score else {},
+            directions=dict(self._score.directions) if self._score else {},
             learners=learners,
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm or self._rules_alarm,
-            notice=self.notice(),
+            notice=self.notice() or nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
@@ -197,6 +201,25 @@ class Meter:
         return (many - few) / (last - first) if last > first and one.connected else 0.0
 
 
+def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
+    """What an operator should know of a run that nobody works for; empty: somebody does, or it is over."""
+    if phase in ("ending", "finished") or any(one.state != "gone" for one in learners):
+        return ""
+    start = "start one with `atoll learn SCRIPT --join LINK`, or with `--syncer URL` on this machine"
+    if not learners:
+        return f"No learner has come yet: {start}."
+    return f"Nobody is here: all {len(learners)} learners are gone, and the run waits until one comes; {start}."
+
+
+def awaited_learners(machine: Syncer | None) -> str:
+    """Why nobody trains yet, where others are waited for; empty: nobody is."""
+    if machine is None or not (awaited := machine.beginning.awaited):
+        return ""
+    settings = machine.settings
+    some = f"{awaited} more of {settings.learners} learners"
+    return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
+
+
 def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
     """What an evaluator needs to put the model together."""
     return msgspec.json.encode(
@@ -211,9 +234,18 @@ def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
 
 
 def told(score: Score) -> tuple[str, dict[str, object]]:
-    found = "is not finite" if score.loss is None else f"{score.loss:.4f}"
+    found = [_told_figure("validation loss", score.loss)] if score.has_loss else []
+    found += [_told_figure(one_line(name), value) for name, value in score.metrics.items()]
     data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}
-    return f"validation loss {found} at round {score.round}", {**data, "final": score.final}
+    data["final"] = score.final
+    for name in ("metrics", "directions", "unit"):
+        if value := getattr(score, name):
+            data[name] = value
+    return f"{', '.join(found)} at round {score.round}", data
+
+
+def _told_figure(name: str, value: float | None) -> str:
+    return f"{name} {'is not finite' if value is None else f'{value:.4f}'}"
 
 
 def _version(known: tuple[int, int]) -> int:

@@ -8,9 +8,10 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | --- | --- | --- |
 | run | syncer | run, learners, settings, versions (of Python, packages, platform) |
 | plan | syncer | settings (P and H filled in), parameters, data |
+| waiting | syncer | missing, seconds: the first parameters are here, and so many more learners are waited for |
 | joined | syncer | learner, incarnation, declared (tokens per step), known_as (its incarnation before; 0: none) |
 | recovered | syncer | learner, incarnation, seconds |
-| lost, left | syncer | learner, incarnation, t, tokens, busy_s, unmerged_tokens |
+| lost, left | syncer | learner, incarnation, t, tokens, busy_s, reason, unmerged_tokens |
 | round | syncer | round, fragment, version, attempt, live, members, gather_s, sync_s, merge_s, grace_s, effective_h |
 | passed | syncer | round, fragment: a round that was given up |
 | refused, quarantined, muted, probed | syncer | learner (refused: round) |
@@ -27,7 +28,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | suspect | syncer | learner, agreement, over: what it gives is not trusted, or is again |
 | above | syncer | learner, declared: its steps have far more tokens than the others' |
 | same_batches | syncer | learner, other: both train on the same batches |
-| score | syncer | round, loss, cpu_s, sample |
+| score | syncer | round, loss, cpu_s, sample, final; where the scorer gives them: metrics, directions, unit |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
@@ -35,9 +36,9 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | courier, warning | learner | |
 
 `live` of a round: learners alive and recovered when it was frozen. A member of a round has learner, incarnation, t,
-steps, tokens, weight, base, since (its steps since the last sync), agreement (its median cosine with the others') and
-influence (its share of the merge). `fates`: per learner, its tokens by fate,
-dropped_by_cause and merged_share.
+steps, tokens, weight, base, since (its steps since the last sync), loss (the newest training loss it told, or null),
+agreement (its median cosine with the others') and influence (its share of the merge). `fates`: per learner, its tokens
+by fate, dropped_by_cause and merged_share.
 """
 
 from __future__ import annotations

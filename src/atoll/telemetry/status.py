@@ -94,3 +94,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """τ."""
     step_s: float | None = None
     """The median of the live learners' step times."""
+    loss_unit: str = ""
+    """Of the validation loss, in the scorer's words."""
+    metrics: dict[str, float | None] = {}
+    """Other figures of the newest score, by name …"""
+    directions: dict[str, str] = {}
+    """… and whether small ("min") or large ("max") values of them are better, where it was declared."""

@@ -34,6 +34,7 @@ def main() -> None:
         model,
         lambda model: validation_loss(model, text, settings.eval_windows),
         sample=lambda model: sample(model, seed),
+        unit="nats per byte",
     )
 
     dataset, pace = Windows(text, settings.block), Pace(settings.pace_s)

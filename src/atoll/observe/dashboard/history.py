@@ -16,6 +16,7 @@ import msgspec
 
 from atoll.observe.dashboard.lanes import Lanes
 from atoll.observe.dashboard.series import Point, Series
+from atoll.observe.notes import is_routine
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
@@ -40,7 +41,7 @@ SAMPLE = (
     "loss_high",
     "tokens_per_s",
 )
-QUIET = {"round", "again", "started", "run", "plan", "initial", "finishing", "helping", "courier", "score"}
+QUIET = {"round", "again", "started", "run", "plan", "initial", "finishing", "courier", "score"}
 """Kinds of events that have no line of their own: they come too often, or are shown otherwise."""
 
 
@@ -74,7 +75,7 @@ class History:
         self.lanes.take(event, _Members(self.rounds))
         if kind == "score" and event.get("loss") is not None:
             self._series("scores", self.scores, [event["at"], event["round"], event["loss"]])
-        if kind not in QUIET:
+        if kind not in QUIET and not is_routine(event):
             self._keep("notes", self.notes, [event["at"], kind, str(event.get("text", ""))[:240]])
 
     def look(self, at: float, status: RunStatus) -> None:

@@ -59,7 +59,7 @@ def _sections(run: Run) -> list[Section]:
         words = "What every learner did, from the first parameters on; signs say what hit it and when it was back."
         found.append(Section("timeline", "Timeline", sections.learners(run), words, lanes))
     if any(trail.points for trail in losses.trails):
-        words = "Validation loss of the global model, by the evaluator."
+        words = "Validation loss of the global model, by the evaluator, and the training loss of every learner."
         found.append(Section("loss", "Loss", sections.sample(run), words, losses))
     if run.summary["rounds"] and rounds.trails[0].points:
         words = "How many of the live learners were in a round, and how many of all were alive."

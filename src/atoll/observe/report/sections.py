@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
-from atoll.observe.figures import NONE, clock, count, decimal, percent, plain, span
+from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain, span
 from atoll.observe.report.faults import faults
 from atoll.observe.report.html import Html, cards, folded, heading, join, note, paragraph, table, verbatim
 from atoll.observe.report.reading import Run
-from atoll.observe.story import WARNING, last_sample, story
+from atoll.observe.story import ADVICE, WARNING, last_sample, story
 from atoll.observe.summary import Summary, of_kind
 from atoll.telemetry.versions import versions
 
@@ -32,6 +33,7 @@ def summary(run: Run) -> Html:
     meant = figures["settings"].get("sync_every") or 0
     steps = sum(learner["steps"] for learner in figures["per_learner"].values())
     start, end = figures["validation_loss_start"], figures["validation_loss_end"]
+    first, last = figures["training_loss_start"], figures["training_loss_end"]
     facts = [
         ("goodput", percent(figures["goodput"]), "of learner time went into steps"),
         ("uptime", percent(figures["uptime"]), "somebody was stepping"),
@@ -43,10 +45,18 @@ def summary(run: Run) -> Html:
         ("merged share", percent(figures["merged_share"]), "of fragment-tokens"),
         ("bytes per token", decimal(figures["bytes_per_token"], 1), "in and out of the syncer"),
         ("validation loss", decimal(end, 3), "never scored" if start is None else f"from {decimal(start, 3)}"),
+        ("training loss", decimal(last, 3), "never told" if first is None else f"from {decimal(first, 3)}"),
+        *((plain(name), measure(one["end"]), _metric(one)) for name, one in figures["metrics"].items()),
         ("longest gap", span(figures["longest_gap_s"]), f"median {span(figures['median_gap_s'])}"),
         ("training took", span(figures["wall_s"]), f"kills {figures['kills']}, restarts {figures['restarts']}"),
     ]
     return join([cards(facts), *_story(run)])
+
+
+def _metric(one: dict[str, Any]) -> str:
+    """What stands beside its last value."""
+    best = "" if one["best"] is None else f"; best {measure(one['best'])} at round {one['best_round']:,}"
+    return f"from {measure(one['start'])}{best}"
 
 
 def _steps_between(figures: Summary, meant: int) -> str:
@@ -60,8 +70,8 @@ def _story(run: Run) -> list[Html]:
     if not run.summary["rounds"] or not run.summary["per_learner"]:
         return []
     sentences = [plain(one) for one in story(run.summary, run.timeline)]
-    told = " ".join(one for one in sentences if not one.startswith(WARNING))
-    warnings = [sentence(one.removeprefix(WARNING)) for one in sentences if one.startswith(WARNING)]
+    told = " ".join(one for one in sentences if not one.startswith((WARNING, ADVICE)))
+    warnings = [sentence(one.removeprefix(WARNING)) for one in sentences if one.startswith((WARNING, ADVICE))]
     honest = [paragraph(told, "told")] if run.state == "ended" else []  # half of its figures would be missing
     return [*honest, *([note("Worth a look", warnings)] if warnings else [])]
 

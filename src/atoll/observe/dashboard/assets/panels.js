@@ -1,11 +1,12 @@
 // Everything in words and numbers: tiles, the table of learners, the ledger, the fragments, what happened.
 
-import { NONE, byName, bytes, clock, count, decimal, listing, percent, span } from "./words.js";
+import { NONE, byName, bytes, clock, count, decimal, listing, measure, percent, span } from "./words.js";
 
 const by = (id) => document.getElementById(id);
 const FATES = { merged: "merged", dropped: "dropped", lost: "lost", rolled_back: "rolled back", in_flight: "in flight" };
 const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
+const WAYS = { min: "less is better", max: "more is better" };
 const FRAGMENTS = 256, ALARMS = 4;
 const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "restored", "unbalanced", "low_share", "suspect", "above", "fault", "reigned", "ending", "finished"]);
 
@@ -35,7 +36,8 @@ export function tiles(run) {
   const facts = [
     ["round", count(now.round), `${now.fragments} fragments`],
     ["step", count(now.global_step), ""],
-    ["validation loss", decimal(now.validation_loss), now.validation_round === null ? "" : `at round ${count(now.validation_round)}`],
+    ["validation loss", decimal(now.validation_loss), now.validation_round === null ? "" : `${now.loss_unit} at round ${count(now.validation_round)}`],
+    ...Object.entries(now.metrics).map(([name, value]) => [name, measure(value), WAYS[now.directions[name]] ?? ""]),
     ["training loss", decimal(of("loss")), "middle learner"],
     ["effective H", `${decimal(now.effective_h, 1)} of ${now.sync_every}`, `mean ${decimal(now.effective_h_mean, 1)}, p95 ${decimal(now.effective_h_p95, 0)}`],
     ["grace window", now.synchronous ? "all live" : span(now.grace_s), `quorum ${now.quorum}`],
@@ -47,7 +49,8 @@ export function tiles(run) {
     ["newest cut", now.cut === null ? NONE : count(now.cut), `term ${now.term}`],
   ];
   const place = by("tiles");
-  if (place.childElementCount !== facts.length) place.replaceChildren(...facts.map(tile));
+  const names = facts.map(([name]) => name).join("\n");
+  if (place.dataset.names !== names) { place.replaceChildren(...facts.map(tile)); place.dataset.names = names; }
   facts.forEach(([, value, small], i) => {
     const [strong, beside] = place.children[i].lastElementChild.children;
     put(strong, value);

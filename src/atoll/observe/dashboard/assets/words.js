@@ -23,6 +23,13 @@ export function decimal(value, digits = 3) {
   return value === null || value === undefined ? NONE : value.toFixed(digits);
 }
 
+// A loss or a metric, of whatever size.
+export function measure(value) {
+  if (value === null || value === undefined) return NONE;
+  const size = Math.abs(value);
+  return value === 0 || (size >= 0.995 && size < 1e4) ? value.toFixed(2) : String(Number(value.toPrecision(3)));
+}
+
 export function clock(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
   const whole = Math.max(0, Math.floor(seconds));

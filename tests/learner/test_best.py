@@ -1,0 +1,60 @@
+"""The model with the best score is kept when it is scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from atoll.learner.best import BestModel, FetchedModel, Figure, deciding_figure
+from atoll.numerics.fragments import make_plan
+from atoll.protocol.messages import TensorSpec
+from atoll.store.rundir import read_model_facts
+
+PLAN = make_plan((TensorSpec("a", (2, 2), "float32"), TensorSpec("b", (3,), "bfloat16")), 2)
+
+
+def fetched(value: float, round: int, run: str = "r") -> FetchedModel:
+    values = [np.full(part.size, value, dtype=np.float32) for part in PLAN.fragments]
+    return FetchedModel(run, round, PLAN, values, [round, round + 1])
+
+
+def loss(value: float) -> Figure:
+    return Figure("loss", value, "min")
+
+
+def test_only_a_better_one_takes_its_place(tmp_path: Path) -> None:
+    best = BestModel(tmp_path / "run" / "model-best.safetensors")
+    assert best.keep(loss(2.0), fetched(1.0, 10))
+    assert not best.keep(loss(2.0), fetched(2.0, 20)) and not best.keep(loss(3.0), fetched(3.0, 30))
+    assert best.keep(loss(1.5), fetched(4.0, 40))
+    facts = read_model_facts(best.path)
+    assert facts == {"format": "pt", "run": "r", "round": "40", "versions": "40,41", "figure": "loss", "score": "1.5"}
+    tensors = load_file(best.path)
+    assert tensors["a"].shape == (2, 2) and set(tensors) == {"a", "b"}
+    assert all(array.dtype == np.float32 and (array == 4.0).all() for array in tensors.values())
+
+
+def test_an_evaluator_that_was_started_again_goes_on_from_what_lies_there(tmp_path: Path) -> None:
+    path = tmp_path / "model-best.safetensors"
+    BestModel(path).keep(loss(2.0), fetched(1.0, 10))
+    assert not BestModel(path).keep(loss(2.5), fetched(2.0, 20))
+    assert BestModel(path).keep(loss(2.5), fetched(2.0, 20, run="another"))
+    assert BestModel(path).keep(Figure("accuracy", 0.1, "max"), fetched(3.0, 30, run="another"))
+
+
+def test_a_disk_that_fails_costs_the_file_and_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    best = BestModel(tmp_path / "file" / "model-best.safetensors")
+    assert not best.keep(loss(2.0), fetched(1.0, 10)) and not best.keep(loss(1.0), fetched(1.0, 20))
+    assert capsys.readouterr().err.count("the best model is not kept") == 1
+
+
+def test_the_loss_decides_and_without_one_the_first_declared_metric() -> None:
+    metrics = {"recall": None, "accuracy": 0.9, "depth": 3.0}
+    assert deciding_figure(0.5, metrics, {"accuracy": "max"}) == loss(0.5)
+    assert deciding_figure(None, metrics, {"recall": "max", "accuracy": "max"}) == Figure("accuracy", 0.9, "max")
+    assert deciding_figure(None, metrics, {}) is None
+    assert Figure("accuracy", 0.9, "max").is_better(0.8) and not loss(0.9).is_better(0.8)

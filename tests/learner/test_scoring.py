@@ -1,0 +1,73 @@
+"""What a scorer may return, and what becomes of it; a whole evaluator is in tests/system."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.fabric.wire import METRICS, Score, decode_score
+from atoll.learner.scoring import Figures, read_figures
+from atoll.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("found", "figures"),
+    [
+        (0.5, Figures(0.5, {})),
+        (torch.tensor(0.5), Figures(0.5, {})),
+        (math.nan, Figures(None, {})),
+        ({"loss": 0.5, "accuracy": 0.9}, Figures(0.5, {"accuracy": 0.9})),
+        ({"loss": math.inf, "recall": math.nan}, Figures(None, {"recall": None})),
+        ({"accuracy": torch.tensor(0.5)}, Figures(None, {"accuracy": 0.5}, has_loss=False)),
+    ],
+)
+def test_a_scorer_returns_a_loss_or_figures_by_name(found: Any, figures: Figures) -> None:
+    assert read_figures(found) == figures
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "returned NoneType as 'loss': return a loss, or figures by name"),
+        ({"accuracy": "good"}, "returned str as 'accuracy'"),
+        ({}, "returned 0 figures"),
+        ({f"m{i}": 0.0 for i in range(METRICS + 1)}, f"return 1 to {METRICS} of them"),
+        ({"m" * 65: 0.0}, "use 1 to 64 printable characters"),
+        ({"\x1b[2J": 0.0}, "use 1 to 64 printable characters"),
+    ],
+)
+def test_anything_else_is_told_with_the_way_out(found: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_figures(found)
+    assert words in str(error.value)
+
+
+def test_a_plain_loss_is_sent_as_earlier_versions_sent_it() -> None:
+    said = msgspec.json.decode(msgspec.json.encode(Score(round=7, loss=1.5, cpu_s=0.1)))
+    assert said.keys() == {"round", "loss", "cpu_s"}
+
+
+def test_as_many_metrics_as_may_be_come_through_and_no_more() -> None:
+    many = Score(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS)})
+    assert decode_score(msgspec.json.encode(many)) == many
+    more = Score(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS + 1)})
+    with pytest.raises(Exception, match="a score could not be read"):
+        decode_score(msgspec.json.encode(more))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"directions": {"accuracy": "up"}}, "'accuracy' is 'up', and must be 'min' or 'max'"),
+        ({"unit": "x" * 65}, "unit is 65 characters long"),
+    ],
+)
+def test_a_wrong_word_is_told_when_the_script_starts_in_every_process(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        atoll.evaluate(nn.Linear(1, 1), lambda model: 0.0, **options)

@@ -1,0 +1,76 @@
+"""model-best.safetensors is what the run had committed, or the finding says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.observe.written import WrittenRun, well, with_rounds, wrong
+
+from atoll.observe.export import export_best
+from atoll.protocol.errors import ConfigError
+from atoll.store.rundir import facts_of_model, read_model_facts, save_model
+
+
+def keep_best(run: WrittenRun, /, **changes: str) -> None:
+    """As an evaluator would that fetched everything now."""
+    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors().items()}
+    facts = facts_of_model("small", run.history.committed, run.history.versions)
+    save_model(run.dir.best_model, tensors, {**facts, "figure": "loss", "score": "0.5", **changes})
+
+
+def test_it_is_well_long_after_its_outer_gradients_were_trimmed(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    keep_best(run)
+    for _ in range(3):
+        for _ in range(4):
+            run.round()
+        run.cut()
+    for payload in run.dir.journal.glob("payload-*.bin"):
+        payload.unlink()
+    assert not well(run).remarks
+
+
+def test_other_values_than_the_run_committed_are_named(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    keep_best(run)
+    before = read_model_facts(run.dir.best_model)
+    run.round()
+    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors().items()}
+    save_model(run.dir.best_model, tensors, before)  # the values of now, the versions of then
+    assert "model-best.safetensors is not what the run had committed: fragment 1 has other values" in wrong(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"run": "another"}, "model-best.safetensors is of run another, not of small"),
+        ({"versions": "1,2"}, "model-best.safetensors does not say which versions it holds"),
+    ],
+)
+def test_a_file_of_elsewhere_is_named(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    keep_best(run, **changes)
+    assert said in wrong(run)
+
+
+def test_of_version_0_the_journal_has_no_digest(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    keep_best(run)  # fragment 2 is as it was at the start
+    assert (
+        "1 fragments of model-best.safetensors are of versions that the journal has no digest of"
+        in well(run).remarks[0]
+    )
+
+
+def test_it_is_exported_as_it_was_kept(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    run.cut()
+    with pytest.raises(ConfigError, match="holds no best model: a script with a scorer"):
+        export_best(run.dir.path, tmp_path / "best.safetensors")
+    keep_best(run)
+    file, facts = export_best(run.dir.path, tmp_path / "best.safetensors")
+    assert file.read_bytes() == run.dir.best_model.read_bytes() and facts["score"] == "0.5"
+    with pytest.raises(ConfigError, match="is there already"):
+        export_best(run.dir.path, tmp_path / "best.safetensors")

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.observe.conftest import said
+
+from atoll.observe.dashboard.history import History
+from atoll.observe.notes import Notebook
+
+ROUTINE: list[tuple[str, dict[str, Any]]] = [
+    ("cut", {"cut": 240}),
+    ("joined", {"learner": "a", "incarnation": 1}),
+    ("exited", {"process": "a", "code": 0}),
+    ("left", {"learner": "a", "incarnation": 1, "reason": "the run is over"}),
+    ("helped", {"learner": "a"}),
+]
+NEWS: list[tuple[str, dict[str, Any]]] = [
+    ("joined", {"learner": "a", "incarnation": 2}),
+    ("exited", {"process": "a", "code": -9}),
+    ("left", {"learner": "a", "incarnation": 1, "reason": "asked to leave"}),
+    ("lost", {"learner": "a", "incarnation": 1, "reason": "nothing heard for 6 s"}),
+    ("warning", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), ROUTINE)
+def test_what_only_says_that_all_goes_well_has_no_line(kind: str, fields: dict[str, Any]) -> None:
+    event = said(1.0, kind, **fields)
+    history = History()
+    history.take([event])
+    assert not history.notes and not list(Notebook().take([event]))
+
+
+@pytest.mark.parametrize(("kind", "fields"), NEWS)
+def test_what_somebody_may_have_to_see_to_has_one(kind: str, fields: dict[str, Any]) -> None:
+    event = said(1.0, kind, **fields)
+    history = History()
+    history.take([event])
+    assert len(history.notes) == 1 and list(Notebook().take([event])) == [event]
