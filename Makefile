@@ -11,12 +11,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+INTEGRATIONS := $(VENV)/.integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format bench faults clean
+.PHONY: help setup run test integrations check format bench faults clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(RUNTIME) $(DEV) ## install all that the other verbs need into .venv
 
@@ -25,6 +26,9 @@ run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 
 test: check ## check, then every test but the long fault campaigns
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+integrations: $(INTEGRATIONS) ## the examples with other libraries (transformers, peft): at most 10 minutes
+	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600
 
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
@@ -46,7 +50,7 @@ clean: ## remove .venv and every cache; runs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Two stamps, so that a first run does not wait for the tools of development. Compiling all of torch takes half of an
+# Three stamps, so that a first run does not wait for the tools of development. Compiling all of torch takes half of an
 # install and most of it is never imported: so one import compiles what is, even where Python is told to write none.
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -62,4 +66,9 @@ $(RUNTIME): pyproject.toml constraints.txt
 $(DEV): $(RUNTIME)
 	@echo "Installing the tools of development."
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(INTEGRATIONS): $(DEV)
+	@echo "Installing the libraries that tests/integrations uses."
+	@$(PIP) -e '.[integrations]'
 	@touch $@
