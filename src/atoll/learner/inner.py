@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.learner.names import named_parameters
 from atoll.protocol.errors import ConfigError
 
 OURS = ("params", "param_names")
@@ -72,7 +73,7 @@ def by_key(optimizer: Optimizer, model: nn.Module) -> dict[str | int, torch.Tens
 
 def _keys(optimizer: Optimizer, model: nn.Module) -> list[dict[str | int, tuple[tuple[int, ...], str]]]:
     """Per group, the shape and type of every parameter, by its name or, if any is without one, by its position."""
-    names: dict[int, str | int] = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, str | int] = {id(parameter): name for name, parameter in named_parameters(model)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in parameters):
         names = {id(parameter): position for position, parameter in enumerate(parameters)}

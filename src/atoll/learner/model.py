@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from atoll.learner.names import named_modules, named_parameters, strip_wrappers
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec
 
@@ -23,7 +24,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that take part, by name; PlanError names the first one that cannot."""
     _refuse_running_statistics(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
     if not parameters:
         raise PlanError("the model has no trained parameters: every one has requires_grad = False")
     for name, parameter in parameters.items():
@@ -52,7 +53,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
         held = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read the weights to begin with from {path}: {error}") from error
-    for name, parameter in trained(model).items():
+    parameters = trained(model)
+    if not parameters.keys() <= held.keys():
+        held = strip_wrappers(held)  # it was saved from a compiled or wrapped model
+    for name, parameter in parameters.items():
         if name not in held:
             raise ConfigError(f"{path} holds no weights for '{name}': it is of another model")
         if held[name].shape != parameter.shape:
@@ -79,7 +83,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             raise PlanError(
                 f"'{name}' ({type(module).__name__}) keeps running statistics in buffers, which are not merged: "

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from atoll.learner import inner
 from atoll.learner import rng as randomness
+from atoll.learner.names import named_modules, named_parameters
 from atoll.learner.plain import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
@@ -90,11 +91,11 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the model that is kept, once: tied ones are one."""
     seen = set()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         seen.add(id(parameter))
         if parameters and parameter.requires_grad:
             yield f"model/{name}", parameter
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for name, buffer in module.named_buffers(prefix, recurse=False):
             passing = name.rpartition(".")[2] in module._non_persistent_buffers_set
             if not passing and id(buffer) not in seen:
