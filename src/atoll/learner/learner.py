@@ -22,9 +22,10 @@ from torch import nn
 from atoll.learner.data import Datasets
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Feed
+from atoll.learner.inner import Optimizers, check_trained
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
-from atoll.learner.state import Stateful
+from atoll.learner.state import Stateful, check_kept
 from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
 from atoll.protocol.errors import AtollError, ConfigError
@@ -36,18 +37,19 @@ JOIN_WAIT_S = 60.0
 class Learner:
     """Joins the run it was launched in; alone, without a syncer, it only counts.
 
-    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one: its state stays
-    here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are broken,
-    its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered for it; its
-    options (learning rate, betas) stay the script's own. `data` is a digest of what it trains on: it is noted in the
-    run, and learners whose digests differ are warned of.
+    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one, or several of them
+    in a list or in a dict by name, all of parameters of `model`. Its state stays here, but for a copy that a newcomer
+    may ask for; joining a running run, or when this learner's numbers are broken, its tensors are replaced by a healthy
+    peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
+    the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
+    are warned of.
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         syncer: str | None = None,
         name: str | None = None,
@@ -58,7 +60,8 @@ class Learner:
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
             raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
-        _refuse_several_ranks(model)
+        check_kept(optimizer)
+        _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
         url = syncer or os.environ.get("ATOLL_SYNCER", "")
@@ -109,17 +112,18 @@ class Learner:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
 
         `from_peers`: a newcomer takes it from a peer too; its load_state_dict() then reads what another learner of the
-        run wrote, which nobody checks. To be called before the learner is entered.
+        run wrote, which nobody checks. To be called before the learner is entered. TypeError: no cut could keep it.
         """
         if self._inside:
             raise RuntimeError(f"register({name!r}, …) comes before 'with atoll.Learner(...) as learner:'")
+        check_kept(None, {name: thing})
         self._extras[name] = thing
         (self._from_peers.add if from_peers else self._from_peers.discard)(name)
 
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
             raise RuntimeError("a Learner is entered once: make another one for another run")
-        _refuse_several_ranks(self.model)  # they may have come together since
+        _refuse_mistakes(self.model, self.optimizer)  # ranks may have come together since, parameters been replaced
         self._inside = True
         if not self.alone:
             self._stay = Stay(
@@ -197,8 +201,9 @@ class Learner:
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
 
 
-def _refuse_several_ranks(model: nn.Module) -> None:
+def _refuse_mistakes(model: nn.Module, optimizers: Optimizers) -> None:
     try:
         refuse_several_ranks(model)
+        check_trained(optimizers, model)
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)

@@ -1,6 +1,6 @@
 """Everything that makes a training process's future, taken between two steps and put back into a fresh process.
 
-That is: trained parameters, persistent buffers, the inner optimizer's state, the state of whatever else the script
+That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
 registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the random states. Frozen
 parameters are not: each learner loads its own. `capture` only copies, into host memory; writing and sending are for the
 background.
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from atoll.learner import inner
 from atoll.learner import rng as randomness
+from atoll.learner.inner import Optimizers
 from atoll.learner.names import named_modules, named_parameters
 from atoll.learner.plain import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
@@ -36,7 +37,7 @@ class Stateful(Protocol):
 @torch.no_grad()
 def capture(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizers: Optimizers = None,
     extras: Mapping[str, Stateful] | None = None,
     *,
     parameters: bool = True,
@@ -46,7 +47,7 @@ def capture(
     packing = Packing()
     for name, tensor in _tensors(model, parameters):
         packing.keep(name, tensor)
-    things = _things(optimizer, extras)
+    things = _things(optimizers, extras)
     states = {path: packing.pack(_state(thing, model), path) for path, thing in things.items()}
     drawn = packing.pack(randomness.current(), "rng") if rng else None
     packing.settle()
@@ -56,7 +57,7 @@ def capture(
 @torch.no_grad()
 def restore(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Optimizers,
     extras: Mapping[str, Stateful] | None,
     snapshot: Snapshot,
     *,
@@ -64,7 +65,7 @@ def restore(
     rng: bool = True,
 ) -> None:
     """The future is then the captured process's; ConfigError names the first difference, and nothing has changed."""
-    things, own = _things(optimizer, extras), dict(_tensors(model, parameters))
+    things, own = _things(optimizers, extras), dict(_tensors(model, parameters))
     _check_tensors(own, snapshot, parameters)
     _check_states(things, model, snapshot)
     drawn = _check_rng(snapshot) if rng else None
@@ -103,14 +104,14 @@ def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Te
                 yield f"buffers/{name}", buffer
 
 
-def _things(optimizer: Optimizer | None, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """Whatever has a state, by where it stands in a snapshot; the optimizer last, since a schedule's loading may
-    write into it."""
+def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """Whatever has a state, by where it stands in a snapshot; optimizers last, since a schedule's loading may write
+    into them."""
     things: dict[str, Stateful] = {f"extra/{name}": thing for name, thing in (extras or {}).items()}
     for path, thing in things.items():
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(f"{path!r} is a {type(thing).__qualname__}, without state_dict() and load_state_dict()")
-    return things if optimizer is None else {**things, "optimizer": optimizer}
+    return {**things, **inner.by_path(optimizers)}
 
 
 def _state(thing: Stateful, model: nn.Module) -> dict[str, Any]:
@@ -126,6 +127,19 @@ def _load(thing: Stateful, model: nn.Module, state: dict[str, Any]) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = None) -> None:
+    """TypeError names what no cut could keep: told when it is handed in, not at the first cut."""
+    try:
+        for path, thing in _things(optimizers, extras).items():
+            if isinstance(thing, Optimizer):
+                options = [{k: v for k, v in group.items() if k not in inner.OURS} for group in thing.param_groups]
+                Packing().pack(options, path)
+            else:
+                Packing().pack(thing.state_dict(), path)
+    except ConfigError as error:
+        raise TypeError(str(error)) from None
 
 
 # ---- checking before anything is changed ----------------------------------------------------------------------------

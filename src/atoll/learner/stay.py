@@ -21,6 +21,7 @@ from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
 from atoll.learner.feed import Feed
+from atoll.learner.inner import Optimizers, by_path
 from atoll.learner.leaving import Leaving, broken_off, patience_s
 from atoll.learner.model import load_weights
 from atoll.learner.partner import Partner
@@ -74,7 +75,7 @@ class Stay:
         self,
         joining: Joining,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         extras: Mapping[str, Stateful],
         from_peers: Collection[str] = (),
         *,
@@ -83,14 +84,14 @@ class Stay:
         feed: Feed,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer."""
-        self._joining, self._model, self._optimizer = joining, model, optimizer
+        self._joining, self._model, self._optimizers = joining, model, optimizers
         self._partner, self._tally, self._feed = partner, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = Recorder(partner)
         self.shared = Shared(model, partner, self._tape)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizer, shared, partner, self._tape)
-        self._own = OwnState(model, optimizer, extras)
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape)
+        self._own = OwnState(model, optimizers, extras)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")
@@ -315,8 +316,9 @@ class Stay:
     def _forget(self, reset: bool) -> None:
         self._tape.add(Forgot(self._tally.t, reset))
         self._feed.forget()
-        if reset and self._optimizer is not None:
-            self._optimizer.state.clear()
+        if reset and (optimizers := by_path(self._optimizers)):
+            for optimizer in optimizers.values():
+                optimizer.state.clear()
             say("the inner optimizer starts afresh")
 
     def _captured(self) -> Snapshot:
