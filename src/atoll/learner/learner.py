@@ -23,12 +23,14 @@ from atoll.learner.data import Datasets
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Feed
 from atoll.learner.inner import Optimizers, check_trained
+from atoll.learner.model import BufferRule
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
 from atoll.learner.state import Stateful, check_kept
 from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
 from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.messages import BUFFER_RULES
 
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
@@ -43,6 +45,9 @@ class Learner:
     peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
     the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
     are warned of.
+    `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
+    round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
+    and all others are local.
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
@@ -56,6 +61,7 @@ class Learner:
         seed: int | None = None,
         data: str = "",
         tokens_per_step: int = 0,
+        buffers: BufferRule = None,
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -68,7 +74,9 @@ class Learner:
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
         if tokens_per_step < 0:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
-        self._joining = Joining(url, self.name, seed, data, join_wait_s, operator.index(tokens_per_step))
+        if buffers not in (None, "local", *BUFFER_RULES):
+            raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
+        self._joining = Joining(url, self.name, seed, data, join_wait_s, operator.index(tokens_per_step), buffers)
         self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)

@@ -14,7 +14,7 @@ from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import SAMPLE_CHARS, Score
-from atoll.learner.model import describe, trained
+from atoll.learner.model import BufferRule, describe, merged
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.bounds import near
 from atoll.protocol.errors import PeerError, PlanError, Unreachable
@@ -31,7 +31,7 @@ class Evaluator:
         self, url: str, model: nn.Module, score: Callable[[Any], float], sample: Callable[[Any], str] | None
     ) -> None:
         self._url, self._model, self._score, self._sample = url, model, score, sample
-        self._parameters = trained(model)
+        self._parameters: dict[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
 
@@ -74,8 +74,11 @@ class Evaluator:
 
     def _check(self, plan: Plan) -> None:
         run = tuple(tensor for part in plan.fragments for tensor in part.tensors)
-        if (reason := difference(describe(self._model), run)) is not None:
+        rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
+        rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
+        if (reason := difference(describe(self._model, rule), run)) is not None:
             raise PlanError(reason)
+        self._parameters = merged(self._model, rule)
         self._checked = True
 
     async def _fetch(self, plan: Plan) -> None:

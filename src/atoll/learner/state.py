@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from atoll.learner import inner
 from atoll.learner import rng as randomness
 from atoll.learner.inner import Optimizers
-from atoll.learner.names import named_modules, named_parameters
+from atoll.learner.model import BufferRule, merged_buffers, persistent_buffers
+from atoll.learner.names import named_parameters
 from atoll.learner.plain import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
@@ -42,10 +43,11 @@ def capture(
     *,
     parameters: bool = True,
     rng: bool = True,
+    buffers: BufferRule = None,
 ) -> Snapshot:
     """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
     packing = Packing()
-    for name, tensor in _tensors(model, parameters):
+    for name, tensor in _tensors(model, parameters, buffers):
         packing.keep(name, tensor)
     things = _things(optimizers, extras)
     states = {path: packing.pack(_state(thing, model), path) for path, thing in things.items()}
@@ -63,10 +65,11 @@ def restore(
     *,
     parameters: bool = True,
     rng: bool = True,
+    buffers: BufferRule = None,
 ) -> None:
     """The future is then the captured process's; ConfigError names the first difference, and nothing has changed."""
-    things, own = _things(optimizers, extras), dict(_tensors(model, parameters))
-    _check_tensors(own, snapshot, parameters)
+    things, own = _things(optimizers, extras), dict(_tensors(model, parameters, buffers))
+    _check_tensors(own, snapshot, parameters, merged_buffers(model, buffers))
     _check_states(things, model, snapshot)
     drawn = _check_rng(snapshot) if rng else None
     with ExitStack() as undo:
@@ -84,24 +87,21 @@ def restore(
 # ---- what there is --------------------------------------------------------------------------------------------------
 
 
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's persistent ones, by where they stand in a snapshot."""
-    return dict(_tensors(model, parameters=False))
+def own_buffers(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]:
+    """The model's persistent ones that are not merged, by where they stand in a snapshot."""
+    return dict(_tensors(model, False, rule))
 
 
-def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model that is kept, once: tied ones are one."""
-    seen = set()
-    for name, parameter in named_parameters(model):
-        seen.add(id(parameter))
-        if parameters and parameter.requires_grad:
-            yield f"model/{name}", parameter
-    for prefix, module in named_modules(model):
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            passing = name.rpartition(".")[2] in module._non_persistent_buffers_set
-            if not passing and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"buffers/{name}", buffer
+def _tensors(model: nn.Module, parameters: bool, rule: BufferRule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the model that is kept, once: tied ones are one. Merged buffers count as parameters."""
+    if parameters:
+        for name, parameter in named_parameters(model):
+            if parameter.requires_grad:
+                yield f"model/{name}", parameter
+    merged = merged_buffers(model, rule)
+    for _, name, buffer in persistent_buffers(model):
+        if parameters or name not in merged:
+            yield f"buffers/{name}", buffer
 
 
 def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
@@ -145,9 +145,16 @@ def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = N
 # ---- checking before anything is changed ----------------------------------------------------------------------------
 
 
-def _check_tensors(own: Mapping[str, torch.Tensor], snapshot: Snapshot, parameters: bool) -> None:
+def _check_tensors(
+    own: Mapping[str, torch.Tensor], snapshot: Snapshot, parameters: bool, merged: Mapping[str, torch.Tensor]
+) -> None:
     prefixes = ("model/", "buffers/") if parameters else ("buffers/",)
-    held = {name: tensor for name, tensor in snapshot.tensors.items() if name.startswith(prefixes)}
+    passed_over = set() if parameters else {f"buffers/{name}" for name in merged}
+    held = {
+        name: tensor
+        for name, tensor in snapshot.tensors.items()
+        if name.startswith(prefixes) and name not in passed_over
+    }
     _check_names("model", own, held)
     for name, tensor in own.items():
         if (here := _said(tensor)) != (there := _said(held[name])):

@@ -23,7 +23,7 @@ from atoll.learner.ending import say
 from atoll.learner.feed import Feed
 from atoll.learner.inner import Optimizers, by_path
 from atoll.learner.leaving import Leaving, broken_off, patience_s
-from atoll.learner.model import load_weights
+from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.partner import Partner
 from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.learner.place import describe_place
@@ -68,6 +68,7 @@ class Joining:
     """How long it waits for the run's parameters before training begins without them."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
+    buffers: BufferRule = None
 
 
 class Stay:
@@ -88,10 +89,10 @@ class Stay:
         self._partner, self._tally, self._feed = partner, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = Recorder(partner)
-        self.shared = Shared(model, partner, self._tape)
+        self.shared = Shared(model, partner, self._tape, joining.buffers)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizers, shared, partner, self._tape)
-        self._own = OwnState(model, optimizers, extras)
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers)
+        self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         folder = os.environ.get("ATOLL_FOLDER")

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from atoll.learner import inner
 from atoll.learner.inner import Optimizers
+from atoll.learner.model import BufferRule
 from atoll.learner.plain import Unpacking
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Stateful, buffers, restore
+from atoll.learner.state import Stateful, own_buffers, restore
 from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -57,7 +58,13 @@ States: TypeAlias = dict[Key, dict[str, Any]]
 
 
 @torch.no_grad()
-def take(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Stateful], came: Snapshot) -> None:
+def take(
+    model: nn.Module,
+    optimizers: Optimizers,
+    extras: Mapping[str, Stateful],
+    came: Snapshot,
+    buffers: BufferRule = None,
+) -> None:
     """Go on with a peer's state; PeerError says what is wrong with it, and nothing has changed.
 
     ConfigError: this learner's own optimizer is of a kind that can be taken from nobody.
@@ -65,11 +72,11 @@ def take(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Stateful
     own = inner.by_path(optimizers)
     layouts = {path: expected_layout(optimizer, model) for path, optimizer in own.items()}
     states = {path: _fitting(path, own[path], model, layout, came) for path, layout in layouts.items()}
-    if reasons := wrong_buffers(buffers(model), came.tensors):
+    if reasons := wrong_buffers(own_buffers(model, buffers), came.tensors):
         raise PeerError(_said(reasons))
     allowed = {path: came.states[path] for name in extras if (path := f"extra/{name}") in came.states}
     try:
-        restore(model, None, extras, Snapshot(came.tensors, allowed), parameters=False, rng=False)
+        restore(model, None, extras, Snapshot(came.tensors, allowed), parameters=False, rng=False, buffers=buffers)
     except ConfigError as error:
         raise PeerError(str(error)) from None
     for path, optimizer in own.items():

@@ -50,6 +50,9 @@ NEW_FIELDS = {
 NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
 
 
+BUFFER_RULES = ("mean", "first")
+"""How buffers of the model are merged, where they are (numerics/merge.py)."""
+
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
 
@@ -64,12 +67,27 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One trained tensor of the model: all that a fragment plan depends on."""
+    """One merged tensor of the model, a trained parameter or a buffer: all that a fragment plan depends on."""
 
     name: Annotated[str, Meta(max_length=1024)]
+    """Of a buffer: `buffers/RULE/NAME`, so that journals and peers without merged buffers read the same plan."""
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     dtype: Annotated[str, Meta(max_length=64)]
     embedding: bool = False
+
+    @property
+    def buffer_rule(self) -> str:
+        """How this buffer is merged; empty: it is a parameter."""
+        return next((rule for rule in BUFFER_RULES if self.name.startswith(buffer_name(rule, ""))), "")
+
+    @property
+    def name_in_model(self) -> str:
+        return self.name.removeprefix(buffer_name(self.buffer_rule, "")) if self.buffer_rule else self.name
+
+
+def buffer_name(rule: str, name: str) -> str:
+    """The name of a merged buffer in the plan."""
+    return f"buffers/{rule}/{name}"
 
 
 class Hello(Message, frozen=True):
