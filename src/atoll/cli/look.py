@@ -134,6 +134,9 @@ def export(
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder for it and the settings.")],
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="With frozen parameters and buffers, as the first learner has them.")
+    ] = False,
 ) -> None:
     """Write the weights of a run as safetensors, also while it runs or after it was killed.
 
@@ -141,7 +144,7 @@ def export(
 
       atoll export atoll-runs/first model.safetensors
     """
-    done = export_run(run, out, cut, force=force)
+    done = export_run(run, out, cut, force=force, whole=whole)
     console = Console()
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)

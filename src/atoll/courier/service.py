@@ -147,6 +147,7 @@ class Courier:
                     frame.data,
                     kept=frame.kept,
                     tokens_per_step=frame.tokens_per_step,
+                    frozen=frame.frozen,
                 )
                 if not frame.boxed:
                     self._dial()
@@ -249,7 +250,8 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            self._channel.send(Welcomed(message.settings, message.fingerprint, message.incarnation, message.versions))
+            told = (message.fingerprint, message.incarnation, message.versions, message.frozen)
+            self._channel.send(Welcomed(message.settings, *told))
             if not self._fits(message):
                 self._box = None
         if self._box is None and not isinstance(message, Refused):

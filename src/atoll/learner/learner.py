@@ -29,6 +29,7 @@ from atoll.learner.ranks import refuse_several_ranks
 from atoll.learner.state import Stateful, check_kept
 from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
+from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.messages import BUFFER_RULES
 
@@ -47,7 +48,8 @@ class Learner:
     are warned of.
     `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
     round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
-    and all others are local.
+    and all others are local. Frozen parameters and local buffers are not merged: they must be those of the run's first
+    learner, or may differ with `frozen` = "mine".
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
@@ -62,6 +64,7 @@ class Learner:
         data: str = "",
         tokens_per_step: int = 0,
         buffers: BufferRule = None,
+        frozen: FrozenRule = "refuse",
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -76,7 +79,10 @@ class Learner:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
         if buffers not in (None, "local", *BUFFER_RULES):
             raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
-        self._joining = Joining(url, self.name, seed, data, join_wait_s, operator.index(tokens_per_step), buffers)
+        if frozen not in ("refuse", "mine"):
+            raise ValueError(f'frozen = {frozen!r} is not known: use "refuse" or "mine"')
+        most = operator.index(tokens_per_step)
+        self._joining = Joining(url, self.name, seed, data, join_wait_s, most, buffers, frozen)
         self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)

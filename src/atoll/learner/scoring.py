@@ -15,6 +15,7 @@ from torch import nn
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import SAMPLE_CHARS, Score
 from atoll.learner.model import BufferRule, describe, merged
+from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.bounds import near
 from atoll.protocol.errors import PeerError, PlanError, Unreachable
@@ -61,7 +62,7 @@ class Evaluator:
         manifest: Any = await get_json(self._url, "/v1/manifest")
         plan = msgspec.convert(manifest["plan"], Plan)
         if not self._checked:
-            self._check(plan)
+            self._check(plan, str(manifest.get("frozen", "")))
         await self._fetch(plan)
         loss = near(float(self._score(self._model)))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
@@ -72,12 +73,17 @@ class Evaluator:
         )
         return max(1, int(manifest["evaluate_every"]))
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: Plan, frozen: str) -> None:
         run = tuple(tensor for part in plan.fragments for tensor in part.tensors)
         rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
         rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
         if (reason := difference(describe(self._model, rule), run)) is not None:
             raise PlanError(reason)
+        if frozen and digest_unmerged(self._model, rule) != frozen:
+            raise PlanError(
+                "the evaluator's frozen parameters or buffers are not those of the run's first learner: "
+                "load them from the same file, or draw them after the same torch.manual_seed"
+            )
         self._parameters = merged(self._model, rule)
         self._checked = True
 

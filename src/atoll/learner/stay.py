@@ -34,12 +34,14 @@ from atoll.learner.shared import Shared
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import Stateful
 from atoll.learner.tally import Tally
+from atoll.learner.unmerged import FrozenRule, Unmerged
 from atoll.mailbox.channel import (
     Bye,
     DrainOrder,
     ForgetOrder,
     GoOrder,
     Kept,
+    OwnOrder,
     RunProgress,
     SaveOrder,
     Sources,
@@ -69,6 +71,7 @@ class Joining:
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
     buffers: BufferRule = None
+    frozen: FrozenRule = "refuse"
 
 
 class Stay:
@@ -90,6 +93,7 @@ class Stay:
         self._session = secrets.token_hex(8)
         self._tape = Recorder(partner)
         self.shared = Shared(model, partner, self._tape, joining.buffers)
+        self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
@@ -126,6 +130,7 @@ class Stay:
         """Begin as the run has it, or as an earlier life left it."""
         self._preemption.watch()
         self.shared.describe()
+        self._unmerged.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
         earlier = find_earlier()
@@ -161,7 +166,7 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        known = (who.data, self._kept, who.tokens_per_step)
+        known = (who.data, self._kept, who.tokens_per_step, self._unmerged.digest)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
@@ -201,6 +206,7 @@ class Stay:
         tally, shared = self._tally, self.shared
         self._feed.stepped()
         tally.add_loss(loss)
+        self._unmerged.look(tally.t)
         if shared.boundary is not None:
             shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
         self._listen()
@@ -284,6 +290,7 @@ class Stay:
             return
         match frame:
             case Welcomed():
+                self._unmerged.compare(frame.frozen)
                 if self.shared.welcomed(frame):
                     self.shared.hand_over(self._counted())
             case RunProgress():
@@ -305,6 +312,8 @@ class Stay:
                 self.shared.boundary.obey(frame)
                 if isinstance(frame, ForgetOrder):
                     self._forget(frame.reset)
+                elif isinstance(frame, OwnOrder):
+                    self._saver.keep_unmerged(self._unmerged.capture)
 
     def _stop(self, order: StopOrder) -> None:
         if not self._done:

@@ -48,6 +48,8 @@ class Start(Frame, frozen=True):
     """Its inner optimizer comes out of a cut: it takes no peer's."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
+    frozen: str = ""
+    """A digest of what it does not merge."""
 
 
 class Box(Frame, frozen=True):
@@ -144,6 +146,8 @@ class Welcomed(Frame, frozen=True):
     incarnation: int
     versions: tuple[int, ...] = ()
     """The run's newest, which a learner takes before it trains on."""
+    frozen: str = ""
+    """The digest that the run's first learner brought of what it does not merge."""
 
 
 class RunProgress(Frame, frozen=True):

@@ -119,6 +119,7 @@ class Attendance:
             session=learner.session,
             protocol=learner.protocol,
             least=tuple(self.members.least) if max(self.members.least) > 0 else (),
+            frozen=self.history.begun.frozen,
         )
         self.out.send(learner.name, welcome)
 

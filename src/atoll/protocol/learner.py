@@ -49,6 +49,7 @@ class Learner:
         *,
         kept: bool = False,
         tokens_per_step: int = 0,
+        frozen: str = "",
     ) -> None:
         """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins."""
         self.name, self.session = name, session
@@ -56,6 +57,7 @@ class Learner:
         self.settings = Settings()
         self.wake_at: float | None = None
         self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
+        self._frozen = frozen
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -139,6 +141,7 @@ class Learner:
             tensors=self._tensors,
             data=self._data,
             tokens_per_step=self._declared,
+            frozen=self._frozen,
             clock=self._line.clock,
             term=self.term,
         )

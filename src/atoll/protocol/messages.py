@@ -41,10 +41,10 @@ NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
-    "Hello": frozenset({"tokens_per_step"}),
+    "Hello": frozenset({"tokens_per_step", "frozen"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
-    "Welcome": frozenset({"protocol", "least"}),
+    "Welcome": frozenset({"protocol", "least", "frozen"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
 NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard"})
@@ -109,6 +109,8 @@ class Hello(Message, frozen=True):
     """A digest of what it trains on, where the script names one."""
     tokens_per_step: Number = 0
     """The most tokens that one of its steps has, as it declares; 0: it declares nothing."""
+    frozen: Line = ""
+    """A digest of what it does not merge: frozen parameters, buffers of its own. Empty: not to be compared."""
 
 
 class Progress(Message, frozen=True):
@@ -303,6 +305,8 @@ class Welcome(Message, frozen=True):
     least: Row = ()
     """Per fragment, the version that the run was last rolled back with: whoever holds less takes it in place of its own
     values. Empty: it never was."""
+    frozen: Line = ""
+    """The digest that the run's first learner brought of what it does not merge."""
 
 
 class Refused(Message, frozen=True):
