@@ -28,7 +28,7 @@ KNOWN = {
     "launch/local.py": (1, "what goes on beside a run: its error is raised when the run is over"),
     "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
     "learner/peer.py": (1, "a thread that answers whatever happens"),
-    "learner/saving.py": (1, "a thread that answers whatever happens"),
+    "learner/saving.py": (2, "a thread that answers whatever happens; the same for what is not merged"),
     "observe/dashboard/viewers.py": (2, CONNECTION),
     "syncer/process.py": (4, VITAL),
     "syncer/service.py": (4, VITAL),

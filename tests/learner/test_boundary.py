@@ -345,3 +345,17 @@ def test_what_an_adoption_drops_is_told_by_cause(place: Place) -> None:
     place.step()
     assert place.box.dropped.tolist() == [20, 40]
     assert place.box.missed.tolist() == [0, 40], "version 1 of fragment 0 holds its first two steps"
+
+
+def test_a_buffer_is_taken_as_it_is_whatever_the_rule() -> None:
+    """Carried on, this variance would be 20 + (60 - 100)."""
+    tensors = {"buffers/mean/norm.running_var": torch.tensor([100.0]), "w": torch.tensor([1.0])}
+    box, settings = boxed(tensors, 1)
+    boundary = Boundary(box, settings, tensors, Remembers())  # type: ignore[arg-type]
+    boundary.obey(OwnOrder())
+    for tensor, value in zip(tensors.values(), (60.0, 3.0), strict=True):
+        tensor.fill_(value)
+    box.incoming(0, 0)[:] = [20.0, 5.0]
+    boundary.obey(AdoptOrder(0, 0, 1, round=0, rule="carry", blend=0.5, step=0, minus=BASE))
+    boundary.adopt_ready(1)
+    assert [tensor.item() for tensor in tensors.values()] == [20.0, 5.0 + (3.0 - 1.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ import atoll
 from atoll.learner import leaving
 from atoll.learner.learner import Learner
 from atoll.learner.stay import Stay
+from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     AdoptOrder,
@@ -47,6 +49,10 @@ def small() -> nn.Linear:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Linear(2, 1)
+
+
+def half_frozen() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2).requires_grad_(False), small())
 
 
 class TestAlone:
@@ -460,11 +466,38 @@ class TestFailing:
         assert capsys.readouterr().err.count("\n") == 1
 
     def test_a_model_that_cannot_take_part_never_starts_a_courier(self, capsys: pytest.CaptureFixture[str]) -> None:
-        joined = Joined(nn.BatchNorm1d(3))
+        joined = Joined(small().double())
         with pytest.raises(SystemExit) as caught, joined.learner:
             raise AssertionError("never inside")
         assert caught.value.code == 2 and not joined.courier.started
-        assert "running statistics" in capsys.readouterr().err
+        assert "'weight' is float64" in capsys.readouterr().err
+
+    def test_other_frozen_parameters_than_the_runs_are_one_line_and_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        joined = Joined(half_frozen())
+        answer = joined.courier.answers
+
+        def of_another(frame: Frame) -> list[ToTraining]:
+            return [msgspec.structs.replace(f, frozen="other") if isinstance(f, Welcomed) else f for f in answer(frame)]
+
+        joined.courier.answers = of_another
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            raise AssertionError("never inside")
+        assert caught.value.code == 2
+        assert "are not those of the run's first learner" in capsys.readouterr().err
+
+    def test_a_layer_that_is_unfrozen_on_the_way_is_one_line_and_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        model = half_frozen()
+
+        def unfreeze(learner: Learner) -> None:
+            learner.step(tokens=1)
+            model[0].requires_grad_(True)
+            for _ in range(LOOK_EVERY):
+                learner.step(tokens=1)
+
+        with pytest.raises(SystemExit) as caught, Joined(model).learner as learner:
+            unfreeze(learner)
+        assert caught.value.code == 2
+        assert "parameter '0.weight' has begun to train" in capsys.readouterr().err
 
     def test_too_small_a_dataset_is_one_line_and_2(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught, joined.learner as learner:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from atoll.learner.model import describe, load_weights, trained
+from atoll.learner.model import describe, load_weights, merged, trained
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec
 
@@ -97,10 +97,25 @@ def test_a_sparse_parameter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)])
-def test_running_statistics_are_refused_by_name(norm: nn.Module) -> None:
-    text = refusal(nn.Sequential(nn.Linear(3, 3), norm))
-    assert "'1'" in text and type(norm).__name__ in text
-    assert "LayerNorm" in text
+def test_running_statistics_take_part_and_other_buffers_by_choice(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), norm)
+    model.register_buffer("codes", torch.ones(2))
+    model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    model.register_buffer("cache", torch.zeros(1), persistent=False)
+    statistics = ["buffers/mean/1.running_mean", "buffers/mean/1.running_var"]
+    assert [spec.name for spec in describe(model) if spec.buffer_rule] == statistics
+    chosen = [spec.name for spec in describe(model, "first") if spec.buffer_rule]
+    assert chosen == ["buffers/first/codes", "buffers/first/1.running_mean", "buffers/first/1.running_var"]
+    assert not [spec.name for spec in describe(model, "local") if spec.buffer_rule]
+    assert [*merged(model, "first")] == [spec.name for spec in describe(model, "first")]
+
+
+def test_a_mask_of_infinities_is_not_merged() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    describe(model)
+    with pytest.raises(PlanError, match=r"buffer 'mask' holds values that are not finite.*persistent=False"):
+        describe(model, "mean")
 
 
 def test_batch_norm_without_running_statistics_is_fine() -> None:

@@ -117,10 +117,10 @@ class Training:
             np.random.rand(),
         ]
 
-    def capture(self, **options: bool) -> Snapshot:
+    def capture(self, **options: Any) -> Snapshot:
         return capture(self.model, self.optimizer, self.extras, **options)
 
-    def restore(self, snapshot: Snapshot, **options: bool) -> None:
+    def restore(self, snapshot: Snapshot, **options: Any) -> None:
         restore(self.model, self.optimizer, self.extras, snapshot, **options)
 
 
@@ -288,8 +288,12 @@ def test_a_newcomer_takes_all_but_parameters_and_chance_from_a_peer() -> None:
         assert same({name: p.detach() for name, p in newcomer.model.named_parameters()}, own)
         assert same(rng.current(), drawn)
         assert same(newcomer.optimizer.state_dict(), peer.optimizer.state_dict())
-        assert same(dict(newcomer.model.named_buffers()), dict(peer.model.named_buffers()))
+        assert newcomer.model.seen == peer.model.seen == newcomer.model.norm.num_batches_tracked
+        assert not newcomer.model.norm.running_mean.any(), "running statistics are merged: the run's"
         assert newcomer.schedule.state_dict() == peer.schedule.state_dict()
+    whole = peer.capture(parameters=False, rng=False, buffers="local")
+    newcomer.restore(whole, parameters=False, rng=False, buffers="local")
+    assert same(dict(newcomer.model.named_buffers()), dict(peer.model.named_buffers()))
 
 
 def test_a_model_alone_will_do() -> None:

@@ -171,6 +171,9 @@ def export(
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
     best: Annotated[bool, typer.Option("--best", help="What scored best, instead of the newest version.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="With frozen parameters and buffers, as the first learner has them.")
+    ] = False,
 ) -> None:
     """Write the weights of a run as safetensors, also while it runs or after a kill.
 
@@ -181,6 +184,8 @@ def export(
     console = Console()
     if best and cut is not None:
         raise ConfigError("--best and --cut name different models: give one of them")
+    if best and whole:
+        raise ConfigError("--best is what the evaluator kept, which is what is merged: give --whole without it")
     if best:
         file, facts = export_best(run, out, force=force)
         scored = (
@@ -190,7 +195,7 @@ def export(
             f"the best of run {facts.get('run')} ({scored}) is in {short(file)}", soft_wrap=True, highlight=False
         )
         return
-    done = export_run(run, out, cut, force=force)
+    done = export_run(run, out, cut, force=force, whole=whole)
     for remark in done.remarks:
         console.print(f"note: {remark}", soft_wrap=True, highlight=False)
     where = f"cut {done.cut} and {done.replayed} rounds behind it" if done.replayed else f"cut {done.cut}"

@@ -14,7 +14,7 @@ from atoll.fabric.wire import digest_aside
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import make_codec, round_to_dtype
+from atoll.numerics.codec import encode_contribution, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
@@ -97,9 +97,9 @@ class Bodies:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
         buffer = self._spare.pop()
-        size = self._box.plan.fragments[fragment].size
-        data = buffer[: self._codec.nbytes(size)]
-        self._codec.encode_delta(self._box.base(fragment), self._box.outgoing(slot, fragment), data)
+        part = self._box.plan.fragments[fragment]
+        data = buffer[: self._codec.nbytes(part.size)]
+        encode_contribution(self._codec, part, self._box.base(fragment), self._box.outgoing(slot, fragment), data)
         self._spawn(self._upload(number, attempt, buffer, data))
 
     async def _upload(self, number: int, attempt: int, buffer: ByteArray, data: ByteArray) -> None:

@@ -149,6 +149,7 @@ class Courier:
                     kept=frame.kept,
                     tokens_per_step=frame.tokens_per_step,
                     holder=Holder(frame.session, frame.proof, frame.host, frame.pid),
+                    frozen=frame.frozen,
                 )
                 if not frame.boxed:
                     self._dial()
@@ -251,7 +252,7 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            known = (message.fingerprint, message.incarnation, message.versions, message.index)
+            known = (message.fingerprint, message.incarnation, message.versions, message.index, message.frozen)
             self._channel.send(Welcomed(message.settings, *known))
             if not self._fits(message):
                 self._box = None

@@ -49,7 +49,7 @@ from atoll.store.cuts import (
 )
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
-from atoll.store.rundir import RunDir, facts_of_model, read_model_facts
+from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.terms import acquire
 from atoll.syncer.changes import change
 from atoll.syncer.recovery import CutState
@@ -220,6 +220,10 @@ def from_cut(
         make_folder(new.learners / name)
         with staged(new.learners / name / learner.file) as draft:
             shutil.copyfile(old.learners / name / learner.file, draft)
+    for file in old.learners.glob(f"*/{UNMERGED}"):
+        make_folder(new.learners / file.parent.name)
+        with staged(new.learners / file.parent.name / UNMERGED) as draft:
+            shutil.copyfile(file, draft)
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
     exact = bool(manifest.learners)

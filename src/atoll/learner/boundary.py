@@ -48,6 +48,9 @@ class Boundary:
         self._box, self._partner, self._tape = box, partner, tape or Recorder(partner)
         self._steps, self._tokens = box.steps, box.tokens
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
+        self._buffers = [
+            [place for place, tensor in enumerate(part.tensors) if tensor.buffer_rule] for part in box.plan.fragments
+        ]
         self._offload = make_offload(box, self._own)
         self._t = 0
         self._total = 0
@@ -152,7 +155,10 @@ class Boundary:
             read = self._offload.base(f) if order.minus == BASE else self._offload.outgoing(f, order.minus)
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
-        adopt(self._own[f], self._offload.arrived(f, order.slot), order.rule, blend=order.blend, read=read)
+        own, arrived = self._own[f], self._offload.arrived(f, order.slot)
+        adopt(own, arrived, order.rule, blend=order.blend, read=read)
+        if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
+            adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
         counters = (int(self._box.dropped[f]), int(self._box.missed[f]))
         dropped, missed = after_adoption(int(self._box.tokens[f]), order.held_tokens, tokens, *counters)
         self._box.dropped[f], self._box.missed[f] = dropped, missed

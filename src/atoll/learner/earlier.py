@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from atoll.learner.inner import Optimizers
+from atoll.learner.model import BufferRule
 from atoll.learner.place import Place
 from atoll.learner.preempt import FILE
 from atoll.learner.snapshot import Snapshot, read
@@ -51,22 +52,24 @@ def find_earlier() -> Earlier | None:
 
 class OwnState:
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, extras: Mapping[str, Stateful]
+        self, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Stateful], buffers: BufferRule = None
     ) -> None:
         """`extras`: what the script registered, by name."""
-        self._model, self._optimizer, self._extras = model, optimizer, extras
+        self._model, self._optimizers, self._extras, self._buffers = model, optimizers, extras, buffers
 
     def capture(self, place: Place) -> Snapshot:
-        return capture(self._model, self._optimizer, {**self._extras, PLACE: place})
+        return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
 
     def stand_where(self, saved: Snapshot) -> dict[str, Any]:
         """All but chance is as it was; the place it was saved at."""
         place = Place({})
-        restore(self._model, self._optimizer, {**self._extras, PLACE: place}, saved, rng=False)
+        extras = {**self._extras, PLACE: place}
+        restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
         return place.state
 
     def put_back(self, saved: Snapshot) -> dict[str, Any]:
         """What the run does not know: optimizer, schedules, chance. The place it was saved at."""
         place = Place({})
-        restore(self._model, self._optimizer, {**self._extras, PLACE: place}, saved, parameters=False)
+        extras = {**self._extras, PLACE: place}
+        restore(self._model, self._optimizers, extras, saved, parameters=False, buffers=self._buffers)
         return place.state

@@ -1,13 +1,17 @@
-"""The inner optimizer's state by the names of its parameters, so that another process with the same model can take it.
+"""The inner optimizers, and their state by the names of their parameters, so that another process can take it.
 
 torch keys it by position; where some parameter of the optimizer has no name in the model, so do we. What is loaded is
 what was saved, bit for bit: torch's own loading casts a state to the type of its parameter, which would round what an
 optimizer keeps in fp32 for a bf16 parameter.
+
+A script has one optimizer, several in a list, or several by name. Every one of them trains parameters of the model:
+what only an optimizer knows would be merged by nobody and be in no export.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +22,46 @@ from atoll.protocol.errors import ConfigError
 
 OURS = ("params", "param_names")
 """What a group says of its parameters; each process has its own."""
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
+
+
+def by_path(optimizers: Optimizers) -> dict[str, Optimizer]:
+    """The optimizers by where they stand in a snapshot; TypeError: it is something else."""
+    if optimizers is None:
+        return {}
+    if isinstance(optimizers, Mapping):
+        found = {f"optimizer/{name}": one for name, one in optimizers.items()}
+    elif isinstance(optimizers, Sequence):
+        found = {f"optimizer/{number}": one for number, one in enumerate(optimizers)}
+    else:
+        found = {"optimizer": optimizers}
+    for path, one in found.items():
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"{path!r} is a {type(one).__name__}: give torch optimizers, one, a list of them, or a dict by name; "
+                f"a schedule or whatever else has a state is registered, learner.register(name, it)"
+            )
+    return found
+
+
+def check_trained(optimizers: Optimizers, model: nn.Module) -> None:
+    """ConfigError names the first optimizer that trains what is no parameter of the model."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for path, optimizer in by_path(optimizers).items():
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        strange = [p for p in held if id(p) not in known]
+        if strange and len(strange) == len(held):
+            raise ConfigError(
+                f"{path!r} ({type(optimizer).__name__}) trains none of the model's parameters: make it after the model "
+                f"has its final form, from model.parameters()"
+            )
+        if strange:
+            raise ConfigError(
+                f"{path!r} ({type(optimizer).__name__}) trains {len(strange)} tensors that are no parameters of the "
+                f"model, the first of shape {tuple(strange[0].shape)}: they would be merged by nobody; make them "
+                f"parameters of the model that Learner gets"
+            )
 
 
 def take(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

@@ -24,13 +24,17 @@ from atoll.learner.data import Datasets, Samples, Source, collect
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Drawn, Feed
 from atoll.learner.folder import LearnerFolder, claim_folder
+from atoll.learner.inner import Optimizers, check_trained
 from atoll.learner.loading import Ahead, Counted, LeasedSampler, check_dataset, check_options, load, seed_of
+from atoll.learner.model import BufferRule
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
-from atoll.learner.state import Stateful
+from atoll.learner.state import Stateful, check_kept
 from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
+from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
+from atoll.protocol.messages import BUFFER_RULES
 
 ALONE = "learner-0"
 """What a learner without a run is called: the order of its batches goes by its name."""
@@ -49,29 +53,37 @@ class Learner:
                 optimizer.zero_grad()
                 learner.step(tokens=batch.numel(), loss=loss)
 
-    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one: its state stays
-    here, but for a copy that a newcomer may ask for; joining a running run, or when this learner's numbers are broken,
-    its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered for it; its
-    options (learning rate, betas) stay the script's own. `data` is a digest of what it trains on: it is noted in the
-    run, and learners whose digests differ are warned of.
+    `model`'s trained parameters are replaced by the run's on entering. `optimizer` is the inner one, or several of them
+    in a list or in a dict by name, all of parameters of `model`. Its state stays here, but for a copy that a newcomer
+    may ask for; joining a running run, or when this learner's numbers are broken, its tensors are replaced by a healthy
+    peer's, together with the model's buffers and what was registered for it; its options (learning rate, betas) stay
+    the script's own. `data` is a digest of what it trains on: it is noted in the run, and learners whose digests differ
+    are warned of.
+    `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
+    round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
+    and all others are local. Frozen parameters and local buffers are not merged: they must be those of the run's first
+    learner, or may differ with `frozen` = "mine".
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         syncer: str | None = None,
         name: str | None = None,
         seed: int | None = None,
         data: str = "",
         tokens_per_step: int = 0,
+        buffers: BufferRule = None,
+        frozen: FrozenRule = "refuse",
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
             raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
-        _refuse_several_ranks(model)
+        check_kept(optimizer)
+        _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
         url = syncer or os.environ.get("ATOLL_SYNCER", "")
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""))
@@ -79,9 +91,13 @@ class Learner:
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
         if tokens_per_step < 0:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
+        if buffers not in (None, "local", *BUFFER_RULES):
+            raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
+        if frozen not in ("refuse", "mine"):
+            raise ValueError(f'frozen = {frozen!r} is not known: use "refuse" or "mine"')
         declared = operator.index(tokens_per_step)
         whence = (folder.host, folder.pid, folder.proof)
-        self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence)
+        self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)
         self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)
@@ -154,17 +170,18 @@ class Learner:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
 
         `from_peers`: a newcomer takes it from a peer too; its load_state_dict() then reads what another learner of the
-        run wrote, which nobody checks. To be called before the learner is entered.
+        run wrote, which nobody checks. To be called before the learner is entered. TypeError: no cut could keep it.
         """
         if self._inside:
             raise RuntimeError(f"register({name!r}, …) comes before 'with atoll.Learner(...) as learner:'")
+        check_kept(None, {name: thing})
         self._extras[name] = thing
         (self._from_peers.add if from_peers else self._from_peers.discard)(name)
 
     def __enter__(self) -> Learner:
         if self._inside or (self._left and not self.alone):
             raise RuntimeError("a Learner is entered once: make another one for another run")
-        _refuse_several_ranks(self.model)  # they may have come together since
+        _refuse_mistakes(self.model, self.optimizer)  # ranks may have come together since, parameters been replaced
         self._inside = True
         if not self.alone:
             self._stay = Stay(
@@ -299,8 +316,9 @@ def _claim_folder(url: str, name: str) -> LearnerFolder:
         end_script(str(error), error.exit_code, error)
 
 
-def _refuse_several_ranks(model: nn.Module) -> None:
+def _refuse_mistakes(model: nn.Module, optimizers: Optimizers) -> None:
     try:
         refuse_several_ranks(model)
+        check_trained(optimizers, model)
     except ConfigError as error:
         end_script(str(error), error.exit_code, error)

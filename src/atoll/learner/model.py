@@ -1,13 +1,21 @@
 """Which tensors of a model take part, and which models cannot.
 
-Taking part: every trained parameter, once (tied weights are one tensor). Frozen parameters stay out: each learner loads
-its own. Buffers stay out too, so a model whose buffers are learned from data (BatchNorm) is refused: the global model
-would have none.
+Taking part: every trained parameter, once (tied weights are one tensor), and buffers by choice. Frozen parameters stay
+out (unmerged.py). Buffers are merged by one of these rules:
+
+    None      running statistics (BatchNorm) by "mean", all other buffers stay each learner's own
+    "local"   every learner keeps its own; the run's model has none
+    "mean"    all persistent buffers of floating point are averaged, weighted like the parameters
+    "first"   the same ones are those of a round's first member, in order of names
+
+Buffers of other types than parameters may have (counters of batches) are never merged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -16,14 +24,14 @@ from torch import nn
 
 from atoll.learner.names import named_modules, named_parameters, strip_wrappers
 from atoll.protocol.errors import ConfigError, PlanError
-from atoll.protocol.messages import TensorSpec
+from atoll.protocol.messages import TensorSpec, buffer_name
 
+BufferRule: TypeAlias = Literal["local", "mean", "first"] | None
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that take part, by name; PlanError names the first one that cannot."""
-    _refuse_running_statistics(model)
     parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
     if not parameters:
         raise PlanError("the model has no trained parameters: every one has requires_grad = False")
@@ -38,12 +46,48 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def describe(model: nn.Module) -> tuple[TensorSpec, ...]:
-    """What the fragment plan depends on."""
+def merged_buffers(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]:
+    """The buffers that take part, by their names in the model."""
+    if rule == "local":
+        return {}
+    return {
+        name: buffer
+        for module, name, buffer in persistent_buffers(model)
+        if (rule is not None or getattr(module, "track_running_stats", False))
+        and buffer.dtype in DTYPES
+        and buffer.numel() > 0
+    }
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Every buffer that a state_dict holds, once, with its module and its name."""
+    seen = {id(parameter) for parameter in model.parameters()}
+    for prefix, module in named_modules(model):
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            passing = name.rpartition(".")[2] in module._non_persistent_buffers_set
+            if not passing and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield module, name, buffer
+
+
+def merged(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]:
+    """All tensors that take part, by their names in the plan."""
+    buffers = merged_buffers(model, rule)
+    return {**trained(model), **{buffer_name(rule or "mean", name): buffer for name, buffer in buffers.items()}}
+
+
+def describe(model: nn.Module, rule: BufferRule = None) -> tuple[TensorSpec, ...]:
+    """What the fragment plan depends on; PlanError names the first tensor that cannot take part."""
+    for name, buffer in merged_buffers(model, rule).items():
+        if not bool(torch.isfinite(buffer).all()):
+            raise PlanError(
+                f"buffer '{name}' holds values that are not finite, which cannot be merged: "
+                f'register it with persistent=False, or use Learner(buffers="local")'
+            )
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     return tuple(
         TensorSpec(name, tuple(p.shape), DTYPES[p.dtype], embedding=id(p) in embeddings)
-        for name, p in trained(model).items()
+        for name, p in merged(model, rule).items()
     )
 
 
@@ -80,12 +124,3 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise PlanError(f"parameter '{name}' is a {kind}: sharded and quantised parameters are not supported yet")
     if parameter.numel() == 0:
         raise PlanError(f"parameter '{name}' is empty: leave it out, or set requires_grad = False")
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    for name, module in named_modules(model):
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            raise PlanError(
-                f"'{name}' ({type(module).__name__}) keeps running statistics in buffers, which are not merged: "
-                f"use LayerNorm or GroupNorm, or track_running_stats=False"
-            )

@@ -14,10 +14,11 @@ import threading
 from collections.abc import Mapping
 from queue import Empty, SimpleQueue
 
-import torch
 from torch import nn
 
 from atoll.learner.ending import say
+from atoll.learner.inner import Optimizers
+from atoll.learner.model import BufferRule
 from atoll.learner.partner import Partner
 from atoll.learner.recorder import Recorder
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
@@ -36,14 +37,15 @@ class PeerStates:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         extras: Mapping[str, Stateful],
         partner: Partner,
         tape: Recorder | None = None,
+        buffers: BufferRule = None,
     ) -> None:
         """`extras`: what the script registered and lets newcomers take from peers."""
-        self._model, self._optimizer, self._extras, self._partner = model, optimizer, extras, partner
-        self._tape = tape or Recorder(partner)
+        self._model, self._optimizers, self._extras, self._partner = model, optimizers, extras, partner
+        self._tape, self._buffers = tape or Recorder(partner), buffers
         self.waits = False
         """A peer's state is on its way, or sought."""
         self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
@@ -88,7 +90,8 @@ class PeerStates:
         try:
             if self._thread is not None and self._thread.is_alive():
                 raise AtollError("an earlier copy of its state is still being made")
-            copied = capture(self._model, self._optimizer, self._extras, parameters=False, rng=False)
+            whole = (self._model, self._optimizers, self._extras)
+            copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers)
         except AtollError as error:
             self._partner.send(StateCopy(number, t, reason=str(error)))
             return
@@ -109,7 +112,8 @@ class PeerStates:
     def _take(self, fd: int, length: int) -> tuple[str, bool]:
         """Why it is not taken (empty: it is in), and whether that is the peer's doing."""
         try:
-            take(self._model, self._optimizer, self._extras, decode(bytearray(mapped(fd, length))))
+            came = decode(bytearray(mapped(fd, length)))
+            take(self._model, self._optimizers, self._extras, came, self._buffers)
         except PeerError as error:
             return str(error), True
         except (AtollError, RuntimeError, MemoryError) as error:  # torch's own, where the device has no room

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from atoll.learner.ending import say
 from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
 from atoll.store.atomic import make_folder
+from atoll.store.rundir import UNMERGED
 
 NEWEST = 2
 """Parts that stay whatever became of their cuts: the one that is open, and the one before."""
@@ -60,6 +62,23 @@ class Saver:
         make_folder(self._folder)
         write(self._folder / FILE, capture())
         return True
+
+    def keep_unmerged(self, capture: Callable[[], Snapshot]) -> None:
+        """Once, by the run's first learner: what of the model is in no version, for whoever exports it whole."""
+        if self._folder is None:
+            return
+        try:
+            work = (self._folder / UNMERGED, capture())
+            threading.Thread(target=self._write_aside, args=work, name="atoll-unmerged").start()
+        except AtollError as error:
+            say(f"the model cannot be exported whole: {error}")
+
+    def _write_aside(self, path: Path, snapshot: Snapshot) -> None:
+        try:
+            make_folder(path.parent)
+            write(path, snapshot)
+        except OSError as error:
+            say(f"the model cannot be exported whole: {path} could not be written: {error}")
 
     def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""

@@ -16,7 +16,8 @@ from torch import nn
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, Score
 from atoll.learner.best import LOSS, BestModel, FetchedModel, deciding_figure
-from atoll.learner.model import describe, trained
+from atoll.learner.model import BufferRule, describe, merged
+from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.bounds import LONGEST, Direction, near
@@ -81,7 +82,7 @@ class Evaluator:
         self._directions, self._unit = directions, unit
         self._best = best
         """Where the best model is kept; None: nowhere."""
-        self._parameters = trained(model)
+        self._parameters: dict[str, torch.Tensor] = {}
         self._checked = False
         self._cpu_s = 0.0
 
@@ -111,7 +112,7 @@ class Evaluator:
         manifest: Any = await get_json(self._url, "/v1/manifest")
         plan = msgspec.convert(manifest["plan"], Plan)
         if not self._checked:
-            self._check(plan)
+            self._check(plan, str(manifest.get("frozen", "")))
         fetched = await self._fetch(plan, str(manifest["run"]), round)
         found = read_figures(self._score(self._model))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
@@ -134,10 +135,18 @@ class Evaluator:
         await post_score(self._url, score)
         return max(1, int(manifest["evaluate_every"]))
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: Plan, frozen: str) -> None:
         run = tuple(tensor for part in plan.fragments for tensor in part.tensors)
-        if (reason := difference(describe(self._model), run)) is not None:
+        rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
+        rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
+        if (reason := difference(describe(self._model, rule), run)) is not None:
             raise PlanError(reason)
+        if frozen and digest_unmerged(self._model, rule) != frozen:
+            raise PlanError(
+                "the evaluator's frozen parameters or buffers are not those of the run's first learner: "
+                "load them from the same file, or draw them after the same torch.manual_seed"
+            )
+        self._parameters = merged(self._model, rule)
         self._checked = True
 
     async def _fetch(self, plan: Plan, run: str, round: int) -> FetchedModel:

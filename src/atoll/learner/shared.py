@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from atoll.learner.boundary import Boundary
-from atoll.learner.model import describe, trained
+from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.partner import Partner
 from atoll.learner.place import fill_box, settings_of
 from atoll.learner.recorder import Recorder
@@ -26,8 +26,8 @@ from atoll.protocol.settings import Settings
 
 
 class Shared:
-    def __init__(self, model: nn.Module, partner: Partner, tape: Recorder) -> None:
-        self._model, self._partner, self._tape = model, partner, tape
+    def __init__(self, model: nn.Module, partner: Partner, tape: Recorder, buffers: BufferRule = None) -> None:
+        self._model, self._partner, self._tape, self._buffers = model, partner, tape, buffers
         self.tensors: tuple[TensorSpec, ...] = ()
         self.box: Mailbox | None = None
         self.boundary: Boundary | None = None
@@ -39,7 +39,7 @@ class Shared:
 
     def describe(self) -> None:
         """ConfigError: this model cannot take part."""
-        self.tensors = describe(self._model)
+        self.tensors = describe(self._model, self._buffers)
 
     def welcomed(self, frame: Welcomed) -> bool:
         """The run's settings are known: cut the model as they say. True: the courier is to get other memory."""
@@ -66,7 +66,8 @@ class Shared:
 
     def _make(self, plan: Plan, settings: Settings) -> tuple[Mailbox, Boundary]:
         self.box = Mailbox.create(plan, settings)
-        self.boundary = Boundary(self.box, settings, trained(self._model), self._partner, self._tape)
+        taking_part = merged(self._model, self._buffers)
+        self.boundary = Boundary(self.box, settings, taking_part, self._partner, self._tape)
         return self.box, self.boundary
 
     def hand_over(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Everything that makes a training process's future, taken between two steps and put back into a fresh process.
 
-That is: trained parameters, persistent buffers, the inner optimizer's state, the state of whatever else the script
+That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
 registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the random states. Frozen
 parameters are not: each learner loads its own. `capture` only copies, into host memory; writing and sending are for the
 background.
@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 
 from atoll.learner import inner
 from atoll.learner import rng as randomness
-from atoll.learner.names import named_modules, named_parameters
+from atoll.learner.inner import Optimizers
+from atoll.learner.model import BufferRule, merged_buffers, persistent_buffers
+from atoll.learner.names import named_parameters
 from atoll.learner.plain import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
@@ -36,17 +38,18 @@ class Stateful(Protocol):
 @torch.no_grad()
 def capture(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizers: Optimizers = None,
     extras: Mapping[str, Stateful] | None = None,
     *,
     parameters: bool = True,
     rng: bool = True,
+    buffers: BufferRule = None,
 ) -> Snapshot:
     """Returns once the copies are made; ConfigError names the first thing that cannot be kept."""
     packing = Packing()
-    for name, tensor in _tensors(model, parameters):
+    for name, tensor in _tensors(model, parameters, buffers):
         packing.keep(name, tensor)
-    things = _things(optimizer, extras)
+    things = _things(optimizers, extras)
     states = {path: packing.pack(_state(thing, model), path) for path, thing in things.items()}
     drawn = packing.pack(randomness.current(), "rng") if rng else None
     packing.settle()
@@ -56,16 +59,17 @@ def capture(
 @torch.no_grad()
 def restore(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Optimizers,
     extras: Mapping[str, Stateful] | None,
     snapshot: Snapshot,
     *,
     parameters: bool = True,
     rng: bool = True,
+    buffers: BufferRule = None,
 ) -> None:
     """The future is then the captured process's; ConfigError names the first difference, and nothing has changed."""
-    things, own = _things(optimizer, extras), dict(_tensors(model, parameters))
-    _check_tensors(own, snapshot, parameters)
+    things, own = _things(optimizers, extras), dict(_tensors(model, parameters, buffers))
+    _check_tensors(own, snapshot, parameters, merged_buffers(model, buffers))
     _check_states(things, model, snapshot)
     drawn = _check_rng(snapshot) if rng else None
     with ExitStack() as undo:
@@ -83,34 +87,31 @@ def restore(
 # ---- what there is --------------------------------------------------------------------------------------------------
 
 
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's persistent ones, by where they stand in a snapshot."""
-    return dict(_tensors(model, parameters=False))
+def own_buffers(model: nn.Module, rule: BufferRule = None) -> dict[str, torch.Tensor]:
+    """The model's persistent ones that are not merged, by where they stand in a snapshot."""
+    return dict(_tensors(model, False, rule))
 
 
-def _tensors(model: nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model that is kept, once: tied ones are one."""
-    seen = set()
-    for name, parameter in named_parameters(model):
-        seen.add(id(parameter))
-        if parameters and parameter.requires_grad:
-            yield f"model/{name}", parameter
-    for prefix, module in named_modules(model):
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            passing = name.rpartition(".")[2] in module._non_persistent_buffers_set
-            if not passing and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"buffers/{name}", buffer
+def _tensors(model: nn.Module, parameters: bool, rule: BufferRule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the model that is kept, once: tied ones are one. Merged buffers count as parameters."""
+    if parameters:
+        for name, parameter in named_parameters(model):
+            if parameter.requires_grad:
+                yield f"model/{name}", parameter
+    merged = merged_buffers(model, rule)
+    for _, name, buffer in persistent_buffers(model):
+        if parameters or name not in merged:
+            yield f"buffers/{name}", buffer
 
 
-def _things(optimizer: Optimizer | None, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """Whatever has a state, by where it stands in a snapshot; the optimizer last, since a schedule's loading may
-    write into it."""
+def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """Whatever has a state, by where it stands in a snapshot; optimizers last, since a schedule's loading may write
+    into them."""
     things: dict[str, Stateful] = {f"extra/{name}": thing for name, thing in (extras or {}).items()}
     for path, thing in things.items():
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(f"{path!r} is a {type(thing).__qualname__}, without state_dict() and load_state_dict()")
-    return things if optimizer is None else {**things, "optimizer": optimizer}
+    return {**things, **inner.by_path(optimizers)}
 
 
 def _state(thing: Stateful, model: nn.Module) -> dict[str, Any]:
@@ -128,12 +129,32 @@ def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = None) -> None:
+    """TypeError names what no cut could keep: told when it is handed in, not at the first cut."""
+    try:
+        for path, thing in _things(optimizers, extras).items():
+            if isinstance(thing, Optimizer):
+                options = [{k: v for k, v in group.items() if k not in inner.OURS} for group in thing.param_groups]
+                Packing().pack(options, path)
+            else:
+                Packing().pack(thing.state_dict(), path)
+    except ConfigError as error:
+        raise TypeError(str(error)) from None
+
+
 # ---- checking before anything is changed ----------------------------------------------------------------------------
 
 
-def _check_tensors(own: Mapping[str, torch.Tensor], snapshot: Snapshot, parameters: bool) -> None:
+def _check_tensors(
+    own: Mapping[str, torch.Tensor], snapshot: Snapshot, parameters: bool, merged: Mapping[str, torch.Tensor]
+) -> None:
     prefixes = ("model/", "buffers/") if parameters else ("buffers/",)
-    held = {name: tensor for name, tensor in snapshot.tensors.items() if name.startswith(prefixes)}
+    passed_over = set() if parameters else {f"buffers/{name}" for name in merged}
+    held = {
+        name: tensor
+        for name, tensor in snapshot.tensors.items()
+        if name.startswith(prefixes) and name not in passed_over
+    }
     _check_names("model", own, held)
     for name, tensor in own.items():
         if (here := _said(tensor)) != (there := _said(held[name])):

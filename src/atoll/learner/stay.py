@@ -21,9 +21,10 @@ from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
 from atoll.learner.feed import Feed
+from atoll.learner.inner import Optimizers, by_path
 from atoll.learner.inputs import Inputs
 from atoll.learner.leaving import Leaving, broken_off, patience_s
-from atoll.learner.model import load_weights
+from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.partner import Partner
 from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.learner.place import describe_place
@@ -34,12 +35,14 @@ from atoll.learner.shared import Shared
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import Stateful
 from atoll.learner.tally import Tally
+from atoll.learner.unmerged import FrozenRule, Unmerged
 from atoll.mailbox.channel import (
     Bye,
     DrainOrder,
     ForgetOrder,
     GoOrder,
     Kept,
+    OwnOrder,
     RunProgress,
     SaveOrder,
     Sources,
@@ -72,6 +75,8 @@ class Joining:
     pid: int = 0
     proof: str = ""
     """Where it is, and that it is the successor of whoever had its name (folder.py)."""
+    buffers: BufferRule = None
+    frozen: FrozenRule = "refuse"
 
 
 class Stay:
@@ -79,7 +84,7 @@ class Stay:
         self,
         joining: Joining,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         extras: Mapping[str, Stateful],
         from_peers: Collection[str] = (),
         *,
@@ -88,14 +93,15 @@ class Stay:
         feed: Feed,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer."""
-        self._joining, self._model, self._optimizer = joining, model, optimizer
+        self._joining, self._model, self._optimizers = joining, model, optimizers
         self._partner, self._tally, self._feed = partner, tally, feed
         self._session = secrets.token_hex(8)
         self._tape = Recorder(partner)
-        self.shared = Shared(model, partner, self._tape)
+        self.shared = Shared(model, partner, self._tape, joining.buffers)
+        self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizer, shared, partner, self._tape)
-        self._own = OwnState(model, optimizer, extras)
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers)
+        self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
@@ -130,6 +136,7 @@ class Stay:
         """Begin as the run has it, or as an earlier life left it."""
         self._preemption.watch()
         self.shared.describe()
+        self._unmerged.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
         earlier = find_earlier()
@@ -165,7 +172,7 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof)
+        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, self._unmerged.digest)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
@@ -206,6 +213,7 @@ class Stay:
         self._feed.stepped()
         tally.add_loss(loss)
         self._inputs.stepped(tally.t)
+        self._unmerged.look(tally.t)
         if shared.boundary is not None:
             shared.boundary.count(tally.t, tokens, tally.tokens, self._feed.position)
         self._listen()
@@ -290,6 +298,7 @@ class Stay:
             return
         match frame:
             case Welcomed():
+                self._unmerged.compare(frame.frozen)
                 if self.shared.welcomed(frame):
                     self.shared.hand_over(self._counted())
             case RunProgress():
@@ -311,6 +320,8 @@ class Stay:
                 self.shared.boundary.obey(frame)
                 if isinstance(frame, ForgetOrder):
                     self._forget(frame.reset)
+                elif isinstance(frame, OwnOrder):
+                    self._saver.keep_unmerged(self._unmerged.capture)
 
     def _stop(self, order: StopOrder) -> None:
         if not self._done:
@@ -323,8 +334,9 @@ class Stay:
     def _forget(self, reset: bool) -> None:
         self._tape.add(Forgot(self._tally.t, reset))
         self._feed.forget()
-        if reset and self._optimizer is not None:
-            self._optimizer.state.clear()
+        if reset and (optimizers := by_path(self._optimizers)):
+            for optimizer in optimizers.values():
+                optimizer.state.clear()
             say("the inner optimizer starts afresh")
 
     def _captured(self) -> Snapshot:

@@ -1,6 +1,6 @@
 """What a learner takes of a peer's state: tensors as its own script would make them, and nothing else.
 
-A peer may be broken or hostile. Of the inner optimizer only the state of parameters is taken, where every tensor has
+A peer may be broken or hostile. Of an inner optimizer only the state of parameters is taken, where every tensor has
 the name, shape and type that this learner's own optimizer gives it, and is finite; learning rate, betas and all other
 options stay the script's. Buffers must be as they are here, and finite. Of what the script registered only that is
 taken which it allows (`register(…, from_peers=True)`). All of it is checked before anything is changed.
@@ -19,13 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll.learner import inner
+from atoll.learner.inner import Optimizers
+from atoll.learner.model import BufferRule
 from atoll.learner.plain import Unpacking
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Stateful, buffers, restore
+from atoll.learner.state import Stateful, own_buffers, restore
 from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError, PeerError
 
-OPTIMIZER = "optimizer"
 PLAIN = (int, float, bool, type(None))
 """What may stand beside tensors in an optimizer's state."""
 
@@ -57,25 +58,30 @@ States: TypeAlias = dict[Key, dict[str, Any]]
 
 
 @torch.no_grad()
-def take(model: nn.Module, optimizer: Optimizer | None, extras: Mapping[str, Stateful], came: Snapshot) -> None:
+def take(
+    model: nn.Module,
+    optimizers: Optimizers,
+    extras: Mapping[str, Stateful],
+    came: Snapshot,
+    buffers: BufferRule = None,
+) -> None:
     """Go on with a peer's state; PeerError says what is wrong with it, and nothing has changed.
 
     ConfigError: this learner's own optimizer is of a kind that can be taken from nobody.
     """
-    states: States = {}
-    if optimizer is not None:
-        layout = expected_layout(optimizer, model)
-        states = _fitting(optimizer, model, layout, came)
-    if reasons := wrong_buffers(buffers(model), came.tensors):
+    own = inner.by_path(optimizers)
+    layouts = {path: expected_layout(optimizer, model) for path, optimizer in own.items()}
+    states = {path: _fitting(path, own[path], model, layout, came) for path, layout in layouts.items()}
+    if reasons := wrong_buffers(own_buffers(model, buffers), came.tensors):
         raise PeerError(_said(reasons))
     allowed = {path: came.states[path] for name in extras if (path := f"extra/{name}") in came.states}
     try:
-        restore(model, None, extras, Snapshot(came.tensors, allowed), parameters=False, rng=False)
+        restore(model, None, extras, Snapshot(came.tensors, allowed), parameters=False, rng=False, buffers=buffers)
     except ConfigError as error:
         raise PeerError(str(error)) from None
-    if optimizer is not None:
+    for path, optimizer in own.items():
         parameters = inner.by_key(optimizer, model)
-        for key, state in states.items():
+        for key, state in states[path].items():
             optimizer.state[parameters[key]] = state
 
 
@@ -162,10 +168,10 @@ def _own(spec: Spec | type, value: Any) -> Any:
     return spec.filled(value) if isinstance(spec, Spec) else value
 
 
-def _fitting(optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
+def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
     try:
-        saved = Unpacking(came.tensors).unpack(came.states[OPTIMIZER])
-        inner.check(optimizer, model, saved, OPTIMIZER)
+        saved = Unpacking(came.tensors).unpack(came.states[path])
+        inner.check(optimizer, model, saved, path)
         given = dict(saved["state"])
     except ConfigError as error:
         raise PeerError(str(error)) from None

@@ -53,6 +53,8 @@ class Start(Frame, frozen=True):
     """Of the training process."""
     proof: str = ""
     """That it is the successor of whoever had its name (protocol/succession.py)."""
+    frozen: str = ""
+    """A digest of what it does not merge."""
 
 
 class Box(Frame, frozen=True):
@@ -151,6 +153,8 @@ class Welcomed(Frame, frozen=True):
     """The run's newest, which a learner takes before it trains on."""
     index: int = -1
     """This learner's number in the run."""
+    frozen: str = ""
+    """The digest that the run's first learner brought of what it does not merge."""
 
 
 class RunProgress(Frame, frozen=True):

@@ -37,6 +37,13 @@ class Fragment(msgspec.Struct, frozen=True):
     size: int
     """Elements of all its tensors."""
 
+    @property
+    def buffers(self) -> slice:
+        """The elements that are buffers: by their names they lie side by side. Empty for most fragments."""
+        both = zip(self.tensors, self.offsets, strict=True)
+        held = [(start, start + elements(tensor)) for tensor, start in both if tensor.buffer_rule]
+        return slice(held[0][0], held[-1][1]) if held else slice(0, 0)
+
 
 class Plan(msgspec.Struct, frozen=True):
     strategy: str

@@ -6,6 +6,7 @@
 
 Rules kept here:
 - embeddings always use the mean; so does whatever has no common direction, because the directions cancel;
+- buffers use the mean too, or (rule "first") are those of the first contribution that weighs anything;
 - what the filter leaves out of a tensor is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
 - sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits.
@@ -58,7 +59,7 @@ def merge(
     given, shares = _shares(deltas, weights)
     if len(given) == 1:
         np.copyto(out, given[0])
-    elif rule == "mean":
+    elif rule == "mean" and not any(tensor.buffer_rule == "first" for tensor in fragment.tensors):
         _mean(given, shares, out)
     else:
         for tensor, start in zip(fragment.tensors, fragment.offsets, strict=True):
@@ -87,8 +88,6 @@ def _merge_filtered(
         given, shares = _shares([delta for delta, _ in kept], [weight for _, weight in kept])
         if len(given) == 1:
             np.copyto(out[part], given[0])
-        elif rule == "mean":
-            _mean(given, shares, out[part])
         else:
             _merge_tensor(tensor, given, shares, out[part], rule)
 
@@ -112,7 +111,9 @@ def _shares(deltas: Sequence[FloatArray], weights: Sequence[float]) -> tuple[lis
 def _merge_tensor(
     tensor: TensorSpec, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, rule: str
 ) -> None:
-    if tensor.embedding:
+    if tensor.buffer_rule == "first":
+        np.copyto(out, deltas[0])
+    elif tensor.embedding or tensor.buffer_rule or rule == "mean":
         _mean(deltas, shares, out)
     else:
         rows = tensor.shape[0] if rule == "rda-row" and len(tensor.shape) >= 2 else 1

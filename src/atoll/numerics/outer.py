@@ -2,6 +2,7 @@
 
 Rules kept here: all in float32, element by element, so that a journal of outer gradients gives Θ and the optimizer's
 state again bit for bit; the state is the caller's, as one array per slot and fragment, zero before the first step.
+Merged buffers take their mean as it is, without learning rate or momentum: Θ ← Θ − Δ.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import Fragment
 from atoll.protocol.errors import ConfigError
 
 CACHED = 65_536
@@ -62,6 +64,26 @@ class Sgd(msgspec.Struct, frozen=True):
         given = kernels.read_only(delta)
         for part in _copied(theta, new_theta):
             kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
+
+
+def take_outer_step(
+    optimizer: OuterOptimizer,
+    fragment: Fragment,
+    theta: FloatArray,
+    new_theta: FloatArray,
+    state: dict[str, FloatArray],
+    delta: FloatArray,
+) -> None:
+    """A whole fragment's next version into `new_theta`: its parameters by the optimizer, its buffers by Δ alone."""
+    buffers = fragment.buffers
+    for part in (slice(0, buffers.start), slice(buffers.stop, fragment.size)):
+        held = {name: values[part] for name, values in state.items()}
+        optimizer.step(theta[part], new_theta[part], held, delta[part])
+    if buffers.stop > 0:
+        _AS_IT_IS.step(theta[buffers], new_theta[buffers], {}, delta[buffers])
+
+
+_AS_IT_IS = Sgd(1.0)
 
 
 def make_outer(name: str, lr: float, momentum: float) -> OuterOptimizer:

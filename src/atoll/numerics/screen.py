@@ -4,6 +4,7 @@ Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
 - usual is the running median of the norms merged of the same fragment; before there are enough of them, when a
   learning rate that warms up makes the first ones tiny, only what is absurd by any measure is refused;
+- of merged buffers only that they are finite is asked: statistics move far at first, and hardly at all later;
 - norms are compared per inner step, because a learner that could not be heard for a while has more steps to give;
 - what is not merged leaves no trace here, whoever refused it and why: nobody can shift what is usual by giving what
   is refused anyway.
@@ -36,6 +37,7 @@ class Screen:
     def __init__(self, plan: Plan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8) -> None:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
         self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, Plan) else list(plan)
+        self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, Plan) else []
         self.limit = limit
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
@@ -51,6 +53,8 @@ class Screen:
         norm = _norm(delta)
         if not math.isfinite(norm):
             return f"{_broken(delta)} of {delta.size} values are not finite"
+        if self._buffers and (buffers := self._buffers[fragment]).stop > 0:
+            norm = math.hypot(_norm(delta[: buffers.start]), _norm(delta[buffers.stop :]))
         pace = norm / max(steps, 1)
         refusal = self._judge_norm(self._norms[fragment], pace, "norm" if steps <= 1 else "norm per step")
         if refusal is None:

@@ -7,12 +7,14 @@ directory and is whole or not there; nothing is replaced unless that was asked f
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.numpy
 
 from atoll.observe.rebuild import Head, at_cut, newest
+from atoll.observe.whole import Stored, find_unmerged, save_whole
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts
@@ -37,24 +39,26 @@ class Exported:
     remarks: tuple[str, ...] = ()
 
 
-def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = False) -> Exported:
+def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False) -> Exported:
     """The newest version, or what a cut holds, to `out`: a `.safetensors` file, or else a folder with the settings too.
 
+    `whole`: with frozen parameters and buffers that are not merged (whole.py).
     ConfigError for what cannot be asked; BadCut, Corrupt or NotKept name what is wrong in the run's directory.
     """
     run = RunDir(path)
     _check_out(run, out, force)
     head = newest(run) if cut is None else at_cut(run, cut)
+    unmerged, remark = find_unmerged(run, head.cut) if whole else ({}, "")
     file = out if out.suffix == ".safetensors" else out / MODEL
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _save(file, head)
+        _save(file, head, unmerged)
         if file != out and run.settings.exists():
             with staged(out / CONFIG) as draft:
                 shutil.copyfile(run.settings, draft)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
-    versions, remarks = tuple(head.versions), tuple(head.remarks)
+    versions, remarks = tuple(head.versions), (*head.remarks, *([remark] if remark else []))
     return Exported(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
 
 
@@ -86,8 +90,11 @@ def _check_out(run: RunDir, out: Path, force: bool) -> None:
         raise ConfigError(f"{out} is there already: choose another name, or replace it with --force")
 
 
-def _save(path: Path, head: Head) -> None:
+def _save(path: Path, head: Head, unmerged: Mapping[str, Stored]) -> None:
     """Like every model of ours; its metadata says what it is of."""
     metadata = {"format": "pt", **facts_of_model(head.run, head.round, head.versions)}
+    if unmerged:
+        save_whole(path, head, unmerged, metadata)
+        return
     with staged(path) as draft:
         safetensors.numpy.save_file(head.model.tensors(), draft, metadata=metadata)

@@ -16,6 +16,7 @@ import numpy as np
 from atoll.config import Outer
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements, make_plan
+from atoll.numerics.outer import take_outer_step
 from atoll.observe.shelf import StoredCut, open_cut
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
@@ -55,7 +56,8 @@ class Rebuilt:
                 f"{len(gradient)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
             )
         state = {slot: self._slot(slot, fragment) for slot in self._optimizer.slots()}
-        self._optimizer.step(theta, theta, state, np.frombuffer(gradient, dtype=np.float32))
+        delta = np.frombuffer(gradient, dtype=np.float32)
+        take_outer_step(self._optimizer, self.plan.fragments[fragment], theta, theta, state, delta)
         return digest(theta.view(np.uint8).data)
 
     def restore(self, packed: bytes) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ class Rebuilt:
         for part in self.plan.fragments:
             values = self._arrays[f"theta-{part.index:03d}"]
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                whole[tensor.name] = values[start : start + elements(tensor)].reshape(tensor.shape)
+                whole[tensor.name_in_model] = values[start : start + elements(tensor)].reshape(tensor.shape)
         return whole
 
 

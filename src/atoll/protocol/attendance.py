@@ -121,6 +121,7 @@ class Attendance:
             protocol=learner.protocol,
             least=tuple(self.members.least) if max(self.members.least) > 0 else (),
             index=self.history.index_of(learner.name),
+            frozen=self.history.begun.frozen,
         )
         self.out.send(learner.name, welcome)
 

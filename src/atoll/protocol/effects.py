@@ -229,6 +229,8 @@ class Part(Fact, frozen=True):
     learner: str
     attempt: int
     weight: float
+    base: int = -1
+    """The version it was made on."""
 
 
 class Merge(Fact, frozen=True):

@@ -51,6 +51,7 @@ class Learner:
         kept: bool = False,
         tokens_per_step: int = 0,
         holder: Holder | None = None,
+        frozen: str = "",
     ) -> None:
         """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins. `holder`: who has this name,
         and by what it is proved."""
@@ -60,6 +61,7 @@ class Learner:
         self.settings = Settings()
         self.wake_at: float | None = None
         self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
+        self._frozen = frozen
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -147,6 +149,7 @@ class Learner:
             host=self._holder.host,
             pid=self._holder.pid,
             proof=self._holder.proof,
+            frozen=self._frozen,
             clock=self._line.clock,
             term=self.term,
         )

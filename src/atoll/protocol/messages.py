@@ -41,14 +41,17 @@ NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
-    "Hello": frozenset({"tokens_per_step", "tokens_total", "host", "pid", "proof"}),
+    "Hello": frozenset({"tokens_per_step", "tokens_total", "host", "pid", "proof", "frozen"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed", "inputs"}),
-    "Welcome": frozenset({"protocol", "least", "index"}),
+    "Welcome": frozenset({"protocol", "least", "index", "frozen"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
 NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard", "wait_for_learners_s"})
 
+
+BUFFER_RULES = ("mean", "first")
+"""How buffers of the model are merged, where they are (numerics/merge.py)."""
 
 Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 
@@ -64,12 +67,27 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One trained tensor of the model: all that a fragment plan depends on."""
+    """One merged tensor of the model, a trained parameter or a buffer: all that a fragment plan depends on."""
 
     name: Annotated[str, Meta(max_length=1024)]
+    """Of a buffer: `buffers/RULE/NAME`, so that journals and peers without merged buffers read the same plan."""
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     dtype: Annotated[str, Meta(max_length=64)]
     embedding: bool = False
+
+    @property
+    def buffer_rule(self) -> str:
+        """How this buffer is merged; empty: it is a parameter."""
+        return next((rule for rule in BUFFER_RULES if self.name.startswith(buffer_name(rule, ""))), "")
+
+    @property
+    def name_in_model(self) -> str:
+        return self.name.removeprefix(buffer_name(self.buffer_rule, "")) if self.buffer_rule else self.name
+
+
+def buffer_name(rule: str, name: str) -> str:
+    """The name of a merged buffer in the plan."""
+    return f"buffers/{rule}/{name}"
 
 
 class Hello(Message, frozen=True):
@@ -98,6 +116,8 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     proof: Name = ""
     """… and what only that process and its restarts can show (succession.py); empty: nothing. It is kept nowhere."""
+    frozen: Line = ""
+    """A digest of what it does not merge: frozen parameters, buffers of its own. Empty: not to be compared."""
 
 
 class Progress(Message, frozen=True):
@@ -296,6 +316,8 @@ class Welcome(Message, frozen=True):
     values. Empty: it never was."""
     index: Number = -1
     """The learner's number in the run: names are counted from 0 as they first join. −1: not told."""
+    frozen: Line = ""
+    """The digest that the run's first learner brought of what it does not merge."""
 
 
 class Refused(Message, frozen=True):

@@ -49,6 +49,8 @@ class Begun(Record, frozen=True, tag="begun"):
     seed: int = 0
     parent: str = ""
     """The run and cut it was started from, for `--from-cut`."""
+    frozen: str = ""
+    """A digest of what the first learner does not merge; empty: it is not compared."""
 
 
 class Reigned(Record, frozen=True, tag="reigned"):

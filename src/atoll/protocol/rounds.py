@@ -238,7 +238,9 @@ class Rounds:
         if round_.t == self.committed:
             round_.stage = "merging"
             self._weigh(round_)
-            parts = tuple(Part(name, round_.attempt, counts) for name, counts in round_.weights.items())
+            bases = {seat.learner: seat.answer.base for seat in round_.given}
+            weights = round_.weights.items()
+            parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
             self.out.add(Merge(round_.t, round_.fragment, parts))
         return silent or bool(missed)  # whoever fell mute is to be probed
 

@@ -42,6 +42,8 @@ from atoll.store.runlock import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""
+UNMERGED = "unmerged.safetensors"
+"""In the folder of the run's first learner: its frozen parameters and the buffers that are not merged, as it began."""
 _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
 _OURS = (

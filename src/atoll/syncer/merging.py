@@ -96,7 +96,8 @@ class Merging:
             momentum = self._parameters.momentum(merge.fragment)
             judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
             factors = [one.factors for one in judged] if self.robust else []
-            mark = self._parameters.stage(merge.fragment, deltas, [part.weight for part in merge.parts], factors)
+            weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
+            mark = self._parameters.stage(merge.fragment, deltas, weights, factors, bases)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:

@@ -73,6 +73,7 @@ def first_joiners(hello: Hello, config: Config, run: str, term: int) -> Model:
         fingerprint=plan.fingerprint,
         data=hello.data,
         seed=config.seed,
+        frozen=hello.frozen,
     )
     return Model(History(begun, term), plan, _room_for(plan, config.outer))
 

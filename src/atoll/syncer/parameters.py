@@ -18,6 +18,7 @@ from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements
 from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
+from atoll.numerics.outer import take_outer_step
 from atoll.protocol.errors import PeerError
 
 OLD = 2
@@ -100,9 +101,19 @@ class Parameters:
         deltas: Sequence[FloatArray],
         weights: Sequence[float],
         factors: Sequence[FloatArray] = (),
+        bases: Sequence[int] = (),
     ) -> str:
-        """Merge and take the outer step beside the committed version. Returns its digest; ValueError: void."""
-        merge(self.plan.fragments[fragment], deltas, weights, self.outer_gradient(fragment), self._rule, factors)
+        """Merge and take the outer step beside the committed version. Returns its digest; ValueError: void.
+
+        `bases`: the version that each was made on. Steps of parameters add up, whatever they were made on; a buffer
+        (a variance, say) that two learners saw fall from the same version must not fall twice.
+        """
+        part = self.plan.fragments[fragment]
+        if part.buffers.stop > 0:
+            current = self._committed[fragment].version
+            paired = zip(deltas, bases, strict=True)
+            deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
+        merge(part, deltas, weights, self.outer_gradient(fragment), self._rule, factors)
         return self._step(fragment)
 
     def momentum(self, fragment: int) -> FloatArray | None:
@@ -116,7 +127,8 @@ class Parameters:
 
     def _step(self, fragment: int) -> str:
         old, new = self._committed[fragment], self._take(fragment)
-        self._optimizer.step(old.values, new.values, self._state[fragment], self.outer_gradient(fragment))
+        part, delta = self.plan.fragments[fragment], self.outer_gradient(fragment)
+        take_outer_step(self._optimizer, part, old.values, new.values, self._state[fragment], delta)
         if not _finite(new.values):
             self._spare[fragment].append(new)
             self.reset(fragment)
@@ -244,12 +256,18 @@ class Parameters:
         return Served(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
 
     def tensors(self) -> dict[str, FloatArray]:
-        """The whole committed model by name."""
+        """The whole committed model by the names it has there."""
         whole: dict[str, FloatArray] = {}
         for part, buffer in zip(self.plan.fragments, self._committed, strict=True):
             for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                whole[tensor.name] = buffer.values[start : start + elements(tensor)].reshape(tensor.shape)
+                whole[tensor.name_in_model] = buffer.values[start : start + elements(tensor)].reshape(tensor.shape)
         return whole
+
+
+def _without(delta: FloatArray, part: slice) -> FloatArray:
+    rest = delta.copy()
+    rest[part] = 0.0
+    return rest
 
 
 def _fill(values: FloatArray, arrays: Mapping[str, ByteArray], name: str) -> None:

@@ -229,6 +229,7 @@ def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
             "round": machine.committed,
             "plan": plan,
             "evaluate_every": evaluate_every,
+            "frozen": machine.history.begun.frozen,
         }
     )
 

@@ -45,7 +45,7 @@ from atoll.mailbox.channel import (
     decode_to_courier,
 )
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import Codec
+from atoll.numerics.codec import Codec, encode_contribution
 from atoll.numerics.fragments import Plan
 from atoll.protocol import tape
 from atoll.protocol.messages import Range
@@ -324,11 +324,11 @@ class Actor:
 
     def _copied(self, frame: Copy) -> None:
         assert self._box is not None and self._reading is not None
-        act, size = self._reading, self._box.plan.fragments[frame.fragment].size
+        act, part = self._reading, self._box.plan.fragments[frame.fragment]
         codec, values = self._house.codec, self._box.outgoing(frame.slot, frame.fragment)
-        encoded = np.empty(codec.nbytes(size), dtype=np.uint8)
-        codec.encode_delta(self._box.base(frame.fragment), values, encoded)
-        delta = np.empty(size, dtype=np.float32)
+        encoded = np.empty(codec.nbytes(part.size), dtype=np.uint8)
+        encode_contribution(codec, part, self._box.base(frame.fragment), values, encoded)
+        delta = np.empty(part.size, dtype=np.float32)
         codec.decode(encoded, delta)
         if self._house.settings.adopt == "carry":
             self._copies[frame.fragment, frame.t] = (frame.slot, frame.steps, frame.tokens)

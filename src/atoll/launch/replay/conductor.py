@@ -300,8 +300,8 @@ class Conductor:
         if all((record.round, name) in self._given for name in members):
             deltas = [self._given.pop((record.round, name)) for name in members]
             try:
-                weights = [share.weight for share in record.members]
-                mark = self._parameters.stage(record.fragment, deltas, weights, self._factors(record))
+                weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
+                mark = self._parameters.stage(record.fragment, deltas, weights, self._factors(record), bases)
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False

@@ -1,0 +1,20 @@
+"""LoRA with peft: adapters are merged, the frozen base model is exported with them."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors import safe_open
+from tests.system.conftest import Run
+from tests.system.test_examples import EXAMPLES, load_back
+
+pytestmark = pytest.mark.integrations
+
+
+def test_lora_trains_and_its_export_scores_as_the_run_did(run: Run) -> None:
+    script = EXAMPLES / "lora.py"
+    assert len(script.read_text().splitlines()) <= 60
+    run.train(script, "--learners", "2", "--steps", "60", "--sync-every", "8").ended()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    with safe_open(run.out / "model.safetensors", framework="numpy") as adapters:
+        assert all("lora_" in name for name in adapters.keys())  # noqa: SIM118
+    load_back(run, script)

@@ -1,0 +1,108 @@
+"""The whole model comes out: merged tensors from the run, all others as its first learner has them, of any type."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.observe.written import WrittenRun, with_rounds
+from torch import nn
+
+from atoll.learner.saving import Saver
+from atoll.learner.snapshot import Snapshot, write
+from atoll.learner.unmerged import Unmerged
+from atoll.observe.export import export_run
+from atoll.protocol.errors import ConfigError
+from atoll.store.cuts import read_manifest
+from atoll.store.rundir import UNMERGED
+
+UNMERGED_THERE = {
+    "frozen.weight": torch.randn(3, 5).bfloat16(),
+    "mask": torch.tensor([True, False, True]),
+    "steps": torch.tensor(3),
+    "embed": torch.zeros(1),  # merged: the run's counts
+}
+
+
+def keep(run: WrittenRun, tensors: dict[str, torch.Tensor], learner: str = "learner-0") -> Path:
+    path = run.dir.learner(learner) / UNMERGED
+    write(path, Snapshot(tensors, {}))
+    return path
+
+
+def test_frozen_parameters_and_buffers_come_with_the_merged_ones(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4)
+    keep(run, UNMERGED_THERE)
+    exported = export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    found, merged = load_file(exported.file), run.parameters.tensors()
+    assert found.keys() == merged.keys() | UNMERGED_THERE.keys()
+    assert all(torch.equal(found[name], torch.from_numpy(values)) for name, values in merged.items())
+    for name in ("frozen.weight", "mask", "steps"):
+        assert found[name].dtype == UNMERGED_THERE[name].dtype and torch.equal(found[name], UNMERGED_THERE[name])
+    assert exported.remarks == (
+        "frozen parameters and local buffers are those that learner-0 began with: cut 0 has no others",
+    )
+
+
+def test_buffers_are_those_of_the_cut(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 3)
+    run.cut()
+    keep(run, UNMERGED_THERE)
+    part = read_manifest(run.dir.cuts, 3).learners["learner-0"]
+    write(run.dir.learner("learner-0") / part.file, Snapshot({"buffers/steps": torch.tensor(77)}, {}))
+    exported = export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    assert load_file(exported.file)["steps"] == 77
+    assert exported.remarks == ("frozen parameters and local buffers are those of learner-0",)
+
+
+def test_a_model_of_merged_tensors_alone_is_whole_without_more(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    keep(run, {})
+    plain, whole = (tmp_path / f"{name}.safetensors" for name in ("plain", "whole"))
+    export_run(run.dir.path, plain)
+    assert export_run(run.dir.path, whole, whole=True).remarks == ()
+    one, other = load_file(plain), load_file(whole)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_without_the_file_the_next_step_is_told(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    with pytest.raises(ConfigError, match=r"no unmerged.safetensors is in .*copy it to .*or export without --whole"):
+        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no header", b"\xff" * 64])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    keep(run, UNMERGED_THERE).write_bytes(damage)
+    with pytest.raises(ConfigError, match=r"cannot read .*unmerged.safetensors"):
+        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 2)
+    path = keep(run, UNMERGED_THERE)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ConfigError, match="ends too early"):
+        export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
+    assert not (tmp_path / "whole.safetensors").exists()
+
+
+def test_what_a_first_learner_keeps_is_what_is_exported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    run = with_rounds(tmp_path / "run", 1)
+    folder = run.dir.learner("learner-1")
+    Saver(folder).keep_unmerged(Unmerged(model, None, "refuse").capture)
+    found = load_file(wait_for(folder / UNMERGED))
+    assert found.keys() == {"0.weight", "0.bias", "1.num_batches_tracked"}
+    assert torch.equal(found["0.weight"], model[0].weight)
+
+
+def wait_for(path: Path) -> Path:
+    for thread in threading.enumerate():
+        if thread.name == "atoll-unmerged":
+            thread.join(60)
+    return path

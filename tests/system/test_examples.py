@@ -1,0 +1,37 @@
+"""Each example trains with two learners; its export, loaded into the bare model, scores as the run did."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.system.conftest import Run
+
+pytestmark = pytest.mark.system
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load_back(run: Run, script: Path) -> None:
+    """Into the model that the script makes; every one of its tensors is in the export, tied ones once."""
+    file = run.folder / "exported.safetensors"
+    exported = run.command("export", run.out, file, "--whole")
+    assert exported.returncode == 0, exported.stderr
+    names = runpy.run_path(str(script))  # alone, which is one short pass
+    model, score = names["model"], names["score"]
+    found = model.load_state_dict(load_file(file), strict=False)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    assert set(found.missing_keys) <= tied and not found.unexpected_keys
+    assert score(model) == pytest.approx(run.summary["validation_loss_end"], abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["two_optimizers", "digits_cnn"])
+def test_an_example_trains_and_its_export_scores_as_the_run_did(run: Run, name: str) -> None:
+    script = EXAMPLES / f"{name}.py"
+    assert len(script.read_text().splitlines()) <= 60
+    run.train(script, "--learners", "2", "--steps", "80", "--sync-every", "8").ended()
+    assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
+    load_back(run, script)
+    run.check_replay()
