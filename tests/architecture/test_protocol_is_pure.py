@@ -25,6 +25,7 @@ ALLOWED = {
     "functools",
     "hashlib",
     "heapq",
+    "hmac",
     "itertools",
     "math",
     "msgspec",

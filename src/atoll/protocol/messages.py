@@ -41,7 +41,7 @@ NEW_FIELDS = {
     "*": frozenset({"seq"}),
     "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
-    "Hello": frozenset({"tokens_per_step"}),
+    "Hello": frozenset({"tokens_per_step", "host", "pid", "proof"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed"}),
     "Welcome": frozenset({"protocol", "least"}),
@@ -91,6 +91,11 @@ class Hello(Message, frozen=True):
     """A digest of what it trains on, where the script names one."""
     tokens_per_step: Number = 0
     """The most tokens that one of its steps has, as it declares; 0: it declares nothing."""
+    host: Name = ""
+    """The machine and the training process that it comes from …"""
+    pid: Count = 0
+    proof: Name = ""
+    """… and what only that process and its restarts can show (succession.py); empty: nothing. It is kept nowhere."""
 
 
 class Progress(Message, frozen=True):

@@ -1,0 +1,163 @@
+"""A learner's folder: where it lies, the name that goes with it, and the lock that says who has it.
+
+    ATOLL_FOLDER              where a supervisor or the operator names one (atoll learn --folder)
+    atoll-learners/RUN/NAME   otherwise, below the current folder. RUN is the run that the join link names; without a
+                              link it is the syncer's address, as 127.0.0.1-7077
+
+    lock          flock'ed by the training process that has the folder, with its machine and pid
+    succession    the secret by which a restart proves to the syncer that the name is its own; mode 600
+
+Rules:
+- one process has a folder at a time: a second one of the same name is refused, and one whose name is only a default
+  takes the next that is free;
+- the default name is the machine and the lowest free number (HOST-0, HOST-1, …), or the job and its index where a
+  scheduler gives one: a restart finds its old name, and with it its state and its secret;
+- the lock is free as soon as the process is gone, also while workers that it forked live on;
+- what is shown to the syncer is made of the secret and this machine's name: a folder that two machines share makes
+  neither of them the other's successor;
+- where no folder can be made or locked, the learner trains without one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import socket
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from atoll.fabric.way import way_of
+from atoll.protocol.bounds import LONGEST, is_name
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.succession import tell_taken
+from atoll.store.atomic import make_folder, mode_in
+from atoll.store.keys import kept_secret
+from atoll.store.rundir import checked_name
+
+ROOT = Path("atoll-learners")
+INDEXES = (
+    ("SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME"),
+    ("JOB_COMPLETION_INDEX", ""),
+    ("GROUP_RANK", ""),
+)
+"""Where a scheduler says which of its tasks this is, and how the job is called; without that, the machine."""
+MOST = 1024
+"""Default names that are tried."""
+_SECRET = re.compile(r"[0-9a-f]{32}")
+
+
+class LearnerFolder:
+    """A name, and the folder that goes with it, in this process's hands."""
+
+    def __init__(self, name: str, path: Path | None = None, lock: int | None = None) -> None:
+        """`path`: None where there is no folder; `lock`: the descriptor that holds it, ours from here on."""
+        self.name, self.path = name, path
+        self.host, self.pid = socket.gethostname()[:LONGEST], os.getpid()
+        self.proof = make_proof(_kept_secret(path) if path is not None else secrets.token_hex(16), self.host)
+        self._close = weakref.finalize(self, os.close, lock) if lock is not None else None
+        if lock is not None:
+            mine = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: _release(mine))
+
+    def release(self) -> None:
+        """Another process may have it now."""
+        if self._close is not None:
+            self._close()
+
+
+def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.environ) -> LearnerFolder:
+    """The folder of this name, or of the first default name that is free; ConfigError: another process has the name."""
+    if name:
+        checked_name(name)
+    if named := env.get("ATOLL_FOLDER"):
+        path = Path(named)
+        name = name or (path.name if is_name(path.name) else next(default_names(env)))
+        return _claim(path, name) or _refuse(path, name)
+    root = ROOT / run_or_address(syncer)
+    with suppress(OSError):
+        ROOT.mkdir(mode=0o700, exist_ok=True)
+    if name:
+        return _claim(root / name, name) or _refuse(root / name, name)
+    for default in islice(default_names(env), MOST):
+        if (found := _claim(root / default, default)) is not None:
+            return found
+    raise ConfigError(f"{MOST} learners of {root} are here already: name this one with --name")
+
+
+def run_or_address(syncer: str) -> str:
+    """What a join link, or a syncer's address, names a run by; may be part of a path."""
+    way = way_of(syncer)
+    if is_name(way.run):
+        return way.run
+    parts = urlsplit(way.urls[0])
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', parts.hostname or '').strip('-.')}-{parts.port}"
+
+
+def default_names(env: Mapping[str, str] = os.environ, host: str = "") -> Iterator[str]:
+    """In the order in which they are tried. No end of them."""
+    machine = _as_name(host or socket.gethostname())
+    for variable, job in INDEXES:
+        index = env.get(variable, "")
+        if re.fullmatch(r"[0-9]{1,9}", index) and not (variable == "GROUP_RANK" and env.get("GROUP_WORLD_SIZE") == "1"):
+            base = _as_name(env.get(job, "") or machine)
+            first = base if base.endswith(f"-{index}") else f"{base}-{index}"  # pods are called so
+            yield first
+            yield from (f"{first}-{number}" for number in count(1))
+    yield from (f"{machine}-{number}" for number in count())
+
+
+def make_proof(secret: str, host: str) -> str:
+    """What is shown of the secret on this machine."""
+    return hashlib.blake2b(f"{host}\n{secret}".encode(), digest_size=16).hexdigest()
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "learner"
+
+
+def _claim(path: Path, name: str) -> LearnerFolder | None:
+    """None: another process has it."""
+    lock: int | None = None
+    try:
+        make_folder(path)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode_in(path))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError:
+        if lock is not None:
+            os.close(lock)
+        return None
+    except OSError:
+        if lock is not None:
+            os.close(lock)
+        return LearnerFolder(name)
+    return LearnerFolder(name, path, lock)
+
+
+def _refuse(path: Path, name: str) -> LearnerFolder:
+    pid, host = 0, ""
+    with suppress(OSError, ValueError):
+        first, _, host = (path / "lock").read_text().strip().partition(" ")
+        pid = int(first)
+    raise ConfigError(tell_taken(name, host, pid))
+
+
+def _kept_secret(path: Path) -> str:
+    """One of this process alone where none can be kept: its restart is asked for like a stranger."""
+    try:
+        return kept_secret(path / "succession", lambda: secrets.token_hex(16), _SECRET.fullmatch)
+    except ConfigError:
+        return secrets.token_hex(16)
+
+
+def _release(folder: weakref.ref[LearnerFolder]) -> None:
+    if (found := folder()) is not None:
+        found.release()
