@@ -129,7 +129,7 @@ class Learner:
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.link = Link(
             url,
-            hello=lambda: Hello(protocol=PROTOCOL, learner=name, session=session),
+            hello=lambda: Hello(protocol=PROTOCOL, learner=name, session=session, proof=f"restarts of {name}"),
             on_open=lambda: None,
             on_message=self.messages.put_nowait,
             on_lost=self.lost.put_nowait,

@@ -119,6 +119,14 @@ def test_a_second_process_of_one_name_is_refused_with_who_has_it(other: list[Oth
         claim_folder(SYNCER, "anna")
 
 
+def test_a_folder_that_another_learner_has_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path / "shared"))
+    anna = claim_folder(SYNCER, "anna")
+    with pytest.raises(ConfigError, match=r"shared is the folder of anna, pid \d+: choose another --folder for ben"):
+        claim_folder(SYNCER, "ben")
+    anna.release()
+
+
 def test_a_second_process_with_a_default_name_takes_the_next_number(other: list[Other]) -> None:
     other.append(Other())
     machine = other[0].name.removesuffix("-0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -248,7 +247,9 @@ def learn(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Its own in the run; by default this machine and process.", envvar="ATOLL_LEARNER"),
+        typer.Option(
+            help="Its own in the run; by default this machine and the lowest free number.", envvar="ATOLL_LEARNER"
+        ),
     ] = None,
     folder: Annotated[
         Path | None,
@@ -290,7 +291,8 @@ def learn(
     way.context()  # what cannot be used is said now
     os.environ["ATOLL_SYNCER"] = where if where.startswith(SCHEME) else ",".join(way.urls)
     os.environ.pop("ATOLL_JOIN", None)
-    os.environ["ATOLL_LEARNER"] = checked_name(name or _own_name())
+    if name is not None:
+        os.environ["ATOLL_LEARNER"] = checked_name(name)
     os.environ["ATOLL_ROLE"] = "evaluator" if evaluator else "learner"
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
@@ -304,8 +306,3 @@ def _link_in(said: str) -> str:
         return said
     check_private(path)
     return path.read_text().strip()
-
-
-def _own_name() -> str:
-    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")
-    return f"{host[:40] or 'learner'}-{os.getpid()}"

@@ -59,6 +59,7 @@ from atoll.protocol.errors import AtollError
 from atoll.protocol.learner import Learner
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
+from atoll.protocol.succession import Holder
 
 PARENT_CHECK_S = 1.0
 SAY_S = 10.0
@@ -147,6 +148,7 @@ class Courier:
                     frame.data,
                     kept=frame.kept,
                     tokens_per_step=frame.tokens_per_step,
+                    holder=Holder(frame.session, frame.proof, frame.host, frame.pid),
                 )
                 if not frame.boxed:
                     self._dial()

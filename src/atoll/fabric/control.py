@@ -3,6 +3,8 @@
 Rules:
 - one live channel per learner: a newer one that the desk accepts replaces it, and the desk hears nothing more of the
   replaced one; a newer one that the desk refuses changes nothing;
+- another process has the name of a live channel only if it proves to be the successor, or if whoever is there answers
+  no ping; otherwise it is refused, and nobody else notices (see `protocol.succession`);
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
 - a name belongs to the token that it first came by, also for the next syncer (see `owners`); whose token counts no
   more is sent away within a second;
@@ -21,12 +23,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSMessage, WSMsgType, web
 
 from atoll.fabric.desk import Channel, Desk
 from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
 from atoll.fabric.handshake import ServedSocket
 from atoll.fabric.intake import Rejected
+from atoll.fabric.liveness import Liveness
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.owners import Owners
 from atoll.fabric.sequence import Sequences, unnumbered
@@ -34,6 +37,7 @@ from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_
 from atoll.protocol.budget import Budget, Budgets
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
+from atoll.protocol.succession import Holder, judge_claim, tell_taken
 
 BURST_S = 5.0
 """Seconds' worth of messages that may come at once: what waited behind a link that was down."""
@@ -102,11 +106,13 @@ class Control:
             abort=lambda: _abort(request),
             token=request[VISITOR].token,
             protocol=hello.protocol,
+            holder=Holder.of(hello, request.remote or ""),
+            liveness=Liveness(socket.ping),
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
             try:
-                if self._open(channel, hello, request[VISITOR]):
+                if await self._open(channel, hello, request[VISITOR]):
                     await self._read(socket, channel, flood)
                 else:
                     await self._until_closed(socket)
@@ -117,9 +123,10 @@ class Control:
                 self._shut(channel)
         return socket
 
-    def _open(self, channel: Channel, hello: Hello, visitor: Visitor) -> bool:
+    async def _open(self, channel: Channel, hello: Hello, visitor: Visitor) -> bool:
         try:
             self._check_owner(channel, visitor)
+            await self._check_free(channel)
         except PeerError as error:
             self._desk.turned_away(channel.learner, one_line(error))
             self._reject(channel, error, final=True)
@@ -146,6 +153,16 @@ class Control:
         if learner not in self._channels and len(self._channels) >= self._limits.learners:
             raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
 
+    async def _check_free(self, channel: Channel) -> None:
+        """PeerError while another process has the name, and lives. Meanwhile yet another may have taken it."""
+        while (there := self.channel(channel.learner)) is not None:
+            if judge_claim(there.holder, channel.holder) != "stranger" or there.liveness is None:
+                return
+            if await there.liveness.answers(self._limits.answer_s) and not there.closing:
+                raise PeerError(tell_taken(channel.learner, there.holder.host, there.holder.pid))
+            if self.channel(channel.learner) is there:
+                return
+
     def sweep(self) -> None:
         """Send away whose token counts no more."""
         for channel in list(self._channels.values()):
@@ -155,7 +172,7 @@ class Control:
     async def _read(self, socket: web.WebSocketResponse, channel: Channel, flood: Flood) -> None:
         while True:
             try:
-                message = decode_from_learner(await self._frame(socket, flood))
+                message = decode_from_learner(await self._frame(socket, flood, channel.liveness))
                 if isinstance(message, Hello):
                     raise PeerError("a second hello on the same channel")
                 if not channel.closing:
@@ -204,12 +221,14 @@ class Control:
         except TimeoutError:
             raise PeerError(f"no hello within {self._limits.hello_s:g} s") from None
 
-    async def _frame(self, socket: web.WebSocketResponse, flood: Flood | None = None) -> bytes:
+    async def _frame(
+        self, socket: web.WebSocketResponse, flood: Flood | None = None, liveness: Liveness | None = None
+    ) -> bytes:
         """The next frame that says something; `_Gone` when there will be none. Pings notice a dead peer.
 
         Its own pings are answered here, and count: nobody holds a channel open, or us busy, with them.
         """
-        while (frame := await socket.receive()).type in (WSMsgType.PING, WSMsgType.PONG):
+        while (frame := await _receive(socket, liveness)).type in (WSMsgType.PING, WSMsgType.PONG):
             if flood is not None:
                 flood.one_more()
             if frame.type is WSMsgType.PING:
@@ -258,6 +277,13 @@ class Flood:
 
 class _Gone(Exception):
     """No more frames will come."""
+
+
+async def _receive(socket: web.WebSocketResponse, liveness: Liveness | None) -> WSMessage:
+    frame = await socket.receive()
+    if liveness is not None:
+        liveness.note()
+    return frame
 
 
 def _abort(request: web.Request) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from atoll.fabric.liveness import Liveness
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.wire import Score, encode, one_line, understood
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
+from atoll.protocol.succession import Holder
 
 
 class Channel:
@@ -25,6 +27,8 @@ class Channel:
         flush_s: float,
         token: str = "",
         protocol: int = PROTOCOL,
+        holder: Holder | None = None,
+        liveness: Liveness | None = None,
     ) -> None:
         self.learner = learner
         self.session = session
@@ -32,6 +36,10 @@ class Channel:
         """The name of what it showed at the door; no secret."""
         self.protocol = protocol
         """The version that both sides speak on it."""
+        self.holder = holder or Holder(session)
+        """Who has the learner's name by it."""
+        self.liveness = liveness
+        """None: nobody is asked."""
         self.reason = ""
         """Why it is closed or closing; empty while it is open."""
         self._outbox = outbox

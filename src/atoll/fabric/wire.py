@@ -103,6 +103,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """From the first packet to an open control channel."""
     ping_s: float = 6.0
     """A channel silent for this long is pinged; without an answer in half of it, it is lost (9 s in all)."""
+    answer_s: float = 1.0
+    """A learner whose name another process asks for has this long to answer a ping; then the name is the other's."""
     send_s: float = 10.0
     """The longest wait for a peer to take one message, or one chunk of a body."""
     flush_s: float = 2.0

@@ -4,7 +4,7 @@
     atoll-learners/RUN/NAME   otherwise, below the current folder. RUN is the run that the join link names; without a
                               link it is the syncer's address, as 127.0.0.1-7077
 
-    lock          flock'ed by the training process that has the folder, with its machine and pid
+    lock          flock'ed by the training process that has the folder, with its pid, the learner's name and the machine
     succession    the secret by which a restart proves to the syncer that the name is its own; mode 600
 
 Rules:
@@ -15,7 +15,7 @@ Rules:
 - the lock is free as soon as the process is gone, also while workers that it forked live on;
 - what is shown to the syncer is made of the secret and this machine's name: a folder that two machines share makes
   neither of them the other's successor;
-- where no folder can be made or locked, the learner trains without one.
+- where no folder can be made, the learner trains without one; where it cannot be locked, with a secret of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class LearnerFolder:
         """`path`: None where there is no folder; `lock`: the descriptor that holds it, ours from here on."""
         self.name, self.path = name, path
         self.host, self.pid = socket.gethostname()[:LONGEST], os.getpid()
-        self.proof = make_proof(_kept_secret(path) if path is not None else secrets.token_hex(16), self.host)
+        secret = _kept_secret(path) if path is not None and lock is not None else secrets.token_hex(16)
+        self.proof = make_proof(secret, self.host)
         self._close = weakref.finalize(self, os.close, lock) if lock is not None else None
         if lock is not None:
             mine = weakref.ref(self)
@@ -124,29 +125,32 @@ def _as_name(text: str) -> str:
 
 def _claim(path: Path, name: str) -> LearnerFolder | None:
     """None: another process has it."""
-    lock: int | None = None
     try:
         make_folder(path)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode_in(path))
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-    except BlockingIOError:
-        if lock is not None:
-            os.close(lock)
-        return None
     except OSError:
-        if lock is not None:
-            os.close(lock)
         return LearnerFolder(name)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:  # this file system knows no locks
+        os.close(lock)
+        return LearnerFolder(name, path)
+    with suppress(OSError):  # a full disk is no reason to train without the folder
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {name} {socket.gethostname()}\n".encode(), 0)
     return LearnerFolder(name, path, lock)
 
 
 def _refuse(path: Path, name: str) -> LearnerFolder:
-    pid, host = 0, ""
+    pid, holder, host = 0, name, ""
     with suppress(OSError, ValueError):
-        first, _, host = (path / "lock").read_text().strip().partition(" ")
+        first, holder, host = (path / "lock").read_text().strip().split(" ", 2)
         pid = int(first)
+    if holder != name:
+        raise ConfigError(f"{path} is the folder of {holder}, pid {pid}: choose another --folder for {name}")
     raise ConfigError(tell_taken(name, host, pid))
 
 

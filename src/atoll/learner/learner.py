@@ -22,6 +22,7 @@ from torch import nn
 from atoll.learner.data import Datasets
 from atoll.learner.ending import INTERRUPTED, end_script
 from atoll.learner.feed import Feed
+from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
 from atoll.learner.state import Stateful
@@ -29,6 +30,8 @@ from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
 from atoll.protocol.errors import AtollError, ConfigError
 
+ALONE = "learner-0"
+"""What a learner without a run is called: the order of its batches goes by its name."""
 JOIN_WAIT_S = 60.0
 """How long entering waits for the run's parameters before training begins without them."""
 
@@ -60,12 +63,15 @@ class Learner:
             raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
         _refuse_several_ranks(model)
         self.model, self.optimizer = model, optimizer
-        self.name = name or os.environ.get("ATOLL_LEARNER", "learner-0")
         url = syncer or os.environ.get("ATOLL_SYNCER", "")
+        self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""))
+        self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
         if tokens_per_step < 0:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
-        self._joining = Joining(url, self.name, seed, data, join_wait_s, operator.index(tokens_per_step))
+        declared = operator.index(tokens_per_step)
+        whence = (folder.host, folder.pid, folder.proof)
+        self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence)
         self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)
@@ -191,10 +197,21 @@ class Learner:
         """Errors that are for the operator end the script here."""
         self._inside, self._left = False, True
         stay.end(error)
+        self._folder.release()
         if isinstance(error, AtollError):
             end_script(str(error), error.exit_code, error)
         if isinstance(error, KeyboardInterrupt):
             end_script("interrupted; the same command lets it join again", INTERRUPTED, error)
+
+
+def _claim_folder(url: str, name: str) -> LearnerFolder:
+    """Alone, and in a replay, there is nothing to take from others."""
+    if not url or "ATOLL_REPLAY" in os.environ:
+        return LearnerFolder(name or ALONE)
+    try:
+        return claim_folder(url, name)
+    except ConfigError as error:
+        end_script(str(error), error.exit_code, error)
 
 
 def _refuse_several_ranks(model: nn.Module) -> None:

@@ -67,6 +67,10 @@ class Joining:
     """How long it waits for the run's parameters before training begins without them."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
+    host: str = ""
+    pid: int = 0
+    proof: str = ""
+    """Where it is, and that it is the successor of whoever had its name (folder.py)."""
 
 
 class Stay:
@@ -159,7 +163,7 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        known = (who.data, self._kept, who.tokens_per_step)
+        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)

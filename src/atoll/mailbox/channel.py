@@ -48,6 +48,11 @@ class Start(Frame, frozen=True):
     """Its inner optimizer comes out of a cut: it takes no peer's."""
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
+    host: str = ""
+    pid: int = 0
+    """Of the training process."""
+    proof: str = ""
+    """That it is the successor of whoever had its name (protocol/succession.py)."""
 
 
 class Box(Frame, frozen=True):

@@ -33,6 +33,7 @@ from atoll.protocol.pulls import Pulls, Standing
 from atoll.protocol.reports import cut_saved, progress_of
 from atoll.protocol.seeking import Seeking
 from atoll.protocol.settings import Settings
+from atoll.protocol.succession import Holder
 from atoll.protocol.tape import Spoken
 from atoll.protocol.versions import Versions
 
@@ -49,9 +50,12 @@ class Learner:
         *,
         kept: bool = False,
         tokens_per_step: int = 0,
+        holder: Holder | None = None,
     ) -> None:
-        """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins."""
+        """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins. `holder`: who has this name,
+        and by what it is proved."""
         self.name, self.session = name, session
+        self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
         self.wake_at: float | None = None
@@ -139,6 +143,9 @@ class Learner:
             tensors=self._tensors,
             data=self._data,
             tokens_per_step=self._declared,
+            host=self._holder.host,
+            pid=self._holder.pid,
+            proof=self._holder.proof,
             clock=self._line.clock,
             term=self.term,
         )

@@ -107,7 +107,7 @@ class SyncerService:
             self,
             host=host,
             port=port,
-            limits=limits,
+            limits=msgspec.structs.replace(limits or Limits(), answer_s=config.protocol.heartbeat_s),
             pages=pages,
             guard=doors.guard,
             tls=doors.tls,

@@ -1,0 +1,122 @@
+"""Two processes of one name: the first keeps it while it lives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from atoll.fabric.wire import Limits, decode_from_syncer, encode
+from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Refused, Started
+
+if TYPE_CHECKING:
+    from .conftest import Place
+
+PATIENT = Limits(answer_s=60.0)
+"""Nobody waits for this in a test: whoever does not have to be asked is let in at once."""
+
+
+def hello(session: str, proof: str = "") -> bytes:
+    return encode(
+        Hello(protocol=PROTOCOL, learner="learner-0", session=session, host="rack-3", pid=12, proof=proof, seq=1)
+    )
+
+
+async def dial(place: Place, said: bytes) -> aiohttp.ClientWebSocketResponse:
+    """One that says hello and then reads nothing, so it answers no ping."""
+    socket = await place.socket()
+    await socket.send_bytes(said)
+    return socket
+
+
+async def first_word(socket: aiohttp.ClientWebSocketResponse) -> object:
+    async with asyncio.timeout(10):
+        return decode_from_syncer((await socket.receive()).data)
+
+
+async def test_a_second_process_is_refused_while_the_first_answers(place: Place) -> None:
+    await place.open(PATIENT)
+    first = await dial(place, hello("first"))
+    assert await first_word(first) == Started(uploader="nobody")
+    reading = asyncio.ensure_future(first.receive())  # whoever reads answers pings
+    second = await dial(place, hello("second"))
+    refused = Refused(reason="learner-0 is here already, from rack-3, pid 12: choose another --name", final=True)
+    assert await first_word(second) == refused
+    assert place.desk.told("opened") == [("opened", "learner-0", "first")]
+    await first.send_bytes(encode(Heartbeat(seq=2)))
+    assert await place.desk.until("received") == ("received", "learner-0", Heartbeat())
+    assert place.desk.told("closed") == [] and not reading.done()
+    reading.cancel()
+
+
+async def test_any_word_of_the_first_is_an_answer(place: Place) -> None:
+    await place.open(PATIENT)
+    first = await dial(place, hello("first"))
+    await place.desk.until("opened")
+    second = await dial(place, hello("second"))
+    answer = asyncio.ensure_future(first_word(second))
+    number = 2
+    while not answer.done():
+        await first.send_bytes(encode(Heartbeat(seq=number)))
+        number += 1
+        await place.desk.until("received", number - 2)
+    assert isinstance(await answer, Refused)
+
+
+async def test_proof_of_succession_frees_the_name_at_once(place: Place) -> None:
+    """Also where the process before still has its channel, and whatever it would answer."""
+    await place.open(PATIENT)
+    first = await dial(place, hello("first", "p" * 32))
+    await place.desk.until("opened")
+    second = await dial(place, hello("second", "p" * 32))
+    assert await first_word(second) == Started(uploader="nobody")
+    assert place.desk.told("opened")[1] == ("opened", "learner-0", "second")
+    async with asyncio.timeout(10):
+        assert [decode_from_syncer(frame.data) async for frame in first] == [Started(uploader="nobody")]
+
+
+async def test_a_closed_connection_frees_the_name_at_once(place: Place) -> None:
+    await place.open(PATIENT)
+    first = await dial(place, hello("first", "p" * 32))
+    await place.desk.until("opened")
+    await first.close()
+    await place.desk.until("closed")
+    assert await first_word(await dial(place, hello("second", "q" * 32))) == Started(uploader="nobody")
+
+
+async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(place: Place) -> None:
+    await place.open(PATIENT)
+    first = await dial(place, hello("first"))
+    await place.desk.until("opened")
+    second = await dial(place, hello("second"))
+    await place.until(lambda: place.server._control._channels["learner-0"].liveness._asking == 1)
+    await first.close()
+    assert await first_word(second) == Started(uploader="nobody")
+
+
+async def test_a_first_that_does_not_answer_loses_its_name(place: Place) -> None:
+    await place.open(Limits(answer_s=0.1))
+    await dial(place, hello("first"))
+    await place.desk.until("opened")
+    assert await first_word(await dial(place, hello("second"))) == Started(uploader="nobody")
+
+
+async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place) -> None:
+    await place.open(Limits(answer_s=0.1))
+    await dial(place, hello("first"))
+    await place.desk.until("opened")
+    others = [await dial(place, hello(f"other-{number}")) for number in range(4)]
+
+    async def reads(socket: aiohttp.ClientWebSocketResponse) -> list[object]:
+        return [decode_from_syncer(frame.data) async for frame in socket]
+
+    tasks = [asyncio.ensure_future(reads(socket)) for socket in others]
+    async with asyncio.timeout(10):
+        while sum(task.done() for task in tasks) < 3:
+            await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+    answers = [task.result()[0] for task in tasks if task.done()]
+    assert all(isinstance(answer, Refused) for answer in answers)
+    assert len(place.desk.told("opened")) == 2
+    for task in tasks:
+        task.cancel()
