@@ -1,6 +1,7 @@
 """The folder of a run: which file lies where, and how it comes to be.
 
     run.toml            what was asked for
+    environment.json    where and with which variables its script was started (launch/environment.py); mode 600
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
     secrets/            what is shown at its port, where it has no keys (syncer/doors.py); for nobody else to read
@@ -46,7 +47,15 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 """A folder with one of these holds a run."""
 _OURS = (
     *_MARKS,
-    *("model.safetensors", "report.html", "syncer.url", "norms.json", "standby.json", "attack.json"),
+    *(
+        "environment.json",
+        "model.safetensors",
+        "report.html",
+        "syncer.url",
+        "norms.json",
+        "standby.json",
+        "attack.json",
+    ),
     *("journal", "cuts", "learners", "logs", "secrets"),
 )
 
