@@ -69,7 +69,7 @@ async def test_a_script_that_fails_on_every_learner_before_its_first_step_ends_t
     assert str(caught.value).startswith(f"the script failed on every learner before its first step: {cause}. ")
     assert f"atoll train --resume {run.out.path}" in str(caught.value)
     exits = [e for e in events(run, "exited") if e["process"].startswith("learner")]
-    assert exits[0]["text"].endswith(f" ended: exit code 1: {cause}"), "the first death tells the cause"
+    assert exits[0]["text"].endswith(f" failed: {cause}"), "the first death tells the cause"
     [told] = events(run, "warning")
     assert told["text"] == f"the whole traceback is in {run.out.log(told['process'])}", "and where to read on, once"
     assert (
@@ -147,7 +147,9 @@ async def test_a_run_without_parameters_does_not_wait_for_a_score(tmp_path: Path
     assert events(run, "finished")
 
 
-async def test_children_know_the_run(tmp_path: Path) -> None:
+async def test_children_know_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keyword.py").write_text("")  # a name of Python's own, as a script beside may have
     run = local(tmp_path, "import os\nprint({k: v for k, v in os.environ.items() if k.startswith('ATOLL')})")
     await run.run()
     said = (run.out.logs / "learner-1.log").read_text()

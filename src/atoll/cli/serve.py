@@ -26,7 +26,7 @@ from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.store.keys import KeyDir, check_private
+from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.runlock import check_not_alive
 from atoll.store.terms import served, syncer_holding
@@ -193,17 +193,21 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
     if not service.keys:
         return [
             f"join with: atoll learn SCRIPT --syncer {url}",
+            f"score the model with: atoll learn SCRIPT --syncer {url} --evaluator",
             f"another user of this machine joins by a link: atoll tokens link --run {folder}",
         ]
     keys = KeyDir.open(Path(service.keys))
     hosts, pin = _asked_for(service, urlsplit(url).port or 0)
     last = Last(hosts, run, pin, service.front)
     remember(keys, last)
-    token = read_tokens(keys).with_role("learner", time.time())
+    tokens = read_tokens(keys)
+    token, scorer = tokens.with_role("learner", time.time()), tokens.with_role("evaluator", time.time())
     if token is None:
         return ["nobody can join yet: atoll tokens add NAME makes a token and prints its link"]
     stays = "a link that ends with ca stays good when the certificate is renewed: atoll tokens link --ca"
+    shown = join_link(last, scorer) if scorer is not None and on_terminal else ""
     return [
+        *_invite_evaluator(shown, short(keys.path)),
         *([] if service.front or signs_itself(keys.certificate.read_bytes()) else [stays]),
         "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
         *(
@@ -212,6 +216,14 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
             else [f"join with the link that this prints, a secret: atoll tokens --keys {short(keys.path)} link"]
         ),
     ]
+
+
+def _invite_evaluator(link: str, keys: Path) -> list[str]:
+    """How an evaluator is started; `link`: the one that it joins by, where it has one and may be shown."""
+    if link:
+        return ["score the model with (a secret too):", f"  atoll learn SCRIPT --evaluator --join {link}"]
+    make = f"atoll tokens --keys {keys} add scorer --role evaluator"
+    return [f"score the model with: atoll learn SCRIPT --evaluator --join LINK, which this prints: {make}"]
 
 
 def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
@@ -280,7 +292,7 @@ def learn(
       atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
     """
     arguments = script_arguments(script, context.args)
-    if (where := _link_in(join) if join else syncer) is None:
+    if (where := read_link(join) if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
         if value is not None:
@@ -297,12 +309,3 @@ def learn(
     if folder is not None:
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
-
-
-def _link_in(said: str) -> str:
-    """A link itself, or the one in a file that nobody else may read."""
-    path = Path(said)
-    if said.startswith(SCHEME) or not path.is_file():
-        return said
-    check_private(path)
-    return path.read_text().strip()

@@ -50,6 +50,8 @@ START_S = 60.0
 """How long the syncer may take to listen."""
 LAST_S = 30.0
 """How long the others may take to end after the syncer."""
+SYNCER = ["-P", "-m", "atoll.syncer"]
+"""-P: no module in the current folder takes the place of one of Python's own."""
 RUNNER = ["-m", "atoll.launch.script"]
 NEWCOMER_NICE = 4
 """The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits."""
@@ -120,7 +122,7 @@ class LocalRun:
         self.out.summary.unlink(missing_ok=True)  # of an earlier end
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            command = ["-m", "atoll.syncer", str(self.out.path), *self._served]
+            command = [*SYNCER, str(self.out.path), *self._served]
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
@@ -157,7 +159,7 @@ class LocalRun:
         self._start(self._syncer)
         self._url = await self._listening()
         self.listens(await self._dashboard())
-        plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._served]  # changes are made once
+        plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self.addresses = await self.route(self._url) if self.route is not None else {}
         self._start_learners()
@@ -380,12 +382,9 @@ class LocalRun:
 
     def _say_exited(self, child: Child, code: int) -> None:
         """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
-        text, error = f"{child.name} ended: {describe_exit(code)}", None
-        if code in (1, USAGE):
-            error = read_script_error(child.read_log_tail())
-        if error is not None:
-            text += f": {error.summary}"
-        self._events.say("exited", text, {"process": child.name, "code": code})
+        error = read_script_error(child.read_log_tail()) if code in (1, USAGE) else None
+        text = f"failed: {error.summary}" if error is not None else f"ended: {describe_exit(code)}"
+        self._events.say("exited", f"{child.name} {text}", {"process": child.name, "code": code})
         if error is None:
             self._errors.pop(child.name, None)
             return
