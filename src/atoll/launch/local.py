@@ -222,11 +222,13 @@ class LocalRun:
             self._events.say("devices", self.devices.describe(evaluator=self.evaluator))
         for child in self._everyone()[1:]:
             self._start(child)
-            for name in ("ATOLL_STATE", "ATOLL_EXACT", "ATOLL_RUN"):
-                child.env.pop(name, None)  # for its first life only: what dies later is a newcomer
+            for name in ("ATOLL_EXACT", "ATOLL_RUN"):
+                child.env.pop(name, None)
+            child.env["ATOLL_STATE"] = ""  # for its first life only: what dies later is a newcomer
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}
+        env["ATOLL_STATE"] = ""  # a peer's state, not its own of an earlier cut
         if self.devices is not None:
             found = re.fullmatch(r"learner-(\d+)", name)
             number = int(found[1]) if found else len(self._learners)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll.learner.address import find_syncer
 from atoll.learner.ending import end_script
 from atoll.protocol.errors import AtollError
 
@@ -29,8 +30,10 @@ def evaluate(
         return
     from atoll.learner.scoring import Evaluator  # brings the network along, which a learner should not wait for
 
+    if not (syncer := find_syncer(os.environ)):
+        sys.exit("atoll: which run is to be scored? Name it by ATOLL_JOIN, as its syncer printed it")
     try:
-        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample).run())
+        asyncio.run(Evaluator(syncer, model, score, sample).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

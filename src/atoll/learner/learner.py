@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.learner.address import find_syncer
 from atoll.learner.data import Datasets
-from atoll.learner.ending import INTERRUPTED, end_script
+from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.feed import Feed
 from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.partner import Partner
@@ -63,7 +64,7 @@ class Learner:
             raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
         _refuse_several_ranks(model)
         self.model, self.optimizer = model, optimizer
-        url = syncer or os.environ.get("ATOLL_SYNCER", "")
+        url = syncer or find_syncer(os.environ)
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""))
         self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
@@ -127,13 +128,16 @@ class Learner:
             raise RuntimeError("a Learner is entered once: make another one for another run")
         _refuse_several_ranks(self.model)  # they may have come together since
         self._inside = True
-        if not self.alone:
+        if self.alone:
+            say("alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and its link)")
+        else:
             self._stay = Stay(
                 self._joining,
                 self.model,
                 self.optimizer,
                 self._extras,
                 self._from_peers,
+                folder=self._folder.path,
                 partner=self._partner,
                 tally=self._tally,
                 feed=self._feed,
