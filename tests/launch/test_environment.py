@@ -19,7 +19,7 @@ KEPT = {
     "HF_HOME": "/cache/hf",
     "OMP_NUM_THREADS": "4",
     "PATH": "/usr/bin",
-    "PYTHONPATH": "/home/anna/lib",
+    "PYTHONPATH": "/srv/anna/lib",
     "WANDB_PROJECT": "islands",
 }
 SECRET = {
@@ -32,7 +32,7 @@ SECRET = {
 }
 OF_THE_SESSION = {
     "ATOLL_LEARNER": "learner-0",
-    "PWD": "/home/anna",
+    "PWD": "/srv/anna",
     "RANK": "3",
     "SLURM_JOB_ID": "7",
     "SSH_CONNECTION": "1.2.3.4",
@@ -48,10 +48,10 @@ def test_what_a_script_may_need_is_kept_and_no_secret() -> None:
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_it_is_for_its_user_alone_also_in_a_run_that_others_may_read(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
-    write_environment(tmp_path, LaunchEnvironment("/home/anna", KEPT))
+    write_environment(tmp_path, LaunchEnvironment("/srv/anna", KEPT))
     file = tmp_path / "environment.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert read_environment(tmp_path) == LaunchEnvironment("/home/anna", KEPT)
+    assert read_environment(tmp_path) == LaunchEnvironment("/srv/anna", KEPT)
 
 
 def test_what_is_set_now_goes_before_and_what_is_not_is_told(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from atoll.launch.failures import ScriptError, find_shared_error, read_script_er
 
 LOG = """some output
 Traceback (most recent call last):
-  File "/home/anna/train.py", line 40, in <module>
+  File "/srv/anna/train.py", line 40, in <module>
     main()
-  File "/home/anna/train.py", line 31, in main
+  File "/srv/anna/train.py", line 31, in main
     loss = model(batch)
            ^^^^^^^^^^^^
   File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 2812, in linear
@@ -19,7 +19,7 @@ courier: its training process died
 
 def test_the_last_line_of_a_traceback_and_the_scripts_own_line() -> None:
     error = read_script_error(LOG)
-    assert error == ScriptError("RuntimeError", "Error(s) in loading state_dict for Net:", "/home/anna/train.py", 31)
+    assert error == ScriptError("RuntimeError", "Error(s) in loading state_dict for Net:", "/srv/anna/train.py", 31)
     assert error.summary == "RuntimeError: Error(s) in loading state_dict for Net: (train.py, line 31)"
 
 
