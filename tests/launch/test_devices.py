@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from atoll.launch import devices
 from atoll.launch.devices import assign_devices, find_devices, parse_nvidia_smi, parse_visible
 from atoll.protocol.errors import ConfigError
 
@@ -64,3 +67,18 @@ def test_the_driver_names_gpus_by_number_and_parts_of_them_by_identifier() -> No
     parted = whole + "  MIG 1g.18gb     Device  0: (UUID: MIG-c6d4f1ef-42e4)\n  MIG 1g.18gb Device 1: (UUID: MIG-cba)\n"
     assert parse_nvidia_smi(parted) == ("MIG-c6d4f1ef-42e4", "MIG-cba")
     assert parse_nvidia_smi("No devices were found\n") == ()
+
+
+def test_nvidia_smi_is_asked_and_without_it_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_devices({}) == (), "a machine without an NVIDIA driver"
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+    assert find_devices({}) == ("0", "1")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-5d5ba0d6)'\n")
+    smi.chmod(0o755)
+    assert find_devices({}) == ("0",)
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert find_devices({}) == ("0", "1"), "it failed"

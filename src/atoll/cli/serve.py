@@ -28,7 +28,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
-from atoll.store.runlock import check_not_alive
+from atoll.store.runlock import check_not_alive, hold_run
 from atoll.store.terms import served, syncer_holding
 from atoll.syncer.doors import doors_of, read_tokens
 from atoll.syncer.process import serve
@@ -113,16 +113,17 @@ def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | str | Non
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
         raise served(run_dir.journal, holder)
-    check_not_alive(run_dir.path)
     words = tuple(f"{key}={value}" for key, value in rules.items() if value is not None)
+    check_not_alive(run_dir.path)
     found = plan_resume(run_dir, words)
     document = merged(document_of(run_dir.settings), {"protocol": rules})
     asked = convert(document, str(run_dir.settings))
     settings = convert(merged(document, {"service": door}), str(run_dir.settings))
     check_door(settings.service)
-    if words:  # what was asked for; where it listens this time is no part of that
-        write_atomic(run_dir.settings, asked.toml())
-    run_dir.summary.unlink(missing_ok=True)  # of an earlier end
+    with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
+        if words:  # what was asked for; where it listens this time is no part of that
+            write_atomic(run_dir.settings, asked.toml())
+        run_dir.summary.unlink(missing_ok=True)  # of an earlier end
     if found.only_end:
         Console().print(found.remarks[0], soft_wrap=True, highlight=False)
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)

@@ -263,9 +263,15 @@ class LocalRun:
             code = child.ended()
             if code is not None and code > 0:
                 self._say_exited(child, code)
-            if child.name in self._errors and (child.waiting or code is not None):
-                self._failed[child.name] = self._words(child)
+                self._note_failure(child, code)
+            elif code is None and child.waiting:
+                self._note_failure(child, 1)
                 child.cancel_restart()
+
+    def _note_failure(self, child: Child, code: int) -> None:
+        """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
+        if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code):
+            self._failed[child.name] = self._words(child) or describe_exit(code)
 
     def _show(self, status: RunStatus | None) -> None:
         """What cannot be shown is said, once, and ends no run."""
@@ -335,6 +341,7 @@ class LocalRun:
         child = self.learner(name)
         if not child.running:
             self._done.discard(name)
+            self._failed.pop(name, None)
             self._start(child)
 
     def end(self, reason: str) -> None:
@@ -406,7 +413,7 @@ class LocalRun:
             self._fail_with_script(child, "the script failed on every learner before its first step")
         elif self._ending:
             if code > 0:
-                self._failed[child.name] = self._words(child)
+                self._note_failure(child, code)
         elif not child.restart_later():
             self._warn(child, f"{child.name} died too often and is given up: {self._words(child)}")
             self._failed[child.name] = self._words(child)
