@@ -254,7 +254,7 @@ def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
     assert linked(monkeypatch, capsys) == fingerprint(after), "the other links are of the certificate that is there now"
     check_door(Service(host="0.0.0.0", keys=str(keys.path), mutual=True))
     lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
-    assert "atoll tokens link --ca" in lines[0]
+    assert any("atoll tokens link --ca" in line for line in lines)
     capsys.readouterr()
     keys.authority_key.unlink()
     assert "is of an authority that is not here" in failed(monkeypatch, capsys, "cert --renew")
@@ -280,6 +280,19 @@ def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
     assert way.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
     assert way.pin == fingerprint(keys.certificate.read_bytes()) and way.token == read_tokens(keys).named("join").secret
     assert read_tokens(keys).named("operator").secret not in "".join(lines)
+
+
+def test_a_syncer_says_how_an_evaluator_is_started(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = invitation(Service(), "http://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
+    assert "score the model with: atoll learn SCRIPT --syncer http://127.0.0.1:7077 --evaluator" in plain
+    service, url = Service(keys=str(keys.path)), "https://127.0.0.1:7077"
+    before = "\n".join(invitation(service, url, "r1", Path("run"), on_terminal=True))
+    assert "atoll learn SCRIPT --evaluator --join LINK" in before and "add scorer --role evaluator" in before
+    atoll(monkeypatch, "tokens", "add", "scorer", "--role", "evaluator")
+    secret = read_tokens(keys).named("scorer").secret
+    [line] = [one for one in invitation(service, url, "r1", Path("run"), on_terminal=True) if "--evaluator" in one]
+    assert way_of(line.split()[-1], {}).token == secret
+    assert secret not in "".join(invitation(service, url, "r1", Path("run"), on_terminal=False))
 
 
 def test_a_syncer_whose_output_goes_to_a_file_writes_no_secret_there(keys: KeyDir) -> None:

@@ -129,3 +129,22 @@ def test_a_child_knows_its_supervisor(make: Callable[..., Child]) -> None:
     wait(child)
     assert child.last_words() == "True"
     assert "ATOLL_SUPERVISOR" not in os.environ
+
+
+def test_a_child_is_given_up_after_as_many_deaths_as_the_operator_allows(
+    make: Callable[..., Child], clock: Clock
+) -> None:
+    child = make("")
+    child.limit = 0
+    assert not child.restart_later() and child.given_up
+    child.limit = 2 * LIMIT
+    assert all(child.restart_later() for _ in range(2 * LIMIT - 1)), "the last wait holds for all later ones"
+
+
+def test_the_end_of_a_log_is_that_of_the_present_life(make: Callable[..., Child]) -> None:
+    child = make("print('hello')")
+    for _ in range(2):
+        child.start()
+        wait(child)
+    assert child.log.read_text() == "hello\nhello\n"
+    assert child.read_log_tail() == "hello\n"

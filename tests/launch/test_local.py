@@ -12,6 +12,8 @@ from rich.console import Console
 
 from atoll.config import convert
 from atoll.launch import children
+from atoll.launch.devices import assign_devices
+from atoll.launch.environment import LaunchEnvironment, read_environment
 from atoll.launch.local import LocalRun, script_arguments
 from atoll.observe.screen import Screen
 from atoll.protocol.errors import ConfigError, RunFailed
@@ -48,6 +50,83 @@ async def test_learners_that_die_too_often_are_given_up_and_the_run_fails(tmp_pa
     assert events(run, "finished")[0]["reason"] == "no learner is left"
 
 
+async def test_the_operator_says_how_often_a_learner_is_started_again(tmp_path: Path) -> None:
+    run = local(tmp_path, "print('no room left')\nraise SystemExit(7)", max_restarts=1)
+    with pytest.raises(RunFailed, match=r"every learner died too often \(no room left\); their logs are in"):
+        await run.run()
+    assert [e["process"] for e in events(run, "restarted")].count("learner-0") == 1
+
+
+TYPO = "import os\nprint(lerner)\n"
+
+
+async def test_a_script_that_fails_on_every_learner_before_its_first_step_ends_the_run(tmp_path: Path) -> None:
+    run = local(tmp_path, TYPO)
+    with pytest.raises(RunFailed) as caught:
+        await run.run()
+    assert caught.value.exit_code == 1
+    cause = "NameError: name 'lerner' is not defined (script.py, line 2)"
+    assert str(caught.value).startswith(f"the script failed on every learner before its first step: {cause}. ")
+    assert f"atoll train --resume {run.out.path}" in str(caught.value)
+    exits = [e for e in events(run, "exited") if e["process"].startswith("learner")]
+    assert exits[0]["text"].endswith(f" failed: {cause}"), "the first death tells the cause"
+    [told] = events(run, "warning")
+    assert told["text"] == f"the whole traceback is in {run.out.log(told['process'])}", "and where to read on, once"
+    assert (
+        Path(told["text"].removeprefix("the whole traceback is in ")).read_text().startswith("Traceback (most recent")
+    )
+    assert len(exits) <= 3, "while the other starts, the first may have been started once more"
+
+
+async def test_learners_that_fail_each_in_another_way_are_started_again(tmp_path: Path) -> None:
+    code = "import os\nif os.environ['ATOLL_LEARNER'][-1] == '1': raise ValueError('odd')\nraise ValueError('even')"
+    run = local(tmp_path, code, max_restarts=1)
+    with pytest.raises(RunFailed, match=r"every learner died too often \(ValueError: "):
+        await run.run()
+    assert len(events(run, "restarted")) == 2
+
+
+async def test_a_wrong_call_of_the_api_ends_the_run_at_the_first_one(tmp_path: Path) -> None:
+    code = """
+import os, time
+if os.environ["ATOLL_LEARNER"] == "learner-1":
+    time.sleep(60)
+def step(token): raise TypeError("Learner.step() got an unexpected keyword argument 'token'")
+step(token=5)
+"""
+    with pytest.raises(RunFailed, match=r"calls Atoll wrongly: TypeError: Learner\.step\(\) got an unexpected keyword"):
+        await local(tmp_path, code).run()
+
+
+async def test_a_scorer_that_fails_before_its_first_score_ends_the_run(tmp_path: Path) -> None:
+    code = "import os, time\nif os.environ['ATOLL_ROLE'] == 'evaluator': scroe()\ntime.sleep(60)"
+    with pytest.raises(RunFailed, match=r"in the evaluator before its first score: NameError: name 'scroe'"):
+        await local(tmp_path, code, evaluator=True).run()
+
+
+async def test_a_run_that_nobody_joined_falls_short(tmp_path: Path) -> None:
+    run = local(tmp_path, "")
+    await run.run()
+    assert run.shortfall.startswith("no learner joined the run: the script has to train inside 'with atoll.Learner(")
+
+
+async def test_a_learner_that_fails_after_the_run_is_told(tmp_path: Path) -> None:
+    code = """
+import os, socket, urllib.parse
+if os.environ["ATOLL_LEARNER"] == "learner-1":
+    where = urllib.parse.urlsplit(os.environ["ATOLL_SYNCER"])
+    while True:
+        try:
+            socket.create_connection((where.hostname, where.port)).close()
+        except ConnectionError:
+            break
+    raise MemoryError("no room for the model")
+"""
+    run = local(tmp_path, code, listens=lambda link: run.end("a test asked for it"))
+    await run.run()
+    assert "learner-1 failed and did not come back: MemoryError: no room for the model" in run.shortfall
+
+
 async def test_one_that_is_done_and_one_that_cannot_end_the_run_well(tmp_path: Path) -> None:
     run = local(tmp_path, "import os, sys\nsys.exit('bad disk' if os.environ['ATOLL_LEARNER'][-1] == '1' else 0)")
     await run.run()
@@ -68,13 +147,39 @@ async def test_a_run_without_parameters_does_not_wait_for_a_score(tmp_path: Path
     assert events(run, "finished")
 
 
-async def test_children_know_the_run(tmp_path: Path) -> None:
+async def test_children_know_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keyword.py").write_text("")  # a name of Python's own, as a script beside may have
     run = local(tmp_path, "import os\nprint({k: v for k, v in os.environ.items() if k.startswith('ATOLL')})")
     await run.run()
     said = (run.out.logs / "learner-1.log").read_text()
     for part in ("'ATOLL_LEARNER': 'learner-1'", "'ATOLL_ROLE': 'learner'", "'ATOLL_SEED': '0'", "http://127.0.0.1:"):
         assert part in said
     assert "ATOLL_SUPERVISOR" not in said
+    found = read_environment(run.out.path)
+    assert found is not None and found.folder == str(Path.cwd()), "and where they started is noted for later"
+
+
+async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: Path) -> None:
+    code = "import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
+    run = local(tmp_path, code, devices=assign_devices(("4", "5", "6"), 2), evaluator=True)
+    await run.run()
+    logs = {name: run.out.log(name).read_text() for name in ("learner-0", "learner-1", "evaluator")}
+    assert logs == {"learner-0": "sees 4\n", "learner-1": "sees 5\n", "evaluator": "sees 6\n"}
+    assert events(run, "devices")[0]["text"] == "GPUs: learner-0 on 4, learner-1 on 5, evaluator on 6"
+
+
+async def test_a_script_starts_where_and_with_what_it_was_started_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SET_NOW", "now")
+    (tmp_path / "then").mkdir()
+    launch = LaunchEnvironment(str(tmp_path / "then"), {"DATA_DIR": "/data/c4", "SET_NOW": "then"})
+    code = "import os\nprint(os.getcwd(), os.environ['DATA_DIR'], os.environ['SET_NOW'])"
+    run = local(tmp_path, code, launch=launch)
+    await run.run()
+    assert run.out.log("learner-0").read_text() == f"{tmp_path / 'then'} /data/c4 now\n"
+    assert read_environment(run.out.path) == launch, "also for the time after that"
 
 
 ATTACK = """

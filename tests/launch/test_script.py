@@ -3,9 +3,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
+import pytest
+
 from atoll.launch.local import RUNNER
+from atoll.launch.script import USAGE, is_usage_error, remove_own_frames
+from atoll.store.rundir import checked_name
 
 
 def run(tmp_path: Path, code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -42,3 +47,65 @@ def test_it_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
     """Here the supervisor is a process that never was our parent."""
     done = run(tmp_path, "import time\ntime.sleep(30)", ATOLL_SUPERVISOR="1")
     assert done.returncode == -15
+
+
+def test_a_traceback_shows_the_scripts_own_frames(tmp_path: Path) -> None:
+    """And not those that called it, nor Atoll's between the script and its scorer."""
+    code = """
+import asyncio
+from atoll.launch.script import main as atolls_own
+
+def score():
+    import json
+    json.loads("{")
+
+def train():
+    score()
+
+train()
+"""
+    done = run(tmp_path, code)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[1].startswith(f'  File "{tmp_path / "mine.py"}"')
+    assert "runpy" not in done.stderr and "atoll/launch" not in done.stderr
+    assert "json/decoder.py" in done.stderr, "a library's frames stay"
+
+
+def test_a_typo_that_python_cannot_read_is_shown_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "import torch\nmodel = (\n")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f'  File "{tmp_path / "mine.py"}", line 2\n'), done.stderr
+    assert done.stderr.rstrip().endswith("SyntaxError: '(' was never closed")
+
+
+USAGE_ERRORS = {
+    "atoll.Lerner(None)": "AttributeError: module 'atoll' has no attribute 'Lerner'",
+    "atoll.Learner(torch.nn.Linear(1, 1), optimiser=None)": "TypeError: Learner.__init__() got an unexpected keyword",
+    "atoll.Learner(torch.nn.Linear(1, 1)).step(tokens=1)": "RuntimeError: learner.step() outside of 'with",
+    "atoll.evaluate(None)": "TypeError: evaluate() missing 1 required positional argument",
+    "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",
+}
+
+
+@pytest.mark.parametrize("call", USAGE_ERRORS)
+def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_path: Path, call: str) -> None:
+    done = run(tmp_path, f"import atoll, torch\n{call}", ATOLL_SUPERVISOR=str(os.getpid()))
+    assert done.returncode == USAGE
+    *_, place, line, last = [line for line in done.stderr.splitlines() if not set(line) <= set(" ~^")]
+    assert place == f'  File "{tmp_path / "mine.py"}", line 2, in <module>' and line.strip() == call
+    assert last.startswith(USAGE_ERRORS[call])
+    assert "atoll/learner" not in done.stderr
+
+
+def test_alone_a_wrong_call_is_exit_code_1(tmp_path: Path) -> None:
+    assert run(tmp_path, "import atoll\natoll.Lerner(None)").returncode == 1
+
+
+def test_frames_that_a_mistake_of_ours_was_raised_in_stay() -> None:
+    with pytest.raises(TypeError) as caught:
+        checked_name(None)  # type: ignore[arg-type]
+    assert not is_usage_error(caught.value)
+    remove_own_frames(caught.value)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[0].startswith("test_frames") and "checked_name" in names

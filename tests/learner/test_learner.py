@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import atoll
 from atoll.learner import leaving
 from atoll.learner.learner import Learner
+from atoll.learner.saving import read_run
 from atoll.learner.stay import Stay
 from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
@@ -21,12 +23,15 @@ from atoll.mailbox.channel import (
     BeginOrder,
     Box,
     Bye,
+    DialFailed,
     DrainOrder,
     ForgetOrder,
     Frame,
     HoldOrder,
+    Kept,
     OwnOrder,
     RunProgress,
+    SaveOrder,
     Start,
     Step,
     StopOrder,
@@ -41,7 +46,7 @@ from atoll.protocol.settings import Settings
 
 @pytest.fixture(autouse=True)
 def _no_run_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ATOLL_SYNCER", "ATOLL_LEARNER", "ATOLL_ROLE", "ATOLL_SEED"):
+    for name in ("ATOLL_SYNCER", "ATOLL_JOIN", "ATOLL_LEARNER", "ATOLL_ROLE", "ATOLL_SEED"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -66,6 +71,12 @@ class TestAlone:
             assert (learner.steps, learner.global_step, learner.progress, learner.done) == (2, 2, 0.0, False)
             assert learner.index == 0
         assert torch.equal(model.weight, before)
+
+    def test_it_says_that_it_is_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with Learner(small()):
+            pass
+        said = capsys.readouterr().err
+        assert said.startswith("atoll: alone: no run is named") and said.count("\n") == 1
 
     def test_batches_are_one_pass(self) -> None:
         data = torch.arange(10).view(5, 2)
@@ -154,6 +165,17 @@ class Joined:
         self.learner._partner = self.courier  # type: ignore[assignment]
         self.leaving: list[ToTraining] = [StopOrder("the run is over", final=True)]
 
+    def name_run(self, run: str) -> None:
+        """As the courier does in the shared memory."""
+        answers = self.courier.answers
+
+        def answer(frame: Frame) -> list[ToTraining]:
+            if isinstance(frame, Box):
+                self.box.run = run
+            return answers(frame)
+
+        self.courier.answers = answer
+
     def _answer(self, frame: Frame) -> list[ToTraining]:
         if isinstance(frame, Start) and not frame.boxed:
             plan = make_plan(frame.tensors, self.rules.fragments)
@@ -186,6 +208,72 @@ class TestInARun:
             assert not learner.alone and not learner.done
             assert joined.box.adopted.tolist() == [0, 0]
             assert sum(joined.box.base(f).size for f in range(2)) == 3
+
+    def test_it_says_once_which_run_it_joined_and_as_whom(
+        self, joined: Joined, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        joined.name_run("r1")
+        with joined.learner as learner:
+            assert capsys.readouterr().err == "atoll: joined run r1 as learner-0\n"
+            learner.step(tokens=1)
+            assert capsys.readouterr().err == ""
+        assert read_run(Path("atoll-learners/127.0.0.1-9/learner-0")) == "r1"
+
+    def test_one_that_begins_without_the_runs_parameters_says_when_it_has_joined(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        joined = Joined(small(), join_wait_s=0.0)
+        answers, joined.courier.answers = joined.courier.answers, lambda frame: []
+        with joined.learner as learner:
+            learner.step(tokens=1)
+            assert "joined run" not in (said := capsys.readouterr().err) and "joining when it can" in said
+            joined.courier.answers = answers
+            joined.courier.waiting += answers(joined.courier.of(Start)[0])
+            learner.step(tokens=1)
+            learner.step(tokens=1)
+            assert capsys.readouterr().err.startswith("atoll: joined run ")
+
+    def test_a_dead_address_ends_it_with_true_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        joined = Joined(small(), join_wait_s=0.05)
+        joined.courier.answers = lambda frame: [DialFailed("connection refused")] if isinstance(frame, Start) else []
+        with pytest.raises(SystemExit) as caught, joined.learner:
+            pytest.fail("it must not train alone")
+        assert caught.value.code == 1
+        said = capsys.readouterr().err
+        assert said.startswith("atoll: no syncer answers at http://127.0.0.1:9: connection refused, for 0.05 s; is the")
+        assert said.count("\n") == 1
+
+    def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """The learner is killed, and started again with the same line."""
+        for life in (1, 2):
+            model = small()
+            optimizer = torch.optim.AdamW(model.parameters())
+            joined = Joined(model, optimizer=optimizer)
+            joined.name_run("r1")
+            with joined.learner as learner:
+                start = joined.courier.of(Start)[0]
+                assert isinstance(start, Start) and start.kept == (life == 2)
+                assert len(optimizer.state) == (2 if life == 2 else 0), "AdamW's moments of weight and bias"
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                joined.courier.waiting.append(SaveOrder(cut=7))
+                learner.step(tokens=1)
+                joined.stay._saver.finish(20.0)
+                learner.step(tokens=1)
+                [kept] = joined.courier.of(Kept)
+                assert isinstance(kept, Kept) and kept.saved.file == "cut-000007.safetensors", kept
+        assert "goes on with the inner optimizer, schedules and random states of step 1" in capsys.readouterr().err
+
+    def test_a_part_of_another_run_is_not(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(capsys)
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters())
+        joined = Joined(model, optimizer=optimizer)
+        joined.name_run("r2")
+        with joined.learner:
+            assert not optimizer.state
+        said = capsys.readouterr().err
+        assert "is of run r1: the inner optimizer begins afresh" in said and "joined run r2" in said
 
     def test_every_step_is_reported_with_its_counters(self, joined: Joined) -> None:
         with joined.learner as learner:
@@ -379,7 +467,7 @@ class TestLeaving:
             raise KeyboardInterrupt
         assert caught.value.code == 130
         assert joined.courier.of(Bye) == [Bye("it was interrupted")]
-        assert capsys.readouterr().err == "atoll: interrupted; the same command lets it join again\n"
+        assert capsys.readouterr().err.splitlines()[1:] == ["atoll: interrupted; the same command lets it join again"]
 
     def test_a_learner_is_entered_once(self, joined: Joined) -> None:
         with joined.learner:
@@ -463,7 +551,8 @@ class TestFailing:
             script()
         assert caught.value.code == 2
         assert isinstance(caught.value.__cause__, ConfigError)
-        assert capsys.readouterr().err.count("\n") == 1
+        joined_line, *others = capsys.readouterr().err.splitlines()
+        assert joined_line.startswith("atoll: joined run ") and len(others) == 1
 
     def test_a_model_that_cannot_take_part_never_starts_a_courier(self, capsys: pytest.CaptureFixture[str]) -> None:
         joined = Joined(small().double())

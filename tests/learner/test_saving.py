@@ -13,7 +13,7 @@ import torch
 
 from atoll.learner import saving
 from atoll.learner.preempt import FILE
-from atoll.learner.saving import Saver, part_name
+from atoll.learner.saving import Saver, list_parts, part_name, read_run
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import ConfigError
@@ -92,7 +92,7 @@ def test_while_one_part_is_written_there_is_no_other(tmp_path: Path, slow: Slow)
 
 
 def test_without_a_folder_nothing_is_saved_and_the_reason_says_why() -> None:
-    assert Saver(None).reason_not_to() == "it has no folder to save to (ATOLL_FOLDER)"
+    assert Saver(None).reason_not_to() == "it has no folder to save to (atoll learn --folder)"
 
 
 def test_what_was_refused_is_told_with_its_reason(tmp_path: Path) -> None:
@@ -197,3 +197,29 @@ def test_a_state_for_later_needs_a_folder(tmp_path: Path) -> None:
     assert not Saver(None).save_for_later(snapshot)
     assert Saver(tmp_path / "learner-0").save_for_later(lambda: snapshot(3.0))
     assert read(tmp_path / "learner-0" / FILE).tensors["weight"][0] == 3.0
+
+
+def test_parts_of_another_run_are_removed_when_a_run_is_entered(tmp_path: Path) -> None:
+    """A syncer's address names a folder too, and cuts of every run have the same numbers."""
+    saver = Saver(tmp_path)
+    part, left = tmp_path / "cut-000070.safetensors", tmp_path / "preempted.safetensors"
+    saver.enter_run("first")
+    for file in (part, left):
+        file.touch()
+    saver.enter_run("first")
+    assert part.exists() and read_run(tmp_path) == "first"
+    saver.enter_run("second")
+    assert not part.exists() and left.exists() and read_run(tmp_path) == "second"
+
+
+def test_parts_in_a_folder_that_says_nothing_of_a_run_stay(tmp_path: Path) -> None:
+    part = tmp_path / "cut-000070.safetensors"
+    part.touch()
+    Saver(tmp_path).enter_run("first")
+    assert part.exists() and list_parts(tmp_path) == [part]
+
+
+def test_without_a_folder_a_run_is_entered_all_the_same(tmp_path: Path) -> None:
+    Saver(None).enter_run("first")
+    (tmp_path / "file").touch()
+    Saver(tmp_path / "file" / "learner-0").enter_run("first")

@@ -183,6 +183,18 @@ def test_the_closing_has_figures_story_sample_and_place(events: list[Event], wid
     assert "\x1b[31m1" not in written(out)
 
 
+def test_the_closing_names_the_files_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "events.jsonl").touch()
+    out = console(200)
+    print_closing(out, summarise([]), [], out=tmp_path)
+    assert f"All of it is in {tmp_path}: events.jsonl; on one page" in written(out)
+    (tmp_path / "logs" / "syncer.log").touch()
+    (tmp_path / "model.safetensors").touch()
+    print_closing(out, summarise([]), [], out=tmp_path)
+    assert "events.jsonl, model.safetensors, logs/; on one page" in written(out)
+
+
 def test_the_closing_of_a_run_of_nothing() -> None:
     out = console()
     print_closing(out, summarise([]), story(summarise([])))

@@ -155,7 +155,8 @@ def test_a_learners_file_that_is_missing_or_changed_is_named_and_the_cut_is_good
     damaged = f"{without} learner-1: {path} is damaged: its digest is not the one in the cut's manifest"
     assert well(run).remarks == (damaged,)
     path.unlink()
-    assert well(run).remarks == (f"{without} learner-1: {path} is missing: the cut names it as the state of learner-1",)
+    missing = f"{path} is missing: the cut names it as the state of learner-1 (learners started by hand keep theirs)"
+    assert well(run).remarks == (f"{without} learner-1: {missing}",)
 
 
 def test_a_cut_of_another_run_is_named(tmp_path: Path) -> None:

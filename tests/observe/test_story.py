@@ -52,6 +52,15 @@ def test_what_was_not_merged_is_told_by_cause_and_by_learner(events: list[Event]
     assert f"{WARNING}b was merged less than the others for a while (the last: only 31 % of b's last work)" in told
 
 
+def test_logs_are_named_where_learners_were_started_here(events: list[Event]) -> None:
+    summary = summarise(events)
+    summary["settings"] |= {"learners": 3}
+    syncer, learner = ({"at": 1.0, "kind": "started", "process": name, "text": ""} for name in ("syncer", "learner-0"))
+    by_hand = " ".join(story(summary, [syncer]))
+    assert "only 2 of 3 learners ever joined." in by_hand and "logs/" not in by_hand
+    assert "only 2 of 3 learners ever joined; logs/ says why." in " ".join(story(summary, [syncer, learner]))
+
+
 def test_bad_figures_become_warnings(events: list[Event]) -> None:
     summary = summarise(events)
     summary |= {"effective_h": 2.0, "participation": 0.4, "validation_loss_start": None, "refusals": 0}

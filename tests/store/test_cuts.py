@@ -253,7 +253,7 @@ def test_a_learners_file_that_is_missing_costs_that_learner_alone(shelf: Shelf) 
     path = shelf.learners / "learner-1" / "cut-000120.safetensors"
     path.unlink()
     checked = shelf.checked(120)
-    missing = f"{path} is missing: the cut names it as the state of learner-1"
+    missing = f"{path} is missing: the cut names it as the state of learner-1 (learners started by hand keep theirs)"
     assert checked.spoilt == {"learner-1": missing}
     assert checked.remarks() == [f"cut 120 is taken without the state of learner-1: {missing}"]
     assert checked.manifest.learners == {"learner-0": whole.learners["learner-0"]}

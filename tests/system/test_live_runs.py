@@ -12,7 +12,15 @@ from atoll.observe.verify import verify_run
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 LINE = (SCRIPTS / "line.py", "--learners", "1", "--evaluate-every", "0", "--cut-every", "10")
-NEW = ("run.toml", "events.jsonl", "journal/lock", "journal/terms/000001", "logs/syncer.log")
+NEW = (
+    "run.toml",
+    "environment.json",
+    "syncer.url",
+    "events.jsonl",
+    "journal/lock",
+    "journal/terms/000001",
+    "logs/syncer.log",
+)
 
 
 def identities(out: Path) -> dict[str, int]:
@@ -36,6 +44,8 @@ def test_a_live_run_is_refused_by_name_and_goes_on(run: Run) -> None:
             f"atoll: run {run.out} is alive, pid {run.pid_of_command()}: "
             "end it first, or use another folder; nothing of it was touched\n"
         )
+    said = run.command("syncer", "--resume", run.out, "--steps", "9")
+    assert said.returncode == 2 and f"{run.out} is served by another syncer" in said.stderr
     assert identities(run.out) == before and (run.out / "run.toml").read_bytes() == settings
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > rounds + 5)
     run.interrupt()

@@ -26,9 +26,9 @@ from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
-from atoll.store.keys import KeyDir, check_private
+from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
-from atoll.store.runlock import check_not_alive
+from atoll.store.runlock import check_not_alive, hold_run
 from atoll.store.terms import served, syncer_holding
 from atoll.syncer.doors import doors_of, read_tokens
 from atoll.syncer.process import serve
@@ -121,16 +121,17 @@ def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | str | Non
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
         raise served(run_dir.journal, holder)
-    check_not_alive(run_dir.path)
     words = tuple(f"{key}={value}" for key, value in rules.items() if value is not None)
+    check_not_alive(run_dir.path)
     found = plan_resume(run_dir, words)
     document = merged(document_of(run_dir.settings), {"protocol": rules})
     asked = convert(document, str(run_dir.settings))
     settings = convert(merged(document, {"service": door}), str(run_dir.settings))
     check_door(settings.service)
-    if words:  # what was asked for; where it listens this time is no part of that
-        write_atomic(run_dir.settings, asked.toml())
-    run_dir.summary.unlink(missing_ok=True)  # of an earlier end
+    with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
+        if words:  # what was asked for; where it listens this time is no part of that
+            write_atomic(run_dir.settings, asked.toml())
+        run_dir.summary.unlink(missing_ok=True)  # of an earlier end
     if found.only_end:
         Console().print(found.remarks[0], soft_wrap=True, highlight=False)
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
@@ -201,17 +202,21 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
     if not service.keys:
         return [
             f"join with: atoll learn SCRIPT --syncer {url}",
+            f"score the model with: atoll learn SCRIPT --syncer {url} --evaluator",
             f"another user of this machine joins by a link: atoll tokens link --run {folder}",
         ]
     keys = KeyDir.open(Path(service.keys))
     hosts, pin = _asked_for(service, urlsplit(url).port or 0)
     last = Last(hosts, run, pin, service.front)
     remember(keys, last)
-    token = read_tokens(keys).with_role("learner", time.time())
+    tokens = read_tokens(keys)
+    token, scorer = tokens.with_role("learner", time.time()), tokens.with_role("evaluator", time.time())
     if token is None:
         return ["nobody can join yet: atoll tokens add NAME makes a token and prints its link"]
     stays = "a link that ends with ca stays good when the certificate is renewed: atoll tokens link --ca"
+    shown = join_link(last, scorer) if scorer is not None and on_terminal else ""
     return [
+        *_invite_evaluator(shown, short(keys.path)),
         *([] if service.front or signs_itself(keys.certificate.read_bytes()) else [stays]),
         "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
         *(
@@ -220,6 +225,14 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
             else [f"join with the link that this prints, a secret: atoll tokens --keys {short(keys.path)} link"]
         ),
     ]
+
+
+def _invite_evaluator(link: str, keys: Path) -> list[str]:
+    """How an evaluator is started; `link`: the one that it joins by, where it has one and may be shown."""
+    if link:
+        return ["score the model with (a secret too):", f"  atoll learn SCRIPT --evaluator --join {link}"]
+    make = f"atoll tokens --keys {keys} add scorer --role evaluator"
+    return [f"score the model with: atoll learn SCRIPT --evaluator --join LINK, which this prints: {make}"]
 
 
 def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
@@ -288,7 +301,7 @@ def learn(
       atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
     """
     arguments = script_arguments(script, context.args)
-    if (where := _link_in(join) if join else syncer) is None:
+    if (where := read_link(join) if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
         if value is not None:
@@ -306,12 +319,3 @@ def learn(
         os.environ["ATOLL_FOLDER"] = str(folder.absolute())
         os.environ["ATOLL_BEST"] = str(RunDir(folder.absolute()).best_model)  # where an evaluator keeps it
     os.execv(sys.executable, [sys.executable, *RUNNER, *arguments])
-
-
-def _link_in(said: str) -> str:
-    """A link itself, or the one in a file that nobody else may read."""
-    path = Path(said)
-    if said.startswith(SCHEME) or not path.is_file():
-        return said
-    check_private(path)
-    return path.read_text().strip()

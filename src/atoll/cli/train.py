@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +18,10 @@ from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
 from atoll.cli.app import app, close, document_of, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
+from atoll.launch.children import LIMIT
 from atoll.launch.data_parallel import DataParallelRun
+from atoll.launch.devices import Assignment, assign_devices, find_devices
+from atoll.launch.environment import LaunchEnvironment, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.launch.replay.conductor import Outcome
 from atoll.launch.replay.perform import Performance
@@ -25,7 +30,7 @@ from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose
 from atoll.observe.trackers import NO_TARGETS, Targets
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import Begun
 from atoll.store.rundir import RunDir
 from atoll.store.runlock import check_not_alive
@@ -84,6 +89,16 @@ def train(
     ] = "decoupled",
     demo: Annotated[
         bool, typer.Option("--demo", help="A first run: one learner is killed on the way.", rich_help_panel=RUN)
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="How often in a row a learner that dies is started again.", min=0, metavar="N", rich_help_panel=RUN
+        ),
+    ] = LIMIT,
+    strict_devices: Annotated[
+        bool,
+        typer.Option("--strict-devices", help="Refuse more learners than there are GPUs.", rich_help_panel=RUN),
     ] = False,
     kill: Annotated[
         list[str] | None,
@@ -177,6 +192,7 @@ def train(
         "service": {"port": port, "evaluate_every": evaluate_every},
         "workload": {"depth": depth, "block": block, "batch": batch, "lr": lr, "data": data or None},
     }
+    options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
     targets.check()
     if targets and (tape is not None or algorithm != "decoupled"):
@@ -193,7 +209,7 @@ def train(
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
         own = (str(script.absolute()), *script_arguments(script, context.args)[1:]) if script is not None else ()
-        _go_on(resume, cut, out, own, changes, targets, force=force, as_json=json_, breakable=breakable)
+        _go_on(resume, cut, out, own, changes, targets, options, force=force, as_json=json_)
         return
     document = waiting_for_learners(document_of(config), wait)
     if demo:
@@ -215,12 +231,31 @@ def train(
     if tape is not None:
         _follow(tape, settings, changes["protocol"], out, force=force, as_json=json_, kills=bool(kills))
         return
+    options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
     console = Console(stderr=json_)
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    _train(settings, run_dir, console, arguments, kills, json_, targets=targets, breakable=breakable)
+    _train(settings, run_dir, console, arguments, kills, json_, targets=targets, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How processes are started on this machine; no part of the run's settings."""
+
+    breakable: bool = False
+    max_restarts: int = LIMIT
+    strict_devices: bool = False
+    launch: LaunchEnvironment | None = None
+    """Of a run that goes on."""
+    devices: Assignment | None = None
+
+    def assign_devices(self, config: Config) -> LaunchOptions:
+        """With the GPUs that the script sees dealt out; ConfigError: they are too few."""
+        environment = {**(self.launch.variables if self.launch is not None else {}), **os.environ}
+        devices = assign_devices(find_devices(environment), config.protocol.learners, strict=self.strict_devices)
+        return replace(self, devices=devices)
 
 
 def _go_on(
@@ -230,10 +265,10 @@ def _go_on(
     script: tuple[str, ...],
     changes: dict[str, dict[str, Any]],
     targets: Targets,
+    options: LaunchOptions,
     *,
     force: bool,
     as_json: bool,
-    breakable: bool,
 ) -> None:
     """`--resume`: the run's own settings and script, with what may change while a run goes on. `script`: of a run whose
     learners were started by hand."""
@@ -252,18 +287,21 @@ def _go_on(
         )
     if script:
         settings = msgspec.structs.replace(settings, script=script, by_hand=False)
+    launch = read_environment(old.path) if not script else None
+    options = replace(options, launch=launch).assign_devices(settings)
     console = Console(stderr=as_json)
     if cut is None:
         run_dir, found = old, plan_resume(old, words)
     else:
         run_dir, found = from_cut(old, cut, out, words, force=force, shared=settings.service.share_files)
-    for remark in found.remarks:
+    told = launch.describe_differences(os.environ, Path.cwd()) if launch is not None else []
+    for remark in (*found.remarks, *told):
         console.print(remark, soft_wrap=True, highlight=False)
     if found.only_end:
         _bring_to_its_end(settings, run_dir, console, as_json)
         return
     arguments = list(settings.script) or list(WORKLOAD)
-    _train(settings, run_dir, console, arguments, (), as_json, found, targets, breakable=breakable)
+    _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
 
 
 def _is_by_hand(folder: Path) -> bool:
@@ -345,14 +383,14 @@ def _train(
     resume: Resume | None = None,
     targets: Targets = NO_TARGETS,
     *,
-    breakable: bool = False,
+    options: LaunchOptions,
 ) -> None:
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
     tail = EventTail(out.events)
     if resume is not None:
         tail.skip_to_end()  # what happened before was told then
-    standby = Standby(config, out, breakable=breakable)
+    standby = Standby(config, out, breakable=options.breakable)
     with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
 
         def watch(status: RunStatus | None) -> None:
@@ -371,14 +409,19 @@ def _train(
             watch=watch,
             pages=dashboard.NAME,
             listens=view.listens,
-            route=standby.route if breakable else None,
+            route=standby.route if options.breakable else None,
             beside=standby.beside,
-            syncer_words=("--disk", DISK) if breakable else (),
+            syncer_words=("--disk", DISK) if options.breakable else (),
+            max_restarts=options.max_restarts,
+            devices=options.devices,
+            launch=options.launch,
         )
         asyncio.run(standby.run(run))
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
     close(out, console, as_json)
+    if run.shortfall:
+        raise RunFailed(run.shortfall)
 
 
 def _follow(

@@ -29,6 +29,7 @@ from atoll.mailbox.channel import (
     CancelReadOrder,
     Channel,
     Copy,
+    DialFailed,
     DrainOrder,
     ForgetOrder,
     Freed,
@@ -281,7 +282,9 @@ class Courier:
         self._held.clear()
         if self._box is not None:
             self._handle(fx.Cut(reason))
-        elif self._loop.time() - self._said_at >= SAY_S:
+            return
+        self._channel.send(DialFailed(reason))
+        if self._loop.time() - self._said_at >= SAY_S:
             self._said_at = self._loop.time()
             _say(f"the syncer is out of reach ({reason}); dialling again")
 

@@ -20,7 +20,9 @@ SOON_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 HEALTHY_S = 60.0
 """A child that lived this long starts its waits and its limit anew."""
 LIMIT = 5
-"""Deaths in a row after which a child is given up."""
+"""Deaths in a row after which a child is given up, unless the operator names another number."""
+TAIL_BYTES = 64 * 1024
+"""Of a log, for its last traceback."""
 
 
 @dataclass
@@ -34,6 +36,10 @@ class Child:
     waits_s: tuple[float, ...] = BACKOFF_S
     nice: int = 0
     """How far it lets others go first from its start on."""
+    folder: Path | None = None
+    """Where it starts; None: where we are."""
+    limit: int = LIMIT
+    """Deaths in a row after which it is given up."""
     restarts: int = 0
     given_up: bool = False
     process: subprocess.Popen[bytes] | None = None
@@ -41,11 +47,14 @@ class Child:
     """One that waits for its turn, all that takes long behind it."""
     _deaths: int = field(default=0, repr=False)
     _started_at: float = field(default=0.0, repr=False)
+    _log_start: int = field(default=0, repr=False)
+    """Where its present life begins in the log."""
     _restart_at: float | None = field(default=None, repr=False)
     _gave_way: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
         with open_log(self.log) as log:
+            self._log_start = log.seek(0, os.SEEK_END)
             self.process = self._succeeding() or self._spawn(log)
         if self.nice:
             with suppress(OSError):
@@ -81,6 +90,7 @@ class Child:
             stdin=subprocess.PIPE if self.obeys else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            cwd=self.folder,
             process_group=0,
         )
 
@@ -106,11 +116,14 @@ class Child:
         """Plan the next start; False when it died too often."""
         now = time.monotonic()
         self._deaths = 1 if now - self._started_at > HEALTHY_S else self._deaths + 1
-        if self._deaths > LIMIT:
+        if self._deaths > self.limit:
             self.given_up = True
             return False
-        self._restart_at = now + self.waits_s[self._deaths - 1]
+        self._restart_at = now + self.waits_s[min(self._deaths, len(self.waits_s)) - 1]
         return True
+
+    def cancel_restart(self) -> None:
+        self._restart_at = None
 
     def restart_if_due(self) -> bool:
         if self._restart_at is None or time.monotonic() < self._restart_at:
@@ -158,7 +171,7 @@ class Child:
 
     def kill_all(self) -> None:
         """The child and whatever it started."""
-        self._restart_at = None
+        self.cancel_restart()
         for process in (self.process, self.successor):
             if process is not None:
                 with suppress(ProcessLookupError):
@@ -170,13 +183,18 @@ class Child:
 
     def last_words(self) -> str:
         """The last line of its log."""
+        lines = [line for line in self.read_log_tail(0).splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+    def read_log_tail(self, start: int | None = None) -> str:
+        """The end of what it printed since it was started last, or since `start`."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 4096))
-                lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+                since = self._log_start if start is None else start
+                file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return file.read().decode(errors="replace")
         except OSError:
             return ""
-        return lines[-1].strip() if lines else ""
 
 
 def open_log(path: Path) -> IO[bytes]:

@@ -7,6 +7,8 @@ What becomes of a process that ended:
 - a learner with exit code 0 is done; when the last one is, the run ends;
 - a learner with exit code 2 found something wrong that a restart cannot mend: it is left out and the others go on; when
   none is left, the run fails with its words;
+- a mistake in the script ends the run at once: a wrong call of Atoll's API, the same exception on every learner before
+  anybody made a step, an exception of the scorer before the first score;
 - any other death is an accident: learner, evaluator or syncer is started again after a wait, up to a limit;
 - a new syncer listens where the old one did, reads the journal and goes on; learners find it by themselves.
 """
@@ -14,6 +16,8 @@ What becomes of a process that ended:
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import sys
 import time
@@ -28,8 +32,12 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link
-from atoll.launch.children import SOON_S, Child, cores, describe_exit
+from atoll.launch.children import LIMIT, SOON_S, Child, cores, describe_exit
+from atoll.launch.devices import VISIBLE, Assignment
+from atoll.launch.environment import LaunchEnvironment, capture_environment, write_environment
+from atoll.launch.failures import ScriptError, find_shared_error, read_script_error
 from atoll.launch.resume import Resume
+from atoll.launch.script import USAGE
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -42,6 +50,8 @@ START_S = 60.0
 """How long the syncer may take to listen."""
 LAST_S = 30.0
 """How long the others may take to end after the syncer."""
+SYNCER = ["-P", "-m", "atoll.syncer"]
+"""-P: no module in the current folder takes the place of one of Python's own."""
 RUNNER = ["-m", "atoll.launch.script"]
 NEWCOMER_NICE = 4
 """The niceness of a learner that starts, and of its courier: a syncer that starts goes before it, everybody waits."""
@@ -91,6 +101,12 @@ class LocalRun:
     """Goes on beside the run from the start of the learners to the end."""
     syncer_words: tuple[str, ...] = ()
     """More that the syncer is started with."""
+    max_restarts: int = LIMIT
+    """How often in a row a learner or the evaluator is started again."""
+    devices: Assignment | None = None
+    """Which process sees which GPUs; None: all of them see what this one does."""
+    launch: LaunchEnvironment | None = None
+    """Where and with which variables the script was started first; None: here and now."""
 
     async def run(self) -> None:
         """Returns when the run has ended well; RunFailed or ConfigError when not. Nothing is touched before the run is
@@ -100,11 +116,13 @@ class LocalRun:
 
     async def _run_held(self) -> None:
         write_atomic(self.out.settings, self.config.toml())
+        self.launch = self.launch or capture_environment()
+        write_environment(self.out.path, self.launch)
         self.out.address.unlink(missing_ok=True)
         self.out.summary.unlink(missing_ok=True)  # of an earlier end
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            command = ["-m", "atoll.syncer", str(self.out.path), *self._served]
+            command = [*SYNCER, str(self.out.path), *self._served]
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
@@ -119,6 +137,13 @@ class LocalRun:
             self._ending = False
             self._refusal = self._unshown = ""
             self._failure: AtollError | None = None
+            self._errors: dict[str, ScriptError] = {}
+            """By process, what its script failed with last."""
+            self._first_tokens: int | None = None
+            self._stepped = self._scored = self._joined = False
+            """Since this supervisor started."""
+            self._failed: dict[str, str] = {}
+            """Learners that will not come back, with their last words."""
             try:
                 await self._through()
             finally:
@@ -134,7 +159,7 @@ class LocalRun:
         self._start(self._syncer)
         self._url = await self._listening()
         self.listens(await self._dashboard())
-        plain = [sys.executable, "-m", "atoll.syncer", str(self.out.path), *self._served]  # changes are made once
+        plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self.addresses = await self.route(self._url) if self.route is not None else {}
         self._start_learners()
@@ -191,14 +216,23 @@ class LocalRun:
             name = f"learner-{index}"
             self._learners[name] = self._child(name, script, self._learner_env(name))
         if self.evaluator:
-            self._scorer = self._child("evaluator", script, self._evaluator_env())
+            sees = {VISIBLE: ",".join(self.devices.evaluator)} if self.devices is not None else {}
+            self._scorer = self._child("evaluator", script, {**self._evaluator_env(), **sees})
+        if self.devices is not None:
+            self._events.say("devices", self.devices.describe(evaluator=self.evaluator))
         for child in self._everyone()[1:]:
             self._start(child)
-            for name in ("ATOLL_STATE", "ATOLL_EXACT", "ATOLL_RUN"):
-                child.env.pop(name, None)  # for its first life only: what dies later is a newcomer
+            for name in ("ATOLL_EXACT", "ATOLL_RUN"):
+                child.env.pop(name, None)
+            child.env["ATOLL_STATE"] = ""  # for its first life only: what dies later is a newcomer
 
     def _learner_env(self, name: str) -> dict[str, str]:
         env = {"ATOLL_LEARNER": name, "ATOLL_ROLE": "learner", "ATOLL_FOLDER": str(self.out.learners / name)}
+        env["ATOLL_STATE"] = ""  # a peer's state, not its own of an earlier cut
+        if self.devices is not None:
+            found = re.fullmatch(r"learner-(\d+)", name)
+            number = int(found[1]) if found else len(self._learners)
+            env[VISIBLE] = ",".join(self.devices.devices_of(number))
         if name in self.addresses:
             env["ATOLL_SYNCER"] = self.addresses[name]
         if self.resume is not None and name in self.resume.states:
@@ -221,9 +255,26 @@ class LocalRun:
             self._scorer.kill_all()
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
+            self._note_late_failures()
             if not any(child.running for child in self._everyone()):
                 break
             await asyncio.sleep(0.05)
+
+    def _note_late_failures(self) -> None:
+        """Of scripts that were to be started again when the run ended, or fail in what they do after it."""
+        for child in self._learners.values():
+            code = child.ended()
+            if code is not None and code > 0:
+                self._say_exited(child, code)
+                self._note_failure(child, code)
+            elif code is None and child.waiting:
+                self._note_failure(child, 1)
+                child.cancel_restart()
+
+    def _note_failure(self, child: Child, code: int) -> None:
+        """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
+        if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code):
+            self._failed[child.name] = self._words(child) or describe_exit(code)
 
     def _show(self, status: RunStatus | None) -> None:
         """What cannot be shown is said, once, and ends no run."""
@@ -244,7 +295,15 @@ class LocalRun:
         except (PeerError, Unreachable, msgspec.ValidationError):
             return None
         self._ending = self._ending or status.phase in ("ending", "finished")
+        self._note_progress(status)
         return status
+
+    def _note_progress(self, status: RunStatus) -> None:
+        if self._first_tokens is None:
+            self._first_tokens = status.tokens  # of a run that goes on
+        self._stepped = self._stepped or status.tokens > self._first_tokens
+        self._scored = self._scored or status.validation_round is not None
+        self._joined = self._joined or bool(status.learners)
 
     # ---- for those that do things to it ---------------------------------------------------------------------------
 
@@ -260,6 +319,20 @@ class LocalRun:
     def url(self) -> str:
         return self._url
 
+    @property
+    def shortfall(self) -> str:
+        """What went wrong in a run that came to its end all the same; empty: nothing."""
+        if self._failed:
+            name, words = next(iter(self._failed.items()))
+            others = f" (and {len(self._failed) - 1} more)" if len(self._failed) > 1 else ""
+            return f"{name}{others} failed and did not come back: {words}; its log is {self.out.log(name)}"
+        if not self._joined and not self._interrupts:
+            return (
+                "no learner joined the run: the script has to train inside 'with atoll.Learner(model, optimizer) as "
+                f"learner:'; what it printed is in {self.out.logs}"
+            )
+        return ""
+
     def learner(self, name: str) -> Child:
         """One that takes part; a new name joins."""
         if name not in self._learners:
@@ -271,6 +344,7 @@ class LocalRun:
         child = self.learner(name)
         if not child.running:
             self._done.discard(name)
+            self._failed.pop(name, None)
             self._start(child)
 
     def end(self, reason: str) -> None:
@@ -319,18 +393,53 @@ class LocalRun:
         self._syncer.order(line)
 
     def _say_exited(self, child: Child, code: int) -> None:
-        self._events.say("exited", f"{child.name} ended: {describe_exit(code)}", {"process": child.name, "code": code})
+        """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
+        error = read_script_error(child.read_log_tail()) if code in (1, USAGE) else None
+        text = f"failed: {error.summary}" if error is not None else f"ended: {describe_exit(code)}"
+        self._events.say("exited", f"{child.name} {text}", {"process": child.name, "code": code})
+        if error is None:
+            self._errors.pop(child.name, None)
+            return
+        if not any(error.is_same_mistake(known) for known in self._errors.values()):
+            self._warn(child, f"the whole traceback is in {child.log}")
+        self._errors[child.name] = error
 
     def _bury_learner(self, child: Child, code: int) -> None:
         if code == 0:
             self._done.add(child.name)
+        elif code == USAGE:
+            self._fail_with_script(child, "the script calls Atoll wrongly")
         elif code == 2:
             self._warn(child, f"{child.name} cannot take part: {self._words(child)}")
             self._refusal = self._refusal or self._words(child)
-        elif not self._ending and not child.restart_later():
+        elif not self._stepped and find_shared_error(self._errors.get(name) for name in self._learners):
+            self._fail_with_script(child, "the script failed on every learner before its first step")
+        elif self._ending:
+            if code > 0:
+                self._note_failure(child, code)
+        elif not child.restart_later():
             self._warn(child, f"{child.name} died too often and is given up: {self._words(child)}")
+            self._failed[child.name] = self._words(child)
+
+    def _fail_with_script(self, child: Child, what: str) -> None:
+        """The run ends in good order, with what was merged so far."""
+        if self._failure is not None or self._interrupts:
+            return
+        self._failure = RunFailed(
+            f"{what}: {self._words(child)}. The whole traceback is in {child.log}; "
+            f"once the script is mended, the run goes on with: atoll train --resume {self.out.path}"
+        )
+        self._ending = True
+        for one in self._everyone()[1:]:
+            one.cancel_restart()
+        self._order("unscored")
+        self._order("end its script failed")
 
     def _bury_scorer(self, child: Child, code: int) -> None:
+        if child.name in self._errors and (code == USAGE or not self._scored):
+            self._fail_with_script(child, "the script failed in the evaluator before its first score")
+        if self._failure is not None:
+            return
         if code not in (0, 2) and child.restart_later():
             return
         if code != 0:
@@ -345,11 +454,12 @@ class LocalRun:
         if self._done:
             self._order("end every learner has ended")
             return
+        words = next((f" ({words})" for words in self._failed.values() if words), "")
         self._failure = (
             ConfigError(self._refusal)
             if self._refusal
             else RunFailed(
-                f"every learner died too often; their logs are in {self.out.logs}. "
+                f"every learner died too often{words}; their logs are in {self.out.logs}. "
                 f"Once they are mended, it goes on with: atoll train --resume {self.out.path}"
             )
         )
@@ -400,6 +510,9 @@ class LocalRun:
         self._events.say("warning", text, {"process": child.name})
 
     def _words(self, child: Child) -> str:
+        """Why it ended: the exception of its script, else the last line of its log."""
+        if (error := self._errors.get(child.name)) is not None:
+            return error.summary
         return child.last_words().removeprefix("atoll: ")
 
     def _everyone(self) -> list[Child]:
@@ -419,8 +532,18 @@ class LocalRun:
         if hasattr(self, "_url"):
             common["ATOLL_SYNCER"] = self._url
         command = [sys.executable, *arguments]
-        nice = 0 if name == "syncer" else NEWCOMER_NICE
-        return Child(name, command, {**common, **(env or {})}, self.out.log(name), nice=nice)
+        if name == "syncer":
+            return Child(name, command, {**common, **(env or {})}, self.out.log(name))
+        assert self.launch is not None
+        return Child(
+            name,
+            command,
+            {**self.launch.find_missing(os.environ), **common, **(env or {})},
+            self.out.log(name),
+            nice=NEWCOMER_NICE,
+            folder=self.launch.find_folder(),
+            limit=self.max_restarts,
+        )
 
 
 def script_arguments(script: Path, arguments: list[str]) -> list[str]:

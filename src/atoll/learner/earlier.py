@@ -5,13 +5,16 @@ run. Rules for going on:
 - exactly (the run goes on from the same cut): all of it is as it was, and the same incarnation goes on;
 - otherwise parameters are the run's, and the rest is put back;
 - chance is put back last, once the learner has joined: joining may use it;
-- what a learner left behind when its machine was taken away comes before a cut's part, and is used once.
+- what a learner left behind when its machine was taken away comes before a cut's part, and is used once;
+- a supervisor names the part to go on from, or none (ATOLL_STATE). Where nobody does, a learner started by hand goes on
+  from the newest part in its own folder, if that is of this run and fits; if not, it says so and begins afresh.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,10 @@ from atoll.learner.inner import Optimizers
 from atoll.learner.model import BufferRule
 from atoll.learner.place import Place
 from atoll.learner.preempt import FILE
+from atoll.learner.saving import list_parts, read_run
 from atoll.learner.snapshot import Snapshot, read
 from atoll.learner.state import Stateful, capture, restore
+from atoll.protocol.errors import AtollError
 
 PLACE = "atoll"
 """Under this name a learner's place in its run is saved beside what the script registered."""
@@ -37,17 +42,32 @@ class Earlier:
     exact: bool
     """All of it is to be as it was."""
     file: str
+    run: str = ""
+    """Of a part that nobody named: the run that it has to be of."""
 
 
-def find_earlier() -> Earlier | None:
-    """What the launcher says to go on from, or what lies in this learner's folder."""
+def find_earlier(folder: Path | None, run: str = "") -> Earlier | None:
+    """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
+    its link says so."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    left = Path(os.environ.get("ATOLL_FOLDER", ".")) / FILE
-    if not exact and "ATOLL_FOLDER" in os.environ and left.exists():
+    if folder is not None and not exact and (left := folder / FILE).exists():
         snapshot = read(left)
         left.unlink()  # once: the next cut is newer
         return Earlier(snapshot, False, left.name)
-    return Earlier(read(Path(path)), exact, Path(path).name) if path else None
+    if path:
+        return Earlier(read(Path(path)), exact, Path(path).name)
+    return _find_own_part(folder, run) if path is None and folder is not None else None
+
+
+def _find_own_part(folder: Path, run: str) -> Earlier | None:
+    """The newest that can be read; None: there is none, or all are of another run."""
+    of = read_run(folder)
+    if not of or (run and run != of):
+        return None
+    for part in reversed(list_parts(folder)):
+        with suppress(AtollError, OSError):
+            return Earlier(read(part), False, part.name, run=of)
+    return None
 
 
 class OwnState:

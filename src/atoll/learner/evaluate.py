@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from torch import nn
 
+from atoll.learner.address import find_syncer
 from atoll.learner.ending import end_script
 from atoll.protocol.bounds import LONGEST, Direction
 from atoll.protocol.errors import AtollError
@@ -42,8 +43,10 @@ def evaluate(
     from atoll.learner.scoring import Evaluator  # brings the network along, which a learner should not wait for
 
     best = BestModel(Path(os.environ["ATOLL_BEST"])) if os.environ.get("ATOLL_BEST") else None
+    if not (syncer := find_syncer(os.environ)):
+        sys.exit("atoll: which run is to be scored? Name it by ATOLL_JOIN, as its syncer printed it")
     try:
-        asyncio.run(Evaluator(os.environ["ATOLL_SYNCER"], model, score, sample, directions, unit, best).run())
+        asyncio.run(Evaluator(syncer, model, score, sample, directions, unit, best).run())
     except AtollError as error:
         end_script(str(error), error.exit_code, error)
     sys.exit(0)

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from atoll.fabric.way import without_secrets
+from atoll.learner.address import find_syncer
 from atoll.learner.data import Datasets, Samples, Source, collect
-from atoll.learner.ending import INTERRUPTED, end_script
+from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.feed import Drawn, Feed
 from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.inner import Optimizers, check_trained
@@ -85,7 +86,7 @@ class Learner:
         check_kept(optimizer)
         _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        url = syncer or os.environ.get("ATOLL_SYNCER", "")
+        url = syncer or find_syncer(os.environ)
         self._folder = folder = _claim_folder(url, name or os.environ.get("ATOLL_LEARNER", ""))
         self.name = folder.name
         seed = int(os.environ.get("ATOLL_SEED", "0")) if seed is None else seed
@@ -183,13 +184,16 @@ class Learner:
             raise RuntimeError("a Learner is entered once: make another one for another run")
         _refuse_mistakes(self.model, self.optimizer)  # ranks may have come together since, parameters been replaced
         self._inside = True
-        if not self.alone:
+        if self.alone:
+            say("alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and its link)")
+        else:
             self._stay = Stay(
                 self._joining,
                 self.model,
                 self.optimizer,
                 self._extras,
                 self._from_peers,
+                folder=self._folder.path,
                 partner=self._partner,
                 tally=self._tally,
                 feed=self._feed,

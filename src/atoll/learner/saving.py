@@ -4,13 +4,15 @@ The training process only copies; a thread writes the file and makes it durable.
 still being written is left out, with that reason: training is never held up for a disk. Parts of cuts that the run
 keeps stay, and so do the newest few: whether their cuts will be complete is not known yet. All others are deleted.
 
-A learner that is to leave saves its state beside them, for whoever is started next under its name.
+A learner that is to leave saves its state beside them, for whoever is started next under its name. A file `run` says
+which run the parts are of: where a learner joins another run from the same folder, they are removed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -19,9 +21,10 @@ from atoll.learner.preempt import DRAIN_S, FILE, LIMIT_S
 from atoll.learner.snapshot import Snapshot, write
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
-from atoll.store.atomic import make_folder
+from atoll.store.atomic import make_folder, write_atomic
 from atoll.store.rundir import UNMERGED
 
+RUN = "run"
 NEWEST = 2
 """Parts that stay whatever became of their cuts: the one that is open, and the one before."""
 
@@ -39,7 +42,7 @@ class Saver:
     def reason_not_to(self) -> str:
         """Why nothing can be saved now; empty: it can."""
         if self._folder is None:
-            return "it has no folder to save to (ATOLL_FOLDER)"
+            return "it has no folder to save to (atoll learn --folder)"
         return "its last part is still being written" if self.busy else ""
 
     def take_part(self, cut: int, t: int, capture: Callable[[], Snapshot], kept: tuple[int, ...]) -> None:
@@ -80,6 +83,17 @@ class Saver:
         except OSError as error:
             say(f"the model cannot be exported whole: {path} could not be written: {error}")
 
+    def enter_run(self, run: str) -> None:
+        """The parts that lie here are of this run from now on."""
+        if self._folder is None or not run or read_run(self._folder) == run:
+            return
+        with suppress(OSError):  # a disk that is full or gone costs cuts, not steps
+            make_folder(self._folder)
+            if read_run(self._folder):
+                for part in list_parts(self._folder):
+                    part.unlink(missing_ok=True)
+            write_atomic(self._folder / RUN, run.encode())
+
     def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
         """`kept`: the complete cuts that the run keeps."""
         assert not self.reason_not_to()
@@ -109,7 +123,7 @@ class Saver:
             make_folder(self._folder)
             mark = write(path, snapshot)
             wanted = {part_name(one) for one in kept}
-            for old in sorted(self._folder.glob("cut-*.safetensors"), key=_number)[:-NEWEST]:
+            for old in list_parts(self._folder)[:-NEWEST]:
                 if old.name not in wanted:
                     old.unlink(missing_ok=True)
         except Exception as error:  # whatever it is: the syncer waits for an answer
@@ -120,6 +134,19 @@ class Saver:
 
 def part_name(cut: int) -> str:
     return f"cut-{cut:06d}.safetensors"
+
+
+def list_parts(folder: Path) -> list[Path]:
+    """The oldest first."""
+    return sorted(folder.glob("cut-*.safetensors"), key=_number)
+
+
+def read_run(folder: Path) -> str:
+    """Which run the parts in a folder are of; empty: nobody has said so."""
+    try:
+        return (folder / RUN).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _number(part: Path) -> tuple[int, str]:

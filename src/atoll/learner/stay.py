@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from atoll.fabric.way import way_of, without_secrets
 from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
@@ -38,6 +39,7 @@ from atoll.learner.tally import Tally
 from atoll.learner.unmerged import FrozenRule, Unmerged
 from atoll.mailbox.channel import (
     Bye,
+    DialFailed,
     DrainOrder,
     ForgetOrder,
     GoOrder,
@@ -54,7 +56,7 @@ from atoll.mailbox.channel import (
     Welcomed,
 )
 from atoll.protocol.effects import Stepped
-from atoll.protocol.errors import ConfigError, RunFailed
+from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
 
 
@@ -88,11 +90,13 @@ class Stay:
         extras: Mapping[str, Stateful],
         from_peers: Collection[str] = (),
         *,
+        folder: Path | None = None,
         partner: Partner,
         tally: Tally,
         feed: Feed,
     ) -> None:
-        """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer."""
+        """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
+        `folder`: where it saves its part of cuts."""
         self._joining, self._model, self._optimizers = joining, model, optimizers
         self._partner, self._tally, self._feed = partner, tally, feed
         self._session = secrets.token_hex(8)
@@ -105,8 +109,7 @@ class Stay:
         self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
-        folder = os.environ.get("ATOLL_FOLDER")
-        self._saver = Saver(Path(folder) if folder else None)
+        self._folder, self._saver = folder, Saver(folder)
         self._preemption = Preemption()
         self._until: int | None = 0 if partner.replays else None
         """Replay: the step at which it waits."""
@@ -115,6 +118,10 @@ class Stay:
         self._known = RunProgress()
         """What the step under way goes by."""
         self._done = self._final = self._stopped = False
+        self._joined = False
+        """It has the run's parameters, and said so."""
+        self._unreached = ""
+        """Why the syncer could not be reached, while it was not."""
 
     @property
     def done(self) -> bool:
@@ -139,7 +146,7 @@ class Stay:
         self._unmerged.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
-        earlier = find_earlier()
+        earlier = find_earlier(self._folder, self._named_run())
         self._kept = earlier is not None
         if earlier is not None and earlier.exact:
             self._stand_where(earlier.snapshot)
@@ -148,11 +155,40 @@ class Stay:
         self._introduce(sure=earlier is not None and earlier.exact)
         self._join()
         if earlier is not None:
-            place = self._own.put_back(earlier.snapshot)
-            say(f"goes on with the inner optimizer, schedules and random states of step {place['t']}")
+            self._put_back(earlier)
             self._kept = False
+        self._say_joined()
         self._look_up()
         self._preemption.begun = True
+
+    def _put_back(self, earlier: Earlier) -> None:
+        if earlier.run and self._run != earlier.run:
+            say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
+            return
+        try:
+            place = self._own.put_back(earlier.snapshot)
+        except ConfigError as error:
+            if not earlier.run:  # somebody asked for it
+                raise
+            say(f"{earlier.file} in {self._folder} does not fit, the inner optimizer begins afresh: {error}")
+        else:
+            say(f"goes on with the inner optimizer, schedules and random states of step {place['t']}")
+
+    @property
+    def _run(self) -> str:
+        """The run's name; empty until it is heard of."""
+        return self.shared.box.run if self.shared.box is not None else ""
+
+    def _named_run(self) -> str:
+        """What the join link says; empty: nothing."""
+        return "" if self._partner.replays else way_of(self._joining.url).run
+
+    def _say_joined(self) -> None:
+        """Once: a learner that trains before it has the run's parameters joins later."""
+        if not self._joined and not self._partner.replays and self.shared.has_parameters():
+            self._joined = True
+            self._saver.enter_run(self._run)
+            say(f"joined run {self._run} as {self._joining.name}")
 
     def _stand_where(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
@@ -188,12 +224,21 @@ class Stay:
         while self._until is None and not self._final and not self._is_current() and not self._preemption.asked:
             left = deadline - time.monotonic()
             if left <= 0:
+                self._check_reached()
                 self._say_unjoined()
                 return
             self.wait(min(left, 0.5))
 
     def _is_current(self) -> bool:
         return self.shared.has_parameters() and not self._peers.waits and self._told is not None
+
+    def _check_reached(self) -> None:
+        """Unreachable: no syncer has ever answered this process. To train on would be to train alone."""
+        if self.shared.boundary is None and self._unreached:
+            raise Unreachable(
+                f"no syncer answers at {without_secrets(self._joining.url)}: {self._unreached}, for "
+                f"{self._joining.wait_s:g} s; is the run over, or its address another now? atoll syncer prints it"
+            )
 
     def _say_unjoined(self) -> None:
         syncer = self._joining.url.rpartition("@")[2]  # what stands before it is a secret
@@ -223,6 +268,7 @@ class Stay:
             shared.boundary.make_copies(tally.t)
             self._report()
             self._hold()
+            self._say_joined()
             self._look_up()
 
     def _hold(self) -> None:
@@ -303,6 +349,8 @@ class Stay:
                     self.shared.hand_over(self._counted())
             case RunProgress():
                 self._told = frame
+            case DialFailed(reason):
+                self._unreached = reason
             case GoOrder(until):
                 self._until = until
             case DrainOrder(reason):

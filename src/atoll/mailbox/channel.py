@@ -3,7 +3,7 @@
     training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
     courier → training process    Welcomed  RunProgress  ReadOrder  CancelReadOrder  HoldOrder  LetGoOrder  AdoptOrder
                                   OwnOrder  ForgetOrder  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder
-                                  BeginOrder  DrainOrder  StopOrder
+                                  BeginOrder  DrainOrder  StopOrder  DialFailed
 
 Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
 before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
@@ -168,6 +168,12 @@ class RunProgress(Frame, frozen=True):
     global_step: int = 0
 
 
+class DialFailed(Frame, frozen=True):
+    """The syncer could not be reached, and there is no run to be part of yet; it is dialled again."""
+
+    reason: str
+
+
 class ReadOrder(Frame, frozen=True):
     slot: int
     round: int
@@ -298,6 +304,7 @@ ToTraining = (
     | GoOrder
     | DrainOrder
     | StopOrder
+    | DialFailed
 )
 
 

@@ -42,10 +42,17 @@ def print_closing(
         console.print(Panel(text, title=_SAMPLE, title_align="left", border_style="magenta", width=width))
     if out is not None:
         console.print()
-        files = "summary.json, events.jsonl, model.safetensors, logs/"
+        files = ", ".join(_files_in(out))
         console.print(Text(f"All of it is in {out}: {files}; on one page: atoll report {out}"), soft_wrap=True)
         if summary["reason"] == INTERRUPTED:
             console.print(Text(f"It goes on with: {again} --resume {out}"), soft_wrap=True)
+
+
+def _files_in(out: Path) -> list[str]:
+    """Those that are worth a look, and are there."""
+    logs = out / "logs"
+    files = [name for name in ("summary.json", "events.jsonl", "model.safetensors") if (out / name).exists()]
+    return [*files, *(["logs/"] if logs.is_dir() and any(logs.iterdir()) else [])]
 
 
 def _figures(summary: Summary, width: int) -> Table:

@@ -29,6 +29,7 @@ NOTABLE = {
     "muted": "yellow",
     "stalled": "yellow",
     "warning": "yellow",
+    "devices": "cyan",
     "passed": "yellow",
     "left": "cyan",
     "draining": "cyan",

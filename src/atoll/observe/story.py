@@ -160,7 +160,8 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append("no round was committed: the model is what it was at the start.")
     meant, joined = int(settings.get("learners") or 0), len(learners)
     if joined < meant:
-        found.append(f"only {joined} of {meant} learners ever joined; logs/ says why.")
+        logged = any(e["kind"] == "started" and e["process"] != "syncer" for e in events)  # not those started by hand
+        found.append(f"only {joined} of {meant} learners ever joined{'; logs/ says why' if logged else ''}.")
     idle = [name for name, figures in learners.items() if figures["rounds"] == 0]
     if idle and summary["rounds"]:
         found.append(f"{listing(idle)} never contributed to a round.")

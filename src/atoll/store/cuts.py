@@ -172,7 +172,9 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
     try:
         found = digest_of(path)
     except FileNotFoundError:
-        raise BadCut(f"{path} is missing: the cut names it as the state of {name}") from None
+        raise BadCut(
+            f"{path} is missing: the cut names it as the state of {name} (learners started by hand keep theirs)"
+        ) from None
     except OSError as error:
         raise BadCut(f"{path} cannot be read: {error.strerror}") from error
     if found != part.digest:

@@ -142,6 +142,15 @@ def check_private(file: Path) -> None:
         raise ConfigError(f"{file} belongs to another user of this machine: remove it, and make one of your own")
 
 
+def read_link(said: str) -> str:
+    """A join link or an address as it is, or the one in a file that nobody else may read."""
+    path = Path(said)
+    if "://" in said or not path.is_file():
+        return said
+    check_private(path)
+    return path.read_text().strip()
+
+
 def check_folder(folder: Path) -> None:
     """ConfigError where others can put files of their own in the place of ours."""
     found = folder.stat()

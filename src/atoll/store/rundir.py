@@ -1,6 +1,7 @@
 """The folder of a run: which file lies where, and how it comes to be.
 
     run.toml            what was asked for
+    environment.json    where and with which variables its script was started (launch/environment.py); mode 600
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
     secrets/            what is shown at its port, where it has no keys (syncer/doors.py); for nobody else to read
@@ -49,6 +50,7 @@ _MARKS = ("run.toml", "events.jsonl", "summary.json")
 _OURS = (
     *_MARKS,
     *(
+        "environment.json",
         "model.safetensors",
         "model-best.safetensors",
         "report.html",

@@ -32,6 +32,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
 | started, exited, restarted, killed | supervisor | process (and pid, code) |
+| devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |
 

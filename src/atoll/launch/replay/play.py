@@ -13,6 +13,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.launch.children import Child, cores
+from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
 from atoll.launch.replay.conductor import Conductor, Outcome
 from atoll.launch.replay.score import Act, Decision, Part, Score, read_score
@@ -178,8 +179,10 @@ def start_script(part: Part, path: str, out: RunDir, config: Config, logs: Path,
         env["ATOLL_INIT"] = str(Path(config.init).absolute())
     for name in ("ATOLL_FOLDER", "ATOLL_DIRECT"):
         os.environ.pop(name, None)
-    script = [*RUNNER, *(config.script or WORKLOAD)]
-    child = Child(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log")
+    script, folder = [*RUNNER, *(config.script or WORKLOAD)], None
+    if (launch := read_environment(out.path)) is not None:
+        env, folder = {**launch.find_missing(os.environ), **env}, launch.find_folder()
+    child = Child(part.name, [sys.executable, *script], {**env, **more}, logs / f"{part.name}.log", folder=folder)
     child.start()
     return child
 

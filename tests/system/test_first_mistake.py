@@ -1,0 +1,53 @@
+"""What a script of one's own does wrong, as `atoll train` tells it; and where it starts when a run is gone on with.
+The scripts import no torch, so they are quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from tests.system.conftest import WAIT_S, Run
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+def write_script(run: Run, code: str) -> str:
+    (run.folder / "mine.py").write_text(code)
+    return "mine.py"
+
+
+def test_a_typo_is_on_the_screen_at_the_first_death_and_ends_the_run(run: Run) -> None:
+    run.train(write_script(run, "imprt torch\n"), "--learners", "2").ended(code=1)
+    cause = "SyntaxError: invalid syntax (mine.py, line 1)"
+    assert f"failed: {cause}" in run.stdout and f"the whole traceback is in {run.out / 'logs'}" in run.stdout
+    assert run.stderr.startswith(f"atoll: the script failed on every learner before its first step: {cause}. ")
+    assert run.stderr.count("\n") == 1 and f"atoll train --resume {run.out}" in run.stderr
+
+
+def test_a_script_that_never_joins_is_exit_code_1_and_no_model_is_named(run: Run) -> None:
+    run.train(write_script(run, "print('hello')\n"), "--learners", "2", "--evaluate-every", "0").ended(code=1)
+    assert run.stderr.startswith(
+        "atoll: no learner joined the run: the script has to train inside 'with atoll.Learner("
+    )
+    assert "model.safetensors" not in run.stdout and "summary.json, events.jsonl, logs/" in run.stdout
+
+
+def test_a_run_goes_on_where_and_with_what_its_script_was_started(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start fails for a reason that can be mended, with a file that is named from where it was started."""
+    code = "import os, sys\nsys.exit(f\"{os.environ['DATA_DIR']}: {open('answer').read()}\")\n"
+    monkeypatch.setenv("DATA_DIR", "c4")
+    monkeypatch.setenv("HF_TOKEN", "nobody-may-know")
+    run.train(write_script(run, code), "--learners", "1", "--evaluate-every", "0").ended(code=1)
+    assert "nobody-may-know" not in (run.out / "environment.json").read_text()
+    (run.folder / "answer").write_text("it is here")
+    monkeypatch.delenv("DATA_DIR")
+    elsewhere = run.folder / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "atoll.cli", "train", "--resume", str(run.out)],
+        cwd=elsewhere, env=run.environment(), text=True, capture_output=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "atoll: c4: it is here\n"), done
+    assert f"the script starts in {run.folder}, as it did before" in done.stdout
+    assert "not set now, and as the run was begun with: DATA_DIR" in done.stdout
