@@ -24,6 +24,7 @@ from atoll.protocol.effects import (
     Uploading,
 )
 from atoll.protocol.learner import Learner
+from atoll.protocol.ledger import Ledger
 from atoll.protocol.membership import Membership
 from atoll.protocol.messages import (
     Announce,
@@ -378,8 +379,34 @@ def test_a_new_life_has_taken_none_of_its_samples() -> None:
     learner.handle(0.0, Arrived(welcome))
     learner.handle(1.0, Stepped(t=9, steps=(9, 9), tokens=(90, 90), tokens_total=90, dropped=(0, 0), position=36))
     learner.handle(2.0, Cut("connection reset"))
-    said = learner.handle(9.0, Arrived(replace(welcome, incarnation=2)))
-    assert [one.message.position for one in said if isinstance(one, Say) and isinstance(one.message, Progress)] == [0]
+    learner.handle(9.0, Arrived(replace(welcome, incarnation=2)))
+    learner.handle(9.1, Fetched(0, 0))
+    assert [report.position for report in reports(learner.handle(9.2, Adopted(0, 0, 9)))] == [0]
+
+
+def reports(effects: list[Any]) -> list[Progress]:
+    return [one.message for one in effects if isinstance(one, Say) and isinstance(one.message, Progress)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_life_that_begins_while_it_joins_is_told_of_once_the_step_under_way_is_over(late: bool) -> None:
+    """It trained on without the run, or before the life before had the run's parameters: "the ledger does not balance",
+    for the step in the middle of which its courier was welcomed was in no life's account."""
+    learner, ledger = Learner("learner-0", "session", ()), Ledger(1)
+    settings = Settings(learners=2, fragments=1, sync_every=4)
+    welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0,), gathering=0)
+    if not late:
+        learner.handle(0.0, Arrived(welcome))
+    said = learner.handle(1.0, Stepped(t=3, steps=(3,), tokens=(30,), tokens_total=30, dropped=(0,)))
+    learner.handle(1.1, Cut("connection reset"))
+    said += learner.handle(1.2, Arrived(replace(welcome, incarnation=2)))  # step 4 is under way, …
+    said += learner.handle(1.5, Stepped(t=4, steps=(0,), tokens=(0,), tokens_total=40, dropped=(0,)))  # … forgotten
+    said += learner.handle(2.0, Stepped(t=5, steps=(1,), tokens=(10,), tokens_total=50, dropped=(0,)))
+    told = [one for one in reports(said) if one.incarnation == 2]
+    assert [one.tokens_total for one in told] == [40, 50]
+    ledger.joined("learner-0", 2, 0)
+    for one in told:
+        assert ledger.reported("learner-0", 2, one.tokens_total, one.tokens, one.dropped, one.counted) is None
 
 
 # ---- the syncer stands still -----------------------------------------------------------------------------------------

@@ -415,7 +415,8 @@ class Learner:
         self._copies.forget()
         self._orders.forget()
         self._versions.forget(fragments)
-        self._counters.forget(fragments, in_a_step=self.phase == "training")
+        # Whoever has made steps may be in one, also while it joins: no step waits for the run.
+        self._counters.forget(fragments, in_a_step=self.phase == "training" or self.t > 0)
         if self.phase == "training":
             self.phase = "joining"
         self._do(fx.Forget(reason, reset))
