@@ -121,6 +121,11 @@ class Leased:
         self._ahead = 0
 
     @property
+    def waiting(self) -> int:
+        """Batches that were drawn and not stepped on."""
+        return len(self._drawn)
+
+    @property
     def empty(self) -> bool:
         """There is nothing left to draw."""
         return self._at + self._ahead >= sum(map(_length, self._ranges))
