@@ -179,6 +179,14 @@ def test_a_lease_that_comes_twice_is_taken_once() -> None:
     assert [sample for _, batch in taken(source) for sample in batch] == [*samples(0, 4, 12), *samples(0, 40, 44)]
 
 
+def test_in_another_run_a_lease_of_the_same_number_is_another() -> None:
+    source = leased(Range(0, 0, 0, 0, 8))
+    taken(source)
+    source.forget()
+    source.supply([Range(0, 0, 0, 40, 48)], over=False)
+    assert [sample for _, batch in taken(source) for sample in batch] == samples(0, 40, 48)
+
+
 def test_the_end_of_the_data_is_not_taken_back() -> None:
     source = leased(Range(0, 0, 0, 0, 8), over=True)
     source.supply([], over=False)

@@ -125,6 +125,17 @@ def test_later_it_never_waits_when_leases_do_not_come_the_last_is_gone_through_a
     assert script.take(1) == [samples(8, 12)] and script.feed.position == 12
 
 
+def test_a_loader_that_draws_further_ahead_than_is_leased_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script().begin().supply(Range(0, 0, 0, 0, 100), Range(1, 0, 1, 0, 100), Range(2, 0, 2, 0, 100))
+    draws = script.feed.draw_leased(script.found, 4, lambda: False, nobody_waits, 60.0)
+    assert len(list(islice(draws, 80))) == 80
+    said = capsys.readouterr().err
+    assert said.count("draws 75 batches ahead of the steps on them, more than are leased") == said.count("\n") == 1
+    script.supply(Range(3, 0, 3, 0, 100))
+    script.take(30)
+    assert capsys.readouterr().err == "", "leases that come late are nobody's mistake"
+
+
 def test_at_the_end_of_the_data_the_batches_end() -> None:
     script = Script().begin().supply(Range(0, 0, 0, 0, 6), over=True)
     assert script.take(10) == [samples(0, 4), samples(4, 6)]

@@ -61,6 +61,12 @@ def test_logs_are_named_where_learners_were_started_here(events: list[Event]) ->
     assert "only 2 of 3 learners ever joined; logs/ says why." in " ".join(story(summary, [syncer, learner]))
 
 
+def test_learners_on_the_same_batches_become_a_warning(events: list[Event]) -> None:
+    text = "a and b train on the same batches, so one of them works for nothing"
+    events.insert(-3, {"at": 1009.0, "kind": "same_batches", "learner": "a", "other": "b", "text": text})
+    assert f"{WARNING}{text}." in " ".join(story(summarise(events), events))
+
+
 def test_bad_figures_become_warnings(events: list[Event]) -> None:
     summary = summarise(events)
     summary |= {"effective_h": 2.0, "participation": 0.4, "validation_loss_start": None, "refusals": 0}

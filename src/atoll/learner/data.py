@@ -85,6 +85,8 @@ class Leased:
         """All of those samples."""
         self._last: Range | None = None
         self._again = 0
+        self._permuted: dict[Range, Indices] = {}
+        """The indices of all samples of a range: batch by batch they would take far longer."""
         self.position = 0
         """Samples whose steps are done."""
         self.over = False
@@ -121,6 +123,11 @@ class Leased:
         self._ahead = 0
 
     @property
+    def waiting(self) -> int:
+        """Batches that were drawn and not stepped on."""
+        return len(self._drawn)
+
+    @property
     def empty(self) -> bool:
         """There is nothing left to draw."""
         return self._at + self._ahead >= sum(map(_length, self._ranges))
@@ -135,9 +142,9 @@ class Leased:
                 continue
             if not wanted or dataset not in (-1, one.dataset):
                 break
-            positions = np.arange(start, min(one.stop, start + wanted), dtype=np.int64)
-            dataset, wanted, self._last = one.dataset, wanted - len(positions), one
-            parts.append(self._indices(one, positions))
+            first = start - one.start
+            parts.append(self._indices(one)[first : first + wanted])
+            dataset, wanted, self._last = one.dataset, wanted - len(parts[-1]), one
         if not parts:
             return None
         indices = np.concatenate(parts)
@@ -150,10 +157,10 @@ class Leased:
         last = self._last
         if last is None:
             return None
-        positions = last.start + (self._again + np.arange(self.batch_size, dtype=np.int64)) % _length(last)
+        places = (self._again + np.arange(self.batch_size, dtype=np.int64)) % _length(last)
         self._again += self.batch_size
         self._drawn.append(0)
-        return last.dataset, self._indices(last, positions)
+        return last.dataset, self._indices(last)[places]
 
     def state(self) -> dict[str, Any]:
         """As a cut carries it. A batch that was drawn and not stepped on is drawn again."""
@@ -167,9 +174,13 @@ class Leased:
         self._at, self._newest = state["at"], state["newest"]
         self.position, self.over = state["position"], state["over"]
 
-    def _indices(self, range_: Range, positions: Indices) -> Indices:
-        length = self._lengths[range_.dataset]
-        return permuted(positions, length=length, seed=self._seed, dataset=range_.dataset, epoch=range_.epoch)
+    def _indices(self, one: Range) -> Indices:
+        if one not in self._permuted:
+            self._permuted = {held: self._permuted[held] for held in self._ranges if held in self._permuted}
+            positions, length = np.arange(one.start, one.stop, dtype=np.int64), self._lengths[one.dataset]
+            indices = permuted(positions, length=length, seed=self._seed, dataset=one.dataset, epoch=one.epoch)
+            self._permuted[one] = indices
+        return self._permuted[one]
 
 
 def _length(range_: Range) -> int:

@@ -19,6 +19,9 @@ from atoll.protocol.messages import Range
 Drawn = tuple[int, Indices]
 """The number of a dataset, and the indices of a batch's samples in it."""
 
+TOO_FAR = 64
+"""Batches drawn ahead of the steps on them that use leases up: a learner holds two leases or more, of 64 batches."""
+
 
 class Feed:
     def __init__(self, *, seed: int, name: str) -> None:
@@ -31,6 +34,7 @@ class Feed:
         self._saved: dict[str, Any] | None = None
         self._used: Callable[[], int] | None = None
         """Of how many of the batches drawn the step just made was; None: of all of them."""
+        self._said = False
 
     @property
     def position(self) -> int:
@@ -94,6 +98,8 @@ class Feed:
             batch = leased.take()
             if batch is None and leased.over:
                 return
+            if batch is None:
+                self._say_if_too_far_ahead(leased.waiting)
             batch = batch or leased.repeat()
             if batch is None:
                 self._await_first(done, wait, patience_s)
@@ -101,6 +107,14 @@ class Feed:
             yield batch
         if not done():
             yield from self.draw_own(found, batch_size, done, incarnation=1, passes=None)
+
+    def _say_if_too_far_ahead(self, batches: int) -> None:
+        if batches >= TOO_FAR and not self._said:
+            self._said = True
+            say(
+                f"the loader draws {batches} batches ahead of the steps on them, more than are leased at a time, so "
+                "samples come again: use fewer workers or a smaller prefetch_factor"
+            )
 
     def _await_first(self, done: Callable[[], bool], wait: Callable[[float], None], patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
