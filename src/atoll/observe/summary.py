@@ -105,7 +105,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "recovery": recoveries(timeline, part),
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
         **read_scores(of_kind(timeline, "score")),
-        **training_losses(paced, fragments),
+        **training_losses(rounds, fragments),
         "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in of_kind(timeline, "score"))),
         "longest_gap_s": _round(max(gaps, default=None)),
         "median_gap_s": _round(median(gaps) if gaps else None),
