@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,10 +185,17 @@ async def test_one_that_cannot_be_closed_costs_nobody_else_anything(
         house._close(guest)
         raise AttributeError("a transport in a state that nobody thought of")
 
-    house.door = Doorway(Limits(strangers=1, header_s=0.2), None, lambda: Guest(house), broken)
+    came: set[asyncio.Protocol] = set()
+
+    def come() -> Guest:
+        came.add(guest := Guest(house))
+        return guest
+
+    house.door = Doorway(Limits(strangers=1, header_s=0.2), None, come, broken)
     house.port = await house.door.open("127.0.0.1", 0)
-    for _ in range(3):
+    for number in (1, 2, 3):
         await house.knock()
+        await house.until(lambda: len(came) == number)  # noqa: B023 - it is asked here and now
     await house.until(lambda: house.door._mistakes.count == 3)
     await house.until(lambda: len(house.door.places) == 0)
     assert await say(await house.knock(), b"hello") == b"you said hello"
@@ -303,3 +311,22 @@ async def test_a_port_that_is_taken_is_named(house: House) -> None:
     port = await house.opened(Limits())
     with pytest.raises(ConfigError, match=rf"port {port} is in use on 127.0.0.1"):
         await Doorway(Limits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)
+
+
+async def test_one_that_comes_while_it_closes_is_no_mistake_of_ours(house: House) -> None:
+    """In one turn of the loop: first somebody has it closed, then somebody comes."""
+    port = await house.opened(Limits())
+    loop, mistakes = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda loop, context: mistakes.append(context))
+    ours, theirs = socket.socketpair()
+    await asyncio.sleep(0.01)  # it waits for connections now
+    assert house.door._accepting is not None
+    loop.add_reader(ours, house.door._accepting.cancel)
+    theirs.send(b"!")
+    with socket.create_connection(("127.0.0.1", port)):
+        await asyncio.sleep(0.01)
+        await house.door.close()
+    loop.remove_reader(ours)
+    ours.close()
+    theirs.close()
+    assert mistakes == []

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import NoReturn
 
 from atoll.fabric.places import Place, Places, Stage
@@ -107,18 +106,32 @@ class Doorway:
     # ---- coming in ------------------------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        for number in count(1):
+        """Not by loop.sock_accept: where that is cancelled as somebody comes, asyncio raises in a callback."""
+        loop, ready, descriptor = asyncio.get_running_loop(), asyncio.Event(), listener.fileno()
+        loop.add_reader(descriptor, ready.set)
+        try:
+            while True:
+                await ready.wait()
+                ready.clear()
+                if not self._accept_waiting(listener):
+                    await asyncio.sleep(0.05)
+        finally:
+            loop.remove_reader(descriptor)
+
+    def _accept_waiting(self, listener: socket.socket) -> bool:
+        """Those that wait, but not so many that nobody else has a turn; False: not now."""
+        for _ in range(TOGETHER):
             try:
-                sock, address = await loop.sock_accept(listener)
+                sock, address = listener.accept()
+            except BlockingIOError:
+                return True
             except OSError as error:
                 if error.errno in NO_LISTENER:
                     raise
-                await asyncio.sleep(0.05)  # no more descriptors, or it went before it was here
-                continue
+                return False  # no more descriptors, or it went before it was here
+            sock.setblocking(False)
             self._greet(sock, str(address[0]))
-            if number % TOGETHER == 0:
-                await asyncio.sleep(0)  # where many wait, accepting does not: everybody else has a turn in between
+        return True
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         if not self.places.has_room(address):
