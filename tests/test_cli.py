@@ -421,17 +421,20 @@ def test_settings_that_no_syncer_hears_are_an_error(
 # ---- parts by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_by_hand_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_by_hand_is_named_where_it_says_so_and_takes_a_free_name_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "execv", lambda path, command: started.update(command=command, env=dict(os.environ)))
-    monkeypatch.setattr("socket.gethostname", lambda: "My_Host.local")
     for key in ("ATOLL_SYNCER", "ATOLL_LEARNER", "ATOLL_ROLE"):
         monkeypatch.setenv(key, "")
         monkeypatch.delenv(key)
     atoll(monkeypatch, "learn", "script.py", "--syncer", "http://127.0.0.1:7077/", "--", "--mine", "3")
     assert started["command"][1:] == ["-m", "atoll.launch.script", "script.py", "--mine", "3"]
-    assert started["env"]["ATOLL_LEARNER"] == f"my-host-local-{os.getpid()}"
+    assert "ATOLL_LEARNER" not in started["env"], "the script finds one that is free (learner/folder.py)"
     assert started["env"]["ATOLL_SYNCER"] == "http://127.0.0.1:7077"
+    atoll(monkeypatch, "learn", "script.py", "--syncer", "http://127.0.0.1:7077", "--name", "anna")
+    assert started["env"]["ATOLL_LEARNER"] == "anna"
 
 
 def test_the_command_starts_without_torch() -> None:

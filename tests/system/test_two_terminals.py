@@ -78,6 +78,7 @@ def test_the_same_line_in_two_terminals_is_two_learners_or_one_that_is_told(run:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(600)
 def test_a_minute_of_a_second_terminal_that_tries_again_and_again(run: Run) -> None:
     url, learners = start(run)
     name, until, counts = next(default_names()), time.monotonic() + 60.0, [rounds(run)]
