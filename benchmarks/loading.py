@@ -72,7 +72,7 @@ def measure(learner: atoll.Learner, data: Slow, way: str, workers: int, blocks: 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sample-ms", type=float, default=5.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/loading.json"))
