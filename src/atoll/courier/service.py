@@ -148,6 +148,7 @@ class Courier:
                     kept=frame.kept,
                     tokens_per_step=frame.tokens_per_step,
                     frozen=frame.frozen,
+                    takes_frozen=frame.takes_frozen,
                 )
                 if not frame.boxed:
                     self._dial()

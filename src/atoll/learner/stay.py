@@ -55,6 +55,7 @@ from atoll.mailbox.channel import (
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
+from atoll.store.rundir import UNMERGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Joining:
     tokens_per_step: int = 0
     """The most that a step has, where the script says so."""
     buffers: BufferRule = None
-    frozen: FrozenRule = "refuse"
+    frozen: FrozenRule = "run"
 
 
 class Stay:
@@ -95,7 +96,7 @@ class Stay:
         self.shared = Shared(model, partner, self._tape, joining.buffers)
         self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers)
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers, self._unmerged)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
@@ -130,11 +131,13 @@ class Stay:
         """Begin as the run has it, or as an earlier life left it."""
         self._preemption.watch()
         self.shared.describe()
-        self._unmerged.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
         earlier = find_earlier()
         self._kept = earlier is not None
+        if earlier is not None and "ATOLL_FOLDER" in os.environ:
+            self._unmerged.put_back(Path(os.environ["ATOLL_FOLDER"]) / UNMERGED)
+        self._unmerged.describe()
         if earlier is not None and earlier.exact:
             self._stand_where(earlier.snapshot)
         self._partner.start()
@@ -166,7 +169,8 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        known = (who.data, self._kept, who.tokens_per_step, self._unmerged.digest)
+        unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
+        known = (who.data, self._kept, who.tokens_per_step, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)

@@ -50,6 +50,10 @@ class Start(Frame, frozen=True):
     """The most that a step has, where the script says so."""
     frozen: str = ""
     """A digest of what it does not merge."""
+    takes_frozen: bool = False
+    """Where that is not the run's, it takes a peer's …"""
+    frozen_bytes: int = 0
+    """… frozen parameters, which have so many bytes."""
 
 
 class Box(Frame, frozen=True):
@@ -232,6 +236,8 @@ class CaptureOrder(Frame, frozen=True):
     """Copy your state, without the parameters, at this boundary: a newcomer asks for it."""
 
     number: int
+    frozen: bool = False
+    """With the frozen parameters."""
 
 
 class AwaitOrder(Frame, frozen=True):
