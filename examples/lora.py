@@ -21,7 +21,7 @@ text = torch.tensor(list(inspect.getsource(argparse).encode()))
 windows = text.unfold(0, 64, 64)
 dataset, held_out = windows[:-100], windows[-96:]
 
-torch.manual_seed(0)  # the base model must be the same on every learner: a learner with another one is refused
+torch.manual_seed(0)  # the base model must be the same on every learner
 size = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
 base = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
 config = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True)

@@ -92,9 +92,9 @@ class Run:
         parameters = self.service._parameters
         stage = parameters.stage
 
-        def staged(fragment: int, deltas: Any, weights: Any, factors: Any = ()) -> str:
+        def staged(fragment: int, deltas: Any, weights: Any, *more: Any) -> str:
             self.deltas += [(fragment, delta.copy()) for delta in deltas]
-            return stage(fragment, deltas, weights, factors)
+            return stage(fragment, deltas, weights, *more)
 
         parameters.stage = staged  # type: ignore[method-assign]
 

@@ -154,7 +154,7 @@ async def test_an_optimizer_of_another_kind_is_said_and_left(stage: Stage, capfd
     run, [peer] = await running(stage)
     newcomer = stage.training(run, name="learner-1")
     newcomer.optimizer = torch.optim.SGD(newcomer.model.parameters(), momentum=0.9)
-    newcomer.peers._optimizer = newcomer.optimizer
+    newcomer.peers._optimizers = newcomer.optimizer
     await together([peer], [newcomer.join()])
     assert "'optimizer' is SGD here, AdamW in the snapshot" in (await run.until_said("fresh"))["reason"]
     refused = await run.until_said("refused")

@@ -562,7 +562,7 @@ class TestFailing:
         assert "'weight' is float64" in capsys.readouterr().err
 
     def test_other_frozen_parameters_than_the_runs_are_one_line_and_2(self, capsys: pytest.CaptureFixture[str]) -> None:
-        joined = Joined(half_frozen())
+        joined = Joined(half_frozen(), frozen="refuse")
         answer = joined.courier.answers
 
         def of_another(frame: Frame) -> list[ToTraining]:

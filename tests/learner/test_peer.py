@@ -202,6 +202,6 @@ def test_it_waits_from_the_search_to_its_outcome(capsys: pytest.CaptureFixture[s
 def test_without_an_optimizer_buffers_and_extras_travel_all_the_same() -> None:
     peer, newcomer = Process(steps=2), Process()
     for process in (peer, newcomer):
-        process.peers._optimizer = None
+        process.peers._optimizers = None
     assert newcomer.takes(*peer.gives()).reason == ""
     assert newcomer.counter.count == 2

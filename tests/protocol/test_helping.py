@@ -19,8 +19,8 @@ class Peer:
         self.versions = Versions(self.done.append, held=[3, 3], newest=[3, 3])
         self.helping = Helping(self.done.append, lambda now, message: self.said.append(message), self.versions)
 
-    def ask(self, ticket: str, now: float = 0.0, **how: Any) -> None:
-        self.helping.hear(now, Help(ticket=ticket, newcomer="b", after=6))
+    def ask(self, ticket: str, now: float = 0.0, *, frozen: bool = False, **how: Any) -> None:
+        self.helping.hear(now, Help(ticket=ticket, newcomer="b", after=6, frozen=frozen))
         self.turn(now, **how)
 
     def turn(self, now: float = 0.0, *, able: bool = True) -> None:
@@ -65,6 +65,17 @@ def test_a_copy_serves_whoever_it_is_new_enough_for() -> None:
     peer.versions.newest = peer.versions.held = [4, 3]
     peer.ask("d")
     assert peer.take(fx.Capture) == [fx.Capture(1), fx.Capture(2)]
+
+
+def test_frozen_parameters_are_copied_for_those_alone_who_ask_for_them() -> None:
+    peer = Peer()
+    peer.ask("a")
+    peer.captured(1)
+    peer.ask("b", frozen=True)
+    peer.captured(2)
+    peer.ask("c", frozen=True)
+    assert peer.take(fx.Capture) == [fx.Capture(1), fx.Capture(2, frozen=True)]
+    assert peer.take(fx.Give) == [fx.Give(1, "a"), fx.Give(2, "b"), fx.Give(2, "c")]
 
 
 def test_a_third_copy_waits_until_one_is_let_go() -> None:

@@ -151,6 +151,7 @@ class Courier:
                     tokens_per_step=frame.tokens_per_step,
                     holder=Holder(frame.session, frame.proof, frame.host, frame.pid),
                     frozen=frame.frozen,
+                    takes_frozen=frame.takes_frozen,
                 )
                 if not frame.boxed:
                     self._dial()

@@ -77,8 +77,8 @@ class States:
 
     def carry_out(self, effect: StateEffect) -> None:
         match effect:
-            case fx.Capture(number):
-                self._channel.send(CaptureOrder(number))
+            case fx.Capture(number, frozen):
+                self._channel.send(CaptureOrder(number, frozen))
             case fx.Give(number, ticket):
                 self._give(number, ticket)
             case fx.PassOn(ticket, offset):
@@ -199,7 +199,8 @@ class States:
             raise PeerError(f"the state that came has digest {mark}, its peer named {order.digest[:32]}")
 
     def _most_bytes(self) -> int:
-        return MOST_MORE + MOST_TIMES * 4 * sum(math.prod(tensor.shape) for tensor in self._start.tensors)
+        trained = sum(math.prod(tensor.shape) for tensor in self._start.tensors)
+        return MOST_MORE + MOST_TIMES * 4 * trained + self._start.frozen_bytes
 
     def _leave(self, ticket: str) -> None:
         if (task := self._fetches.pop(ticket, None)) is not None:

@@ -62,8 +62,8 @@ class Learner:
     are warned of.
     `buffers` says how the model's buffers are merged: "mean" averages those of floating point, "first" takes those of a
     round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
-    and all others are local. Frozen parameters and local buffers are not merged: they must be those of the run's first
-    learner, or may differ with `frozen` = "mine".
+    and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
+    first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
@@ -78,7 +78,7 @@ class Learner:
         data: str = "",
         tokens_per_step: int = 0,
         buffers: BufferRule = None,
-        frozen: FrozenRule = "refuse",
+        frozen: FrozenRule = "run",
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
@@ -94,8 +94,8 @@ class Learner:
             raise ValueError(f"tokens_per_step = {tokens_per_step} is below zero")
         if buffers not in (None, "local", *BUFFER_RULES):
             raise ValueError(f'buffers = {buffers!r} is not known: use "local", "mean" or "first"')
-        if frozen not in ("refuse", "mine"):
-            raise ValueError(f'frozen = {frozen!r} is not known: use "refuse" or "mine"')
+        if frozen not in ("run", "refuse", "mine"):
+            raise ValueError(f'frozen = {frozen!r} is not known: use "run", "refuse" or "mine"')
         declared = operator.index(tokens_per_step)
         whence = (folder.host, folder.pid, folder.proof)
         self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)

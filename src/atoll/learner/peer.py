@@ -24,6 +24,7 @@ from atoll.learner.recorder import Recorder
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
 from atoll.learner.state import Stateful, capture
 from atoll.learner.taking import take
+from atoll.learner.unmerged import Unmerged
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.mailbox.memory import mapped, reserve
 from atoll.protocol.bounds import clipped
@@ -42,10 +43,12 @@ class PeerStates:
         partner: Partner,
         tape: Recorder | None = None,
         buffers: BufferRule = None,
+        unmerged: Unmerged | None = None,
     ) -> None:
         """`extras`: what the script registered and lets newcomers take from peers."""
         self._model, self._optimizers, self._extras, self._partner = model, optimizers, extras, partner
         self._tape, self._buffers = tape or Recorder(partner), buffers
+        self._unmerged = unmerged or Unmerged(model, buffers, "mine")
         self.waits = False
         """A peer's state is on its way, or sought."""
         self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
@@ -56,8 +59,8 @@ class PeerStates:
     def obey(self, order: PeerOrder, t: int) -> None:
         """Between two steps."""
         match order:
-            case CaptureOrder(number):
-                self._give(number, t)
+            case CaptureOrder(number, frozen):
+                self._give(number, t, frozen)
             case AwaitOrder():
                 self.waits = True
             case TakeOrder(ticket, length):
@@ -68,6 +71,7 @@ class PeerStates:
             case BeginOrder(text):
                 self.waits = False
                 say(text)
+                self._unmerged.refuse()
 
     def courier_died(self) -> None:
         self._couriers += 1
@@ -86,12 +90,14 @@ class PeerStates:
 
     # ---- ours ---------------------------------------------------------------------------------------------------
 
-    def _give(self, number: int, t: int) -> None:
+    def _give(self, number: int, t: int, frozen: bool) -> None:
         try:
             if self._thread is not None and self._thread.is_alive():
                 raise AtollError("an earlier copy of its state is still being made")
             whole = (self._model, self._optimizers, self._extras)
             copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers)
+            if frozen:
+                copied = self._unmerged.add_frozen(copied)
         except AtollError as error:
             self._partner.send(StateCopy(number, t, reason=str(error)))
             return
@@ -113,7 +119,9 @@ class PeerStates:
         """Why it is not taken (empty: it is in), and whether that is the peer's doing."""
         try:
             came = decode(bytearray(mapped(fd, length)))
+            self._unmerged.check_frozen(came)
             take(self._model, self._optimizers, self._extras, came, self._buffers)
+            self._unmerged.take_frozen(came)
         except PeerError as error:
             return str(error), True
         except (AtollError, RuntimeError, MemoryError) as error:  # torch's own, where the device has no room

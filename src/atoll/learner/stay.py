@@ -58,6 +58,7 @@ from atoll.mailbox.channel import (
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
+from atoll.store.rundir import UNMERGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Joining:
     proof: str = ""
     """Where it is, and that it is the successor of whoever had its name (folder.py)."""
     buffers: BufferRule = None
-    frozen: FrozenRule = "refuse"
+    frozen: FrozenRule = "run"
 
 
 class Stay:
@@ -104,7 +105,7 @@ class Stay:
         self.shared = Shared(model, partner, self._tape, joining.buffers)
         self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers)
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers, self._unmerged)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
@@ -143,11 +144,13 @@ class Stay:
         """Begin as the run has it, or as an earlier life left it."""
         self._preemption.watch()
         self.shared.describe()
-        self._unmerged.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
         earlier = find_earlier(self._folder, self._named_run())
         self._kept = earlier is not None
+        if earlier is not None and self._folder is not None:
+            self._unmerged.put_back(self._folder / UNMERGED)
+        self._unmerged.describe()
         if earlier is not None and earlier.exact:
             self._stand_where(earlier.snapshot)
         self._partner.start()
@@ -208,7 +211,8 @@ class Stay:
     def _introduce(self, *, sure: bool = False) -> None:
         """All that a courier needs that knows nothing yet."""
         who, boxed = self._joining, self.shared.boundary is not None
-        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, self._unmerged.digest)
+        unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
+        known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._partner.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)

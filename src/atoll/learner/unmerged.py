@@ -1,37 +1,42 @@
 """What of a model is not merged: frozen parameters, and buffers that stay each learner's own.
 
 Where they differ between learners the run trains something else than its user thinks, and no figure shows it. So their
-digest is compared with the run's, which is that of its first learner, when a learner joins. Now and then it is looked
-whether a frozen parameter has begun to train, or a tensor that takes part was replaced by another one.
+digest is compared with the run's, which is that of its first learner, when a learner joins; where it differs, a peer's
+are taken (through peer.py, with its inner optimizer), or the learner is refused. Now and then it is looked whether a
+frozen parameter has begun to train, or a tensor that takes part was replaced by another one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from atoll.learner.ending import say
 from atoll.learner.model import BufferRule, merged, merged_buffers, persistent_buffers
 from atoll.learner.names import named_parameters
 from atoll.learner.plain import Packing
-from atoll.learner.snapshot import Snapshot
-from atoll.protocol.errors import ConfigError
+from atoll.learner.snapshot import Snapshot, read
+from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import buffer_name
 
-FrozenRule: TypeAlias = Literal["refuse", "mine"]
+FrozenRule: TypeAlias = Literal["run", "refuse", "mine"]
+FROZEN = "frozen/"
+"""Under this prefix a copy for a newcomer holds frozen parameters."""
 LOOK_EVERY = 20
 """Steps between two looks at the model: one takes about as long as a few kernels."""
 
 
-def unmerged_tensors(model: nn.Module, buffers: BufferRule) -> Iterator[tuple[str, torch.Tensor]]:
-    """By their names in the model, frozen parameters first."""
-    for name, parameter in named_parameters(model):
-        if not parameter.requires_grad:
-            yield name, parameter
+def frozen_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in named_parameters(model) if not parameter.requires_grad}
+
+
+def local_buffers(model: nn.Module, buffers: BufferRule) -> Iterator[tuple[str, torch.Tensor]]:
     taking_part = merged_buffers(model, buffers)
     for _, name, buffer in persistent_buffers(model):
         if name not in taking_part:
@@ -39,14 +44,23 @@ def unmerged_tensors(model: nn.Module, buffers: BufferRule) -> Iterator[tuple[st
 
 
 def digest_unmerged(model: nn.Module, buffers: BufferRule = None) -> str:
+    """Two of them, of frozen parameters and of local buffers: these change while a learner trains."""
+    return f"{digest_tensors(frozen_parameters(model))}-{digest_tensors(dict(local_buffers(model, buffers)))}"
+
+
+def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Of names, shapes, types and values; in hex."""
-    found = sorted(unmerged_tensors(model, buffers), key=lambda one: one[0])
+    found = sorted(tensors.items())
     with ThreadPoolExecutor() as threads:  # a large frozen model takes seconds; hashing leaves the interpreter free
         marks = list(threads.map(_mark, (tensor for _, tensor in found)))
     lines = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {mark}" for (name, tensor), mark in zip(found, marks, strict=True)
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _mark(tensor: torch.Tensor) -> str:
@@ -63,7 +77,32 @@ class Unmerged:
         self._model, self._buffers, self._rule = model, buffers, rule
         self.digest = ""
         """Empty: it is not to be compared."""
+        self._run = ""
+        """The run's, once it is known."""
         self._merged: dict[str, torch.Tensor] = {}
+
+    @property
+    def takes(self) -> bool:
+        """Where they differ, a peer's are taken."""
+        return self._rule == "run"
+
+    @property
+    def lacking(self) -> bool:
+        return bool(self.digest and self._run) and self.digest != self._run
+
+    @property
+    def frozen_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in frozen_parameters(self._model).values())
+
+    @torch.no_grad()
+    def put_back(self, path: Path) -> None:
+        """What this learner kept when it began the run, if it was the first and takes the run's."""
+        if self.takes and path.exists():
+            held = read(path).tensors
+            own = {**frozen_parameters(self._model), **dict(local_buffers(self._model, self._buffers))}
+            for name, tensor in own.items():
+                if name in held and _alike(tensor, held[name]):
+                    tensor.copy_(held[name])
 
     def describe(self) -> None:
         """As the script made it, before anything of an earlier life or of the run is in it."""
@@ -73,14 +112,50 @@ class Unmerged:
     def capture(self) -> Snapshot:
         """A copy by names in the model, to be exported; empty where all of the model is merged."""
         packing = Packing()
-        for name, tensor in unmerged_tensors(self._model, self._buffers):
+        for name, tensor in [*frozen_parameters(self._model).items(), *local_buffers(self._model, self._buffers)]:
             packing.keep(name, tensor)
         packing.settle()
         return Snapshot(packing.tensors, {})
 
+    def add_frozen(self, copied: Snapshot) -> Snapshot:
+        """To a copy for a newcomer. AtollError: they are not the run's."""
+        if self._rule == "mine" or self.lacking:
+            raise AtollError("its frozen parameters are not the run's")
+        packing = Packing()
+        for name, parameter in frozen_parameters(self._model).items():
+            packing.keep(FROZEN + name, parameter)
+        packing.settle()
+        return Snapshot({**copied.tensors, **packing.tensors}, copied.states)
+
+    def check_frozen(self, came: Snapshot) -> None:
+        """PeerError: what a peer gave are not the run's frozen parameters."""
+        if not self.lacking:
+            return
+        held = {name.removeprefix(FROZEN): value for name, value in came.tensors.items() if name.startswith(FROZEN)}
+        if digest_tensors(held) != self._run.partition("-")[0]:
+            raise PeerError("its frozen parameters are not those of the run's first learner")
+        own = frozen_parameters(self._model)
+        if own.keys() != held.keys() or any(not _alike(own[name], held[name]) for name in own):
+            raise ConfigError("the run's frozen parameters have other names, shapes or types than this script's")
+
+    @torch.no_grad()
+    def take_frozen(self, came: Snapshot) -> None:
+        """What was checked."""
+        if self.lacking:
+            for name, parameter in frozen_parameters(self._model).items():
+                parameter.copy_(came.tensors[FROZEN + name])
+            self.digest = self._run
+            say("frozen parameters and buffers were not those of the run's first learner: a peer's are taken")
+
     def compare(self, run: str) -> None:
-        """With the run's first learner; ConfigError where they differ."""
-        if self.digest and run and self.digest != run:
+        """With the run's first learner; ConfigError where they differ and are not to be taken."""
+        self._run = run
+        if self.lacking and not self.takes:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """ConfigError where they still differ."""
+        if self.lacking:
             raise ConfigError(
                 "frozen parameters or buffers are not those of the run's first learner: load them from the same file "
                 'or draw them after the same torch.manual_seed, or let them differ with Learner(frozen="mine")'

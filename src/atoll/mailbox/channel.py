@@ -55,6 +55,10 @@ class Start(Frame, frozen=True):
     """That it is the successor of whoever had its name (protocol/succession.py)."""
     frozen: str = ""
     """A digest of what it does not merge."""
+    takes_frozen: bool = False
+    """Where that is not the run's, it takes a peer's …"""
+    frozen_bytes: int = 0
+    """… frozen parameters, which have so many bytes."""
 
 
 class Box(Frame, frozen=True):
@@ -245,6 +249,8 @@ class CaptureOrder(Frame, frozen=True):
     """Copy your state, without the parameters, at this boundary: a newcomer asks for it."""
 
     number: int
+    frozen: bool = False
+    """With the frozen parameters."""
 
 
 class AwaitOrder(Frame, frozen=True):

@@ -615,6 +615,8 @@ class Capture(Fact, frozen=True):
     """Effect: copy the training process's state, without its parameters, at the next boundary, and answer Captured."""
 
     number: int
+    frozen: bool = False
+    """With its frozen parameters."""
 
 
 class Give(Fact, frozen=True):

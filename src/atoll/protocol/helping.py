@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import ge
 
 from atoll.protocol.effects import Capture, Captured, Dispose, Give, LearnerEffect, PassOn, TakeBack
 from atoll.protocol.messages import FromLearner, Help, Ready, Release, Stream, Unable
@@ -30,9 +31,19 @@ class Copy:
     """Set once it is made."""
     until: float = 0.0
     tickets: set[str] = field(default_factory=set)
+    frozen: bool = False
+    """With frozen parameters, which only those get that ask for them: they may be most of the model."""
 
-    def serves(self, wanted: list[int]) -> bool:
-        return all(held >= version for held, version in zip(self.held, wanted, strict=True))
+    def serves(self, wanted: Wanted) -> bool:
+        return self.frozen == wanted.frozen and all(map(ge, self.held, wanted.versions))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a copy must have."""
+
+    versions: list[int]
+    frozen: bool
 
 
 class Helping:
@@ -43,8 +54,8 @@ class Helping:
         versions: Versions,
     ) -> None:
         self._do, self._say, self._versions = do, say, versions
-        self._asked: dict[str, list[int]] = {}
-        """Tickets that wait for a copy, with the versions it must have."""
+        self._asked: dict[str, Wanted] = {}
+        """Tickets that wait for a copy."""
         self._copies: dict[int, Copy] = {}
         self._number = 0
 
@@ -59,8 +70,9 @@ class Helping:
 
     def hear(self, now: float, message: Help | Stream | Release) -> None:
         match message:
-            case Help(ticket=ticket):  # announcements come before it on the same channel: what is committed is known
-                self._asked[ticket] = list(self._versions.newest)
+            case Help(ticket=ticket, frozen=frozen):
+                # announcements come before it on the same channel: what is committed is known
+                self._asked[ticket] = Wanted(list(self._versions.newest), frozen)
             case Stream(ticket=ticket, offset=offset):
                 self._stream(now, ticket, offset)
             case Release(ticket=ticket):
@@ -109,14 +121,14 @@ class Helping:
         for number in list(self._copies):
             self._dispose(number)
 
-    def _give_or_order(self, now: float, ticket: str, wanted: list[int]) -> None:
+    def _give_or_order(self, now: float, ticket: str, wanted: Wanted) -> None:
         fit = [(number, copy) for number, copy in self._copies.items() if copy.serves(wanted)]
         if ready := [(number, copy.fact) for number, copy in fit if copy.fact is not None]:
             self._give(now, ticket, *ready[0])
-        elif not fit and len(self._copies) < COPIES and self._is_current(wanted) and not self._is_copying():
+        elif not fit and len(self._copies) < COPIES and self._is_current(wanted.versions) and not self._is_copying():
             self._number += 1
-            self._copies[self._number] = Copy(list(self._versions.held))
-            self._do(Capture(self._number))
+            self._copies[self._number] = Copy(list(self._versions.held), frozen=wanted.frozen)
+            self._do(Capture(self._number, wanted.frozen))
 
     def _give(self, now: float, ticket: str, number: int, fact: Captured) -> None:
         del self._asked[ticket]

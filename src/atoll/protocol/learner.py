@@ -52,16 +52,18 @@ class Learner:
         tokens_per_step: int = 0,
         holder: Holder | None = None,
         frozen: str = "",
+        takes_frozen: bool = False,
     ) -> None:
         """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins. `holder`: who has this name,
-        and by what it is proved."""
+        and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the run's,
+        `takes_frozen` has it seek a peer's."""
         self.name, self.session = name, session
         self._holder = holder or Holder(session)
         self.phase: Phase = "out"
         self.settings = Settings()
         self.wake_at: float | None = None
         self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
-        self._frozen = frozen
+        self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
@@ -200,6 +202,8 @@ class Learner:
             case fx.Captured():
                 self._helping.captured(now, event)
             case fx.StateCame() | fx.StateFailed() | fx.Taken():
+                if isinstance(event, fx.Taken) and not event.reason and self._seeking.frozen:
+                    self._frozen = self._run_frozen
                 self._seeking.told(now, event)
                 self._train_if_recovered()
                 self._report(now)
@@ -291,10 +295,13 @@ class Learner:
         self._report(now)
 
     def _seek(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
-        """A life that begins in a running run takes a peer's inner optimizer; in one that just begins all are fresh."""
-        if self._seeking.open or (new_life and not self._kept):
-            if welcome.committed > 0 and self.phase not in ("ending", "finished"):
-                self._seeking.begin(now, welcome.committed)
+        """A life that begins in a running run takes a peer's inner optimizer; in one that just begins all are fresh.
+        What is frozen must be the run's from the beginning."""
+        self._run_frozen = welcome.frozen
+        lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
+        if self._seeking.open or (new_life and not self._kept) or lacks:
+            if (welcome.committed > 0 or lacks) and self.phase not in ("ending", "finished"):
+                self._seeking.begin(now, welcome.committed, frozen=lacks)
             else:
                 self._seeking.stop("the run has only begun: every inner optimizer is fresh")
         self._kept = False

@@ -42,8 +42,10 @@ NEW_FIELDS = {
     "Announce": frozenset({"restored"}),
     "Contribution": frozenset({"run", "learner", "incarnation"}),
     "Hello": frozenset({"tokens_per_step", "tokens_total", "host", "pid", "proof", "frozen"}),
+    "Help": frozenset({"frozen"}),
     "Lease": frozenset({"incarnation"}),
     "Progress": frozenset({"leaving", "missed", "inputs"}),
+    "Seek": frozenset({"frozen"}),
     "Welcome": frozenset({"protocol", "least", "index", "frozen"}),
 }
 """… also in messages that were there before; `*`: in all of them."""
@@ -227,6 +229,8 @@ class Seek(Message, frozen=True):
     """A newcomer asks for a peer whose inner optimizer it may take, as of a time when `after` rounds were behind."""
 
     after: Number
+    frozen: bool = False
+    """And its frozen parameters: the newcomer's are not the run's."""
 
 
 class Settled(Message, frozen=True):
@@ -368,6 +372,8 @@ class Help(Message, frozen=True):
     newcomer: Name
     after: Number
     """It must be from a time when this many rounds were behind you."""
+    frozen: bool = False
+    """With your frozen parameters."""
 
 
 class Stream(Message, frozen=True):

@@ -48,6 +48,8 @@ class Recovery:
     failed: dict[str, str] = field(default_factory=dict)
     """Peers that did not help, and why."""
     declined: set[str] = field(default_factory=set)
+    frozen: bool = False
+    """It needs frozen parameters too."""
 
     def trusts(self, peer: Learner) -> bool:
         return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
@@ -67,11 +69,11 @@ class Peers:
 
     # ---- what the newcomer says ---------------------------------------------------------------------------------
 
-    def seek(self, now: float, newcomer: Learner, after: int) -> None:
+    def seek(self, now: float, newcomer: Learner, after: int, *, frozen: bool = False) -> None:
         """It cannot contribute until this is settled."""
         self.over(newcomer, "it asks anew")
         newcomer.state, newcomer.recovered = "joining", False
-        self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now)
+        self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now, frozen=frozen)
 
     def settled(self, now: float, newcomer: Learner, said: Settled) -> Learner | None:
         """The peer whose state was refused, where that is a strike."""
@@ -188,10 +190,14 @@ class Peers:
             self._go_on(recovery, f"two tries came to nothing ({recovery.why})")
         elif (peer := self._healthiest(recovery)) is not None:
             self._ask(now, recovery, peer)
-        elif self._may_come(recovery) and now < recovery.since + self.settings.patience_s:
-            wakes.append(recovery.since + self.settings.patience_s)
+        elif self._may_come(recovery) and now < (until := recovery.since + self._patience_s(recovery)):
+            wakes.append(until)
         else:
             self._go_on(recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}")
+
+    def _patience_s(self, recovery: Recovery) -> float:
+        """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
+        return self.settings.assemble_s if recovery.frozen else self.settings.patience_s
 
     def _healthiest(self, recovery: Recovery) -> Learner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
@@ -216,7 +222,8 @@ class Peers:
         recovery.tries += 1
         recovery.peer, recovery.ticket, recovery.ready = peer, self._ticket(newcomer, peer), None
         recovery.asked_at, recovery.asked_round = now, self.rounds.committed
-        self.out.send(peer.name, Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after))
+        asked = Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after, frozen=recovery.frozen)
+        self.out.send(peer.name, asked)
         again = f", after {recovery.why}" if recovery.failed else ""
         text = f"{peer.name} helps {newcomer.name} with its inner optimizer, as of round {recovery.after}{again}"
         known = {"peer": peer.name, "after": recovery.after, "attempt": recovery.tries, "reason": recovery.why}

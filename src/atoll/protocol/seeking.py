@@ -29,16 +29,18 @@ class Seeking:
     def __init__(self, do: Callable[[LearnerEffect], None], say: Callable[[float, FromLearner], None]) -> None:
         self._do, self._say = do, say
         self.open = False
+        self.frozen = False
+        """Frozen parameters are sought too."""
         self._helped: Helped | None = None
         """What it fetches, or has fetched and not taken yet."""
         self._outcome = ""
         """What it came to, until that is told."""
 
-    def begin(self, now: float, after: int) -> None:
+    def begin(self, now: float, after: int, *, frozen: bool = False) -> None:
         """Ask for a peer; once more after a reconnect: the syncer may be another one."""
-        self.open, self._outcome = True, ""
+        self.open, self._outcome, self.frozen = True, "", frozen
         self._do(Await())
-        self._say(now, Seek(after=after))
+        self._say(now, Seek(after=after, frozen=frozen))
 
     def hear(self, message: Helped | Fresh) -> None:
         match message:

@@ -230,9 +230,9 @@ class Syncer:
                 self.accounts.register(learner, message)
             case msg.CutSaved():
                 self.cuts.saved(learner, message)
-            case msg.Seek(after=after):
+            case msg.Seek(after=after, frozen=frozen):
                 self.rounds.unseat(learner, "it takes a peer's state first")
-                self.peers.seek(now, learner, after)
+                self.peers.seek(now, learner, after, frozen=frozen)
             case msg.Settled():
                 if (peer := self.peers.settled(now, learner, message)) is not None:
                     self.strikes.strike_helper(now, peer, learner, message.reason)
