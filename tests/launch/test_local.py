@@ -147,9 +147,7 @@ async def test_a_run_without_parameters_does_not_wait_for_a_score(tmp_path: Path
     assert events(run, "finished")
 
 
-async def test_children_know_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "keyword.py").write_text("")  # a name of Python's own, as a script beside may have
+async def test_children_know_the_run(tmp_path: Path) -> None:
     run = local(tmp_path, "import os\nprint({k: v for k, v in os.environ.items() if k.startswith('ATOLL')})")
     await run.run()
     said = (run.out.logs / "learner-1.log").read_text()

@@ -64,6 +64,15 @@ def test_by_hand_it_goes_on_from_the_newest_part_of_its_own_that_can_be_read(
     assert find_earlier(tmp_path) is None, "a supervisor says that it is to take none"
 
 
+def test_what_was_left_in_another_run_is_told_by_the_folder(tmp_path: Path) -> None:
+    """A syncer's address names a folder too: another run may have been there before."""
+    Saver(tmp_path).enter_run("r1")
+    kept(tmp_path / FILE, 2.0)
+    assert find_earlier(tmp_path, "r2") is None and (tmp_path / FILE).exists()
+    found = find_earlier(tmp_path)
+    assert found is not None and (found.file, found.run) == (FILE, "r1")
+
+
 def test_parts_of_nobody_knows_which_run_are_left_alone(tmp_path: Path) -> None:
     kept(tmp_path / part_name(9), 1.0)
     assert find_earlier(tmp_path) is None

@@ -274,7 +274,7 @@ def learn(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where it saves its part of cuts: learners/NAME of the run's folder.", envvar="ATOLL_FOLDER"),
+        typer.Option(help="Where it saves its part of cuts; default: atoll-learners/RUN/NAME.", envvar="ATOLL_FOLDER"),
     ] = None,
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")

@@ -43,30 +43,31 @@ class Earlier:
     """All of it is to be as it was."""
     file: str
     run: str = ""
-    """Of a part that nobody named: the run that it has to be of."""
+    """Of what nobody named: the run that it has to be of, where its folder says so."""
 
 
 def find_earlier(folder: Path | None, run: str = "") -> Earlier | None:
     """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
     its link says so."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
-    if folder is not None and not exact and (left := folder / FILE).exists():
+    of = read_run(folder) if folder is not None else ""
+    other = bool(run and of and run != of)
+    if folder is not None and not exact and not other and (left := folder / FILE).exists():
         snapshot = read(left)
         left.unlink()  # once: the next cut is newer
-        return Earlier(snapshot, False, left.name)
+        return Earlier(snapshot, False, left.name, run=of)
     if path:
         return Earlier(read(Path(path)), exact, Path(path).name)
-    return _find_own_part(folder, run) if path is None and folder is not None else None
+    if path is None and folder is not None and of and not other:
+        return _find_own_part(folder, of)
+    return None
 
 
 def _find_own_part(folder: Path, run: str) -> Earlier | None:
-    """The newest that can be read; None: there is none, or all are of another run."""
-    of = read_run(folder)
-    if not of or (run and run != of):
-        return None
+    """The newest that can be read; None: there is none."""
     for part in reversed(list_parts(folder)):
         with suppress(AtollError, OSError):
-            return Earlier(read(part), False, part.name, run=of)
+            return Earlier(read(part), False, part.name, run=run)
     return None
 
 

@@ -165,7 +165,7 @@ class Stay:
         self._preemption.begun = True
 
     def _put_back(self, earlier: Earlier) -> None:
-        if earlier.run and self._run != earlier.run:
+        if earlier.run and self._run and self._run != earlier.run:
             say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
             return
         try:
