@@ -9,7 +9,7 @@ import pytest
 from tests.simulate.mutants import planted
 from typer.testing import CliRunner
 
-from atoll.cli import app
+from atoll.cli.commands import app
 from atoll.protocol import effects as fx
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Hello

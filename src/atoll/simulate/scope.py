@@ -41,6 +41,8 @@ class Scope:
     steps: int = 0
     """The run's budget; 0: none."""
     cut_every: int = 0
+    wait_s: float = 0.0
+    """For all learners, before anybody trains."""
     length: int = 0
     """Deep: choices of a run; 0: wide."""
 
@@ -54,6 +56,7 @@ class Scope:
             synchronous=self.synchronous,
             steps=self.steps,
             cut_every=self.cut_every,
+            wait_for_learners_s=self.wait_s,
             heartbeat_s=QUIET_S,
             lost_after_s=2 * QUIET_S,
         )
@@ -69,6 +72,7 @@ class Scope:
 
 SCOPES = (
     Scope("a run begins"),
+    Scope("a run waits for its learners", wait_s=5.0),
     Scope("rounds under way", rounds=3),
     Scope("a quorum of two, and cuts", rounds=3, quorum=2, cut_every=2),
     Scope("three learners", learners=3, faults=3, rounds=2),

@@ -44,6 +44,7 @@ CLOCKS = {
         "merge_s",
     ),
     *("asked_at", "deadline_s", "_short_since", "said_at", "_started_at", "_idle_since", "_back_by", "_stop_by"),
+    "_whole_at",
     *("_moved_at",),
 }
 TALK = {
