@@ -44,6 +44,7 @@ class Learner:
     its tensors are replaced by a healthy peer's, together with the model's buffers and what was registered for it; its
     options (learning rate, betas) stay the script's own. `data` is a digest of what it trains on: it is noted in the
     run, and learners whose digests differ are warned of.
+    `name` is its own in the run; by default the machine and the lowest free number (folder.py).
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 
