@@ -64,6 +64,7 @@ class Learner:
     round's first learner, "local" leaves each learner its own; by default running statistics (BatchNorm) are averaged
     and all others are local. Frozen parameters and local buffers are not merged: where they are not those of the run's
     first learner, a peer's are taken; with `frozen` = "refuse" the learner is refused, with "mine" they may differ.
+    `name` is its own in the run; by default the machine and the lowest free number (folder.py).
     `tokens_per_step` declares the most tokens that a step will have: it is noted too, and `step` with more is refused.
     """
 

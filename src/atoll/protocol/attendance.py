@@ -1,9 +1,9 @@
 """Who comes and goes: a hello and its welcome, a connection that is lost, a learner that leaves or is thrown out.
 
-Rules kept here, each with its test: a name belongs to the process that said hello last; one that knows what the disk
-did not keep begins another life; whoever comes back is told again what it may not have heard; when a run is over, only
-those are let in that were part of it; who has been away for too long is not counted on any more, and its data goes to
-others.
+Rules kept here, each with its test: a name belongs to the process that said hello last, and who may say it while
+another lives is decided before (succession.py); one that knows what the disk did not keep begins another life; whoever
+comes back is told again what it may not have heard; when a run is over, only those are let in that were part of it; who
+has been away for too long is not counted on any more, and its data goes to others.
 """
 
 from __future__ import annotations
