@@ -240,7 +240,7 @@ class TestInARun:
             pytest.fail("it must not train alone")
         assert caught.value.code == 1
         said = capsys.readouterr().err
-        assert said.startswith("atoll: no syncer answers at http://127.0.0.1:9: connection refused, for 0.05 s; is the")
+        assert said.startswith("atoll: no syncer answers: connection refused, tried for 0.05 s; is the run over")
         assert said.count("\n") == 1
 
     def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atoll.fabric.way import way_of, without_secrets
+from atoll.fabric.way import way_of
 from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
@@ -240,8 +240,8 @@ class Stay:
         """Unreachable: no syncer has ever answered this process. To train on would be to train alone."""
         if self.shared.boundary is None and self._unreached:
             raise Unreachable(
-                f"no syncer answers at {without_secrets(self._joining.url)}: {self._unreached}, for "
-                f"{self._joining.wait_s:g} s; is the run over, or its address another now? atoll syncer prints it"
+                f"no syncer answers: {self._unreached}, tried for {self._joining.wait_s:g} s; "
+                "is the run over, or its address another now? atoll syncer prints it"
             )
 
     def _say_unjoined(self) -> None:
