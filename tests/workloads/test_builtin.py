@@ -56,8 +56,9 @@ def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatc
         model: torch.nn.Module,
         score: Callable[[torch.nn.Module], float],
         sample: Callable[[torch.nn.Module], str],
+        unit: str,
     ) -> None:
-        scored.extend((score(model), sample(model)))
+        scored.extend((score(model), sample(model), unit))
 
     monkeypatch.setitem(vars(atoll), "Learner", Alone)
     monkeypatch.setitem(vars(atoll), "evaluate", evaluate)
@@ -68,4 +69,4 @@ def test_the_builtin_script_trains_on_the_public_face(tmp_path: Path, monkeypatc
     assert tokens == (4 * 32,) * STEPS
     assert losses[-1] < losses[0] - 1
     assert rates[0] < max(rates) > rates[-1]
-    assert isinstance(scored[0], float) and isinstance(scored[1], str)
+    assert isinstance(scored[0], float) and isinstance(scored[1], str) and scored[2] == "nats per byte"

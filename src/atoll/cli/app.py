@@ -48,8 +48,10 @@ def document_of(path: Path | None) -> dict[str, Any]:
 
 def waiting_for_learners(document: dict[str, Any], seconds: float | None) -> dict[str, Any]:
     """The settings of a new run, in which nobody trains before all its learners are here, or that time is over."""
-    usual = {"protocol": {"wait_for_learners_s": WAIT_S}}
-    return merged(merged(usual, document), {"protocol": {"wait_for_learners_s": seconds}})
+    said = document.get("protocol")
+    if seconds is None and not (isinstance(said, dict) and "wait_for_learners_s" in said):
+        seconds = WAIT_S
+    return merged(document, {"protocol": {"wait_for_learners_s": seconds}})
 
 
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:
