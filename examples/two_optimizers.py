@@ -32,7 +32,7 @@ atoll.evaluate(model, score)
 
 learner = atoll.Learner(model, {"below": below, "head": head})  # or a list: [below, head]
 for name, schedule in schedules.items():
-    learner.register(name, schedule)  # saved with cuts and put back on resume
+    learner.register(name, schedule, from_peers=True)  # saved with cuts; a learner that comes late takes a peer's
 with learner:
     for batch in learner.batches(dataset, batch_size=32):
         loss = compute_loss(model, batch)

@@ -58,3 +58,11 @@ def test_the_loss_decides_and_without_one_the_first_declared_metric() -> None:
     assert deciding_figure(None, metrics, {"recall": "max", "accuracy": "max"}) == Figure("accuracy", 0.9, "max")
     assert deciding_figure(None, metrics, {}) is None
     assert Figure("accuracy", 0.9, "max").is_better(0.8) and not loss(0.9).is_better(0.8)
+
+
+def test_merged_buffers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:
+    tensors = (TensorSpec("weight", (2,), "float32"), TensorSpec("buffers/mean/norm.running_mean", (2,), "float32"))
+    plan = make_plan(tensors, 1)
+    best = BestModel(tmp_path / "model-best.safetensors")
+    assert best.keep(loss(1.0), FetchedModel("r", 1, plan, [np.ones(plan.fragments[0].size, np.float32)], [1]))
+    assert set(load_file(best.path)) == {"weight", "norm.running_mean"}

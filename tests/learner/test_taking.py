@@ -213,3 +213,34 @@ class TestLayout:
     def test_a_parameter_that_never_had_a_gradient_has_no_state(self) -> None:
         states, reasons = fit_states({"w": {"step": int}, "unused": {"step": int}}, {"w": {"step": 3}})
         assert states == {"w": {"step": 3}} and reasons == []
+
+
+def test_a_schedule_that_comes_from_a_peer_brings_its_learning_rate() -> None:
+    """CosineAnnealingLR computes each rate from the one before: with the script's first one it would go astray."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+    model, optimizer, schedule = made()
+    for _ in range(60):
+        optimizer.step()
+        schedule.step()
+    came = capture(model, optimizer, {"schedule": schedule}, parameters=False, rng=False)
+    newcomer, own, late = made()
+    take(newcomer, own, {"schedule": late}, came)
+    assert own.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.05
+    for one in (schedule, late):
+        one.step()
+    assert own.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_of_a_peer_sets_no_rate_that_trains_backwards() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    schedule._last_lr = [-0.01]
+    came = capture(model, optimizer, {"schedule": schedule}, parameters=False, rng=False)
+    take(model, optimizer, {"schedule": schedule}, came)
+    assert optimizer.param_groups[0]["lr"] == 0.1

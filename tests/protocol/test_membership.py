@@ -435,3 +435,11 @@ def test_a_learner_that_died_while_the_syncer_stood_still_is_lost_in_its_time() 
     world.run_until(seconds=10.0)
     lost = [(at - woke_at, note.data["learner"]) for at, note in world.notes if note.kind == "lost"]
     assert [name for _, name in lost] == ["learner-2"] and lost[0][0] <= 6.0
+
+
+def test_one_that_has_made_no_step_is_asked_for_its_call() -> None:
+    """Not a word of being slow: the usual cause is a loop without learner.step()."""
+    world = World(2, fragments=2, sync_every=4, stalled_after_s=5.0, step_s=[1.0, 1e6])
+    world.run_until(seconds=12.0)
+    [stalled] = world.said("stalled")
+    assert stalled.text.startswith("learner-1 has made no step yet") and "learner.step()" in stalled.text

@@ -46,7 +46,7 @@ class FetchedModel:
 
     def tensors(self) -> dict[str, FloatArray]:
         return {
-            tensor.name: self.values[part.index][start : start + elements(tensor)].reshape(tensor.shape)
+            tensor.name_in_model: self.values[part.index][start : start + elements(tensor)].reshape(tensor.shape)
             for part in self.plan.fragments
             for tensor, start in zip(part.tensors, part.offsets, strict=True)
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from torch import nn
@@ -44,8 +44,10 @@ class PeerStates:
         tape: Recorder | None = None,
         buffers: BufferRule = None,
         unmerged: Unmerged | None = None,
+        not_from_peers: Sequence[str] = (),
     ) -> None:
-        """`extras`: what the script registered and lets newcomers take from peers."""
+        """`extras`: what the script registered and lets newcomers take from peers; `not_from_peers`: the rest of it."""
+        self._not_from_peers = not_from_peers
         self._model, self._optimizers, self._extras, self._partner = model, optimizers, extras, partner
         self._tape, self._buffers = tape or Recorder(partner), buffers
         self._unmerged = unmerged or Unmerged(model, buffers, "mine")
@@ -67,11 +69,16 @@ class PeerStates:
                 reason, refused = self._take(self._partner.take_descriptor(), length)
                 if not reason:
                     self._tape.add(Took(t, ticket))
+                    self._tell_begun_anew()
                 self._partner.send(StateTaken(ticket, t, clipped(reason), refused))
             case BeginOrder(text):
                 self.waits = False
                 say(text)
                 self._unmerged.refuse()
+
+    def _tell_begun_anew(self) -> None:
+        for name in self._not_from_peers:
+            say(f"'{name}' begins anew here: learner.register({name!r}, ..., from_peers=True) takes a peer's")
 
     def courier_died(self) -> None:
         self._couriers += 1

@@ -105,7 +105,8 @@ class Stay:
         self.shared = Shared(model, partner, self._tape, joining.buffers)
         self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
-        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers, self._unmerged)
+        rest = [name for name in extras if name not in from_peers]
+        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers, self._unmerged, rest)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False

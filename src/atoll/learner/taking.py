@@ -3,7 +3,8 @@
 A peer may be broken or hostile. Of an inner optimizer only the state of parameters is taken, where every tensor has
 the name, shape and type that this learner's own optimizer gives it, and is finite; learning rate, betas and all other
 options stay the script's. Buffers must be as they are here, and finite. Of what the script registered only that is
-taken which it allows (`register(…, from_peers=True)`). All of it is checked before anything is changed.
+taken which it allows (`register(…, from_peers=True)`); a schedule among it sets the learning rate. All of it is checked
+before anything is changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from atoll.learner import inner
 from atoll.learner.inner import Optimizers
@@ -79,10 +81,23 @@ def take(
         restore(model, None, extras, Snapshot(came.tensors, allowed), parameters=False, rng=False, buffers=buffers)
     except ConfigError as error:
         raise PeerError(str(error)) from None
+    for name, thing in extras.items():
+        if isinstance(thing, LRScheduler) and f"extra/{name}" in allowed:
+            _follow(thing)
     for path, optimizer in own.items():
         parameters = inner.by_key(optimizer, model)
         for key, state in states[path].items():
             optimizer.state[parameters[key]] = state
+
+
+def _follow(schedule: LRScheduler) -> None:
+    """Most schedules compute a learning rate from the one before: it is the peer's too, where the schedule is."""
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=False):
+        if 0 <= (value := float(rate)) < MOST:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
 
 
 # ---- what fits ------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
             for part in parts:
                 values = np.zeros(part.size, dtype=np.float32)
                 for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                    values[start : start + elements(tensor)] = file.get_tensor(tensor.name).ravel()
+                    values[start : start + elements(tensor)] = file.get_tensor(tensor.name_in_model).ravel()
                 if digest(values.view(np.uint8).data) != due[part.index]:
                     return f"fragment {part.index} has other values than the journal's digest"
     except (SafetensorError, OSError, ValueError) as error:

@@ -63,11 +63,9 @@ class Watch:
         limit = self.members.stall_limit(learner)
         if (now >= limit) != learner.stalled:
             learner.stalled = not learner.stalled
-            kind, word = (
-                ("stalled", "makes no steps; it is not waited for")
-                if learner.stalled
-                else ("steps", "makes steps again")
-            )
+            never = "has made no step yet; does its script call learner.step() after every optimizer step?"
+            word = "makes no steps; it is not waited for" if learner.t else never
+            kind, word = ("stalled", word) if learner.stalled else ("steps", "makes steps again")
             self.out.note(kind, f"{learner.name} {word}", learner)
         wakes.append(limit)
 
