@@ -95,6 +95,7 @@ def test_a_latecomer_and_one_that_was_killed_have_their_peers_adamw_bit_for_bit(
     again = joined(place, "learner-1")
     assert again["taken"] == again["now"] != found["now"], "as it is by then"
     until(lambda: contributions(out, "learner-0") > before, "its peer was not held up")
+    until(lambda: len(events(out, "helped")) == 2, "the syncer has heard that it was taken")
     helped = [(e["learner"], e["incarnation"], e["peer"]) for e in events(out, "helped")]
     assert helped == [("learner-1", 1, "learner-0"), ("learner-1", 2, "learner-0")]
     assert not events(out, "fresh")
