@@ -12,22 +12,22 @@ from torch import nn
 
 import atoll
 from atoll.fabric.wire import METRICS, Score, decode_score
-from atoll.learner.scoring import Figures, read_figures
+from atoll.learner.scoring import ScoreFigures, read_figures
 from atoll.protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("found", "figures"),
     [
-        (0.5, Figures(0.5, {})),
-        (torch.tensor(0.5), Figures(0.5, {})),
-        (math.nan, Figures(None, {})),
-        ({"loss": 0.5, "accuracy": 0.9}, Figures(0.5, {"accuracy": 0.9})),
-        ({"loss": math.inf, "recall": math.nan}, Figures(None, {"recall": None})),
-        ({"accuracy": torch.tensor(0.5)}, Figures(None, {"accuracy": 0.5}, has_loss=False)),
+        (0.5, ScoreFigures(0.5, {})),
+        (torch.tensor(0.5), ScoreFigures(0.5, {})),
+        (math.nan, ScoreFigures(None, {})),
+        ({"loss": 0.5, "accuracy": 0.9}, ScoreFigures(0.5, {"accuracy": 0.9})),
+        ({"loss": math.inf, "recall": math.nan}, ScoreFigures(None, {"recall": None})),
+        ({"accuracy": torch.tensor(0.5)}, ScoreFigures(None, {"accuracy": 0.5}, has_loss=False)),
     ],
 )
-def test_a_scorer_returns_a_loss_or_figures_by_name(found: Any, figures: Figures) -> None:
+def test_a_scorer_returns_a_loss_or_figures_by_name(found: Any, figures: ScoreFigures) -> None:
     assert read_figures(found) == figures
 
 

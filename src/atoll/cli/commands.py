@@ -29,7 +29,7 @@ SETTING_COMMANDS = ("train", "syncer")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CommandEntry:
     panel: str
     summary: str
     """The first sentence of the command's own help."""
@@ -37,29 +37,35 @@ class Entry:
 
 
 COMMANDS = {
-    "train": Entry(TRAIN, "Train a model with M learners and a syncer on this machine.", ("train",)),
-    "export": Entry(TRAIN, "Write the weights of a run as safetensors, also while it runs or after a kill.", ("look",)),
-    "ls": Entry(LOOK, "List the runs here, and whether they are alive.", ("runs",)),
-    "status": Entry(LOOK, "See how a run is doing; of one that is over, what came of it.", ("look",)),
-    "logs": Entry(LOOK, "Print what the processes of a run wrote.", ("runs",)),
-    "report": Entry(LOOK, "Write one page about a run: figures, timeline, losses, faults, ledger.", ("report",)),
-    "dashboard": Entry(LOOK, "Print a link that opens the dashboard of a run in one browser.", ("look",)),
-    "syncer": Entry(JOIN, "Start a syncer by hand; learners join with `atoll learn`.", ("serve",)),
-    "learn": Entry(JOIN, "Run a script as one learner of a run that somebody else started.", ("serve",)),
-    "drain": Entry(JOIN, "Let one learner leave without loss.", ("look",)),
-    "set": Entry(JOIN, "Change settings of a run while it goes on; they are journaled.", ("look",)),
-    "cert": Entry(JOIN, "Make what a run needs to leave this machine: a certificate and a first token.", ("cert",)),
-    "tokens": Entry(JOIN, "Who may join a run: list, add, revoke, while it goes on.", ("keys",)),
-    "verify": Entry(TRUST, "Check a run from its files alone.", ("look",)),
-    "replay": Entry(TRUST, "Run it again from its tape on this machine, and compare every version.", ("replay",)),
-    "chaos": Entry(TRUST, "Attack a real run by a plan of faults, and get a verdict in numbers.", ("chaos",)),
-    "compare": Entry(
+    "train": CommandEntry(TRAIN, "Train a model with M learners and a syncer on this machine.", ("train",)),
+    "export": CommandEntry(
+        TRAIN, "Write the weights of a run as safetensors, also while it runs or after a kill.", ("look",)
+    ),
+    "ls": CommandEntry(LOOK, "List the runs here, and whether they are alive.", ("runs",)),
+    "status": CommandEntry(LOOK, "See how a run is doing; of one that is over, what came of it.", ("look",)),
+    "logs": CommandEntry(LOOK, "Print what the processes of a run wrote.", ("runs",)),
+    "report": CommandEntry(LOOK, "Write one page about a run: figures, timeline, losses, faults, ledger.", ("report",)),
+    "dashboard": CommandEntry(LOOK, "Print a link that opens the dashboard of a run in one browser.", ("look",)),
+    "syncer": CommandEntry(JOIN, "Start a syncer by hand; learners join with `atoll learn`.", ("serve",)),
+    "learn": CommandEntry(JOIN, "Run a script as one learner of a run that somebody else started.", ("serve",)),
+    "drain": CommandEntry(JOIN, "Let one learner leave without loss.", ("look",)),
+    "set": CommandEntry(JOIN, "Change settings of a run while it goes on; they are journaled.", ("look",)),
+    "cert": CommandEntry(
+        JOIN, "Make what a run needs to leave this machine: a certificate and a first token.", ("cert",)
+    ),
+    "tokens": CommandEntry(JOIN, "Who may join a run: list, add, revoke, while it goes on.", ("keys",)),
+    "verify": CommandEntry(TRUST, "Check a run from its files alone.", ("look",)),
+    "replay": CommandEntry(
+        TRUST, "Run it again from its tape on this machine, and compare every version.", ("replay",)
+    ),
+    "chaos": CommandEntry(TRUST, "Attack a real run by a plan of faults, and get a verdict in numbers.", ("chaos",)),
+    "compare": CommandEntry(
         TRUST, "Run several methods under the same plan of faults, and see what is left of each.", ("compare",)
     ),
-    "doctor": Entry(
+    "doctor": CommandEntry(
         ASK, "Say what would go wrong here: Python, torch, kernels, memory, disk, network, clock.", ("doctor",)
     ),
-    "simulate": Entry(
+    "simulate": CommandEntry(
         ASK,
         "The protocol in virtual time: what would happen, in seconds.",
         (

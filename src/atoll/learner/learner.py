@@ -26,7 +26,7 @@ from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.feed import Drawn, Feed
 from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.inner import Optimizers, check_trained
-from atoll.learner.loading import Ahead, Counted, LeasedSampler, check_dataset, check_options, load, seed_of
+from atoll.learner.loading import Ahead, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
 from atoll.learner.model import BufferRule
 from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
@@ -266,7 +266,7 @@ class Learner:
     def _load(
         self, found: tuple[Source, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]
     ) -> Iterator[Any]:
-        draws, counted = self._draw(found, batch_size, epochs), Counted()
+        draws, counted = self._draw(found, batch_size, epochs), UsedBatches()
         self._feed.count_by(counted.count_step)
         if not loader:
             batches: Iterable[Any] = (collect(found[dataset].samples, indices) for dataset, indices in draws)

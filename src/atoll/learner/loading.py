@@ -81,7 +81,7 @@ class Ahead:
         return self._used - before
 
 
-class Counted:
+class UsedBatches:
     """Batches that left a loader of ours since the last step."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Counted:
         return since
 
 
-class Fetched(Dataset[Any]):
+class DrawnBatches(Dataset[Any]):
     """What a loader's workers fetch from: a batch as it was drawn, collected at once or sample by sample."""
 
     def __init__(self, found: tuple[Source, ...], whole: bool) -> None:
@@ -116,7 +116,7 @@ def load(found: tuple[Source, ...], draws: Iterator[Drawn], options: Mapping[str
     given = {"generator": torch.Generator().manual_seed(seed), **options}
     if whole:
         given["collate_fn"] = _as_it_is
-    return DataLoader(Fetched(found, whole), batch_sampler=draws, **given)  # type: ignore[arg-type]
+    return DataLoader(DrawnBatches(found, whole), batch_sampler=draws, **given)  # type: ignore[arg-type]
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ FETCH_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ScoreFigures:
     """What a scorer found, as it may be sent; None: not a number, or beyond all measure."""
 
     loss: float | None
@@ -39,15 +39,15 @@ class Figures:
     has_loss: bool = True
 
 
-def read_figures(found: object) -> Figures:
+def read_figures(found: object) -> ScoreFigures:
     """What a scorer returned: a loss, or figures by name. ConfigError: it is neither."""
     if not isinstance(found, Mapping):
-        return Figures(_read_figure(LOSS, found), {})
+        return ScoreFigures(_read_figure(LOSS, found), {})
     figures = {_checked_name(name): _read_figure(name, value) for name, value in found.items()}
     if not figures or len(figures) > METRICS:
         raise ConfigError(f"the scorer returned {len(figures)} figures: return 1 to {METRICS} of them")
     has_loss = LOSS in figures
-    return Figures(figures.pop(LOSS, None), figures, has_loss)
+    return ScoreFigures(figures.pop(LOSS, None), figures, has_loss)
 
 
 def _read_figure(name: object, value: Any) -> float | None:
