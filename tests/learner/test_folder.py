@@ -59,6 +59,18 @@ def first(names: Iterator[str], count: int = 2) -> list[str]:
     return list(islice(names, count))
 
 
+def test_a_script_that_changes_the_current_folder_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = claim_folder(SYNCER, "a")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert folder.path is not None and (folder.path / "lock").exists()
+    monkeypatch.setenv("ATOLL_FOLDER", "state")
+    named = claim_folder(SYNCER, "b")
+    assert named.path == tmp_path / "elsewhere" / "state"
+
+
 def test_the_default_name_is_the_machine_and_a_number() -> None:
     assert first(default_names({}, "Rack-3.example.org")) == ["rack-3-example-org-0", "rack-3-example-org-1"]
     assert first(default_names({}, "…"), 1) == ["learner-0"]

@@ -15,6 +15,7 @@ Rules:
 - the lock is free as soon as the process is gone, also while workers that it forked live on;
 - what is shown to the syncer is made of the secret and this machine's name: a folder that two machines share makes
   neither of them the other's successor;
+- it stays where it is when the script changes the current folder;
 - where no folder can be made, the learner trains without one; where it cannot be locked, with a secret of its own.
 """
 
@@ -78,10 +79,10 @@ def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.enviro
     if name:
         checked_name(name)
     if named := env.get("ATOLL_FOLDER"):
-        path = Path(named)
+        path = Path(named).absolute()
         name = name or (path.name if is_name(path.name) else next(default_names(env)))
         return _claim(path, name) or _refuse(path, name)
-    root = ROOT / run_or_address(syncer)
+    root = ROOT.absolute() / run_or_address(syncer)
     with suppress(OSError):
         ROOT.mkdir(mode=0o700, exist_ok=True)
     if name:
