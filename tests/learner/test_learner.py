@@ -27,6 +27,7 @@ from atoll.mailbox.channel import (
     DrainOrder,
     ForgetOrder,
     Frame,
+    GoOrder,
     HoldOrder,
     Kept,
     OwnOrder,
@@ -343,6 +344,23 @@ class TestInARun:
             learner.step(tokens=1)
             assert joined.box.adopted.tolist() == [0, 1]
             joined.courier.answers = joined._answer
+
+    def test_a_replay_that_says_the_end_is_waited_for_before_the_next_step(self, joined: Joined) -> None:
+        """A loader's prefetched batches come after the end is told, and what was adopted there is adopted here."""
+        joined.courier.replays = True
+        joined.courier.waiting.append(GoOrder(1))
+        later: list[list[ToTraining]] = [
+            [StopOrder("as in the run", final=False)],
+            [AdoptOrder(0, 0, 1, -1, "overwrite", 0.5, 0)],
+            [GoOrder(2)],
+        ]
+        joined.courier.wait = lambda seconds: joined.courier.waiting.extend(later.pop(0))  # type: ignore[method-assign]
+        with joined.learner as learner:
+            learner.step(tokens=1)
+            assert learner.done and not later
+            assert joined.box.adopted.tolist() == [1, 0]
+            later.append([StopOrder("the replay is over", final=True)])
+            learner.step(tokens=1)
 
     def test_a_recovery_resets_the_inner_optimizer_only_when_asked(self) -> None:
         model = small()

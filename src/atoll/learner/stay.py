@@ -285,7 +285,8 @@ class Stay:
             self._listen()
             shared.boundary.adopt_ready(t)
             shared.boundary.settle()
-        while self._until is not None and self._until <= t and not self.done:
+        # Told to end, it still waits: what it was told after that, before its next step, is on its way.
+        while self._until is not None and self._until <= t and not self._final:
             self.wait(0.5)
 
     def wait(self, seconds: float) -> None:

@@ -100,7 +100,7 @@ class Actor:
         """The step after which it waits; None: it trains, or has not begun."""
         self._until = 0
         """How far it was told to train."""
-        self._stopped = False
+        self._asked_to_stop = self._stopped = False
         self._waits_for = ""
         """An answer that must come before the next act."""
         self._registered = False
@@ -172,11 +172,11 @@ class Actor:
 
     def end(self) -> None:
         """Nothing more is asked of it."""
-        if self._channel is not None and not self._told_to_end and self._stopped:
+        if not (self._asked_to_stop or self._stopped):
+            self.child.kill_all()
+        elif self._channel is not None and not self._told_to_end:
             self._told_to_end = True
             self.channel.send(StopOrder(OVER, final=True))
-        elif not self._stopped:
-            self.child.kill_all()
 
     # ---- acts -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +209,7 @@ class Actor:
             case tape.Took(_, ticket):
                 return self._take(ticket)
             case tape.Stopped():
+                self._asked_to_stop = True
                 send(StopOrder("as in the run", final=False))
             case tape.Began() | tape.Marked():
                 pass
