@@ -52,6 +52,23 @@ def test_a_payload_that_is_missing_is_named_unless_a_newer_cut_makes_up_for_it(t
     assert wrong(run) == expected
 
 
+def test_what_a_run_was_rolled_back_to_may_be_missing_before_a_newer_cut_alone(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 3)
+    run.set_guard("rollback")
+    for file in (2, 3):
+        run.cut()
+        run.roll_back(run.history.committed - 1)
+        run.round()
+        run.round()
+        path = run.dir.journal / f"payload-000001-{file:04d}.bin"
+        assert path.exists() and well(run)
+    (run.dir.journal / "payload-000001-0002.bin").unlink()
+    assert well(run).facts["rebuilt_rounds"] == 5
+    path.unlink()
+    behind = f"what the run was rolled back to behind round {run.history.committed - 3}"
+    assert wrong(run) == f"{path} is missing: it holds {behind}, and no newer cut makes up for it"
+
+
 def test_a_round_that_gives_another_digest_is_named(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
     run.round(lambda record: replace(record, digest="0" * 32))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from atoll.observe.findings import Findings, Wrong
 from atoll.observe.rebuild import NotKept, Rebuilt, load, replay
 from atoll.observe.shelf import StoredCut
-from atoll.protocol.records import AnyRecord, Merged
+from atoll.protocol.records import AnyRecord, Merged, Restored
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Position, read
 from atoll.store.rundir import RunDir
@@ -60,12 +60,13 @@ class Way:
 
     def _lose_the_way(self, record: AnyRecord, error: NotKept) -> None:
         self.model = None
-        assert isinstance(record, Merged)
+        assert isinstance(record, Merged | Restored)
         if self._at.number != self._newest:
             return
         if record.payload is not None:
             raise Wrong(f"{error}, and no newer cut makes up for it")
-        self._findings.remark(f"rounds from {record.round} on kept no outer gradients: they cannot be made again")
+        behind = record.round if isinstance(record, Merged) else record.at
+        self._findings.remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
 
     def _meet(self, cut: StoredCut) -> None:
         if self.model is None:
