@@ -99,6 +99,12 @@ def test_the_number_of_learners_that_was_drawn_gives_the_same_world_when_it_is_g
     assert campaign.plan(7, 9).options.settings.learners == 9
 
 
+def test_one_that_was_deposed_before_the_run_had_parameters_keeps_no_first_cut() -> None:
+    """Seed 301456: its cut 0 stood in the place of its successor's, and the journal did not follow from it."""
+    outcome = campaign.run(campaign.plan(301456, 4))
+    assert not outcome.invariant, outcome.message
+
+
 def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
     assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "rollback", "end"}

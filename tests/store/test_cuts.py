@@ -30,6 +30,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
+from atoll.store.terms import Deposed
 
 ARRAYS = {
     "theta-000": np.arange(3, dtype=np.float32).view(np.uint8),
@@ -122,6 +123,26 @@ def test_a_part_that_was_not_finished_is_no_cut(shelf: Shelf, monkeypatch: pytes
     shelf.whole(20)
     assert known_cuts(shelf.cuts) == [20, 10], "tried again, it is there"
     shelf.check(20)
+
+
+def test_a_writer_that_is_deposed_meanwhile_changes_nothing(shelf: Shelf) -> None:
+    manifest = shelf.whole(10)
+
+    def refuse() -> None:
+        raise Deposed
+
+    with pytest.raises(Deposed):
+        write_syncer_part(shelf.cuts, "r1", 10, 10, b"another state", ARRAYS, refuse)
+    assert shelf.check(10) == manifest and [entry.name for entry in shelf.cuts.iterdir()] == ["000010"]
+
+
+def test_what_a_dead_writer_left_is_removed_with_the_old_cuts(shelf: Shelf) -> None:
+    left = shelf.cuts / f"{cuts.DRAFT}20-abc"
+    left.mkdir(parents=True)
+    (left / "theta-000.bin").write_bytes(b"half of it")
+    shelf.whole(10)
+    prune(shelf.cuts, 1)
+    assert not left.exists() and known_cuts(shelf.cuts) == [10]
 
 
 def test_a_cut_without_a_manifest_is_known_but_not_complete(shelf: Shelf) -> None:
@@ -233,9 +254,11 @@ def test_a_table_that_is_none_is_damaged(shelf: Shelf, text: bytes) -> None:
 
 
 def test_the_manifest_of_another_syncers_part_is_refused(shelf: Shelf) -> None:
-    shelf.whole(120)
+    manifest = shelf.whole(120)
     write_syncer_part(shelf.cuts, "r1", 120, 120, b"another state", ARRAYS)
     read_syncer_part(shelf.cuts, 120)
+    assert complete_cuts(shelf.cuts) == [], "a part that is written anew has no manifest yet"
+    write_manifest(shelf.cuts, manifest)
     with pytest.raises(BadCut, match=r"syncer\.json is not the one that the manifest of cut 120 names"):
         shelf.check(120)
 
@@ -339,7 +362,7 @@ def test_a_cut_that_is_being_deleted_is_never_half_there(shelf: Shelf, monkeypat
     for cut in (10, 20):
         shelf.whole(cut)
     with monkeypatch.context() as patch:
-        patch.setattr(cuts.shutil, "rmtree", lambda path: (path / "state.bin").unlink())
+        patch.setattr(cuts.shutil, "rmtree", lambda path, ignore_errors: (path / "state.bin").unlink())
         assert prune(shelf.cuts, 1) == [10]
     assert known_cuts(shelf.cuts) == complete_cuts(shelf.cuts) == [20]
     assert prune(shelf.cuts, 1) == [] and len(list(shelf.cuts.iterdir())) == 1

@@ -39,7 +39,7 @@ from atoll.store.cuts import check_cut, complete_cuts, digest_of, folder_of, kno
 from atoll.store.disk import DiskFailed, LocalDisk, LocalFile, NoRoom
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire, claim
+from atoll.store.terms import Deposed, acquire, claim
 from atoll.syncer.books import Books
 from atoll.syncer.parameters import Parameters
 
@@ -380,7 +380,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_sync", sync)
+        patch.setattr(atomic, "sync_path", sync)
         yield
 
 
@@ -395,6 +395,18 @@ def test_a_cut_that_finds_no_room_may_be_tried_again(
     assert known_cuts(reign.out.cuts) == [0]
     reign.cut()
     assert known_cuts(reign.out.cuts) == [1, 0]
+
+
+def test_a_syncer_that_was_deposed_leaves_its_successors_cut_as_it_is(tmp_path: Path) -> None:
+    """It had recorded its part before, and writes it after: both would be cut 1."""
+    deposed = Reigning(tmp_path / "run").start().round(1)
+    claim(deposed.out.journal, deposed.books.term + 1)
+    table = folder_of(deposed.out.cuts, 1) / "syncer.json"
+    with pytest.raises(Deposed):
+        deposed.cut()
+    with pytest.raises(Deposed):
+        deposed.books.complete("r1", CompleteCut(0, (), ()))
+    assert known_cuts(deposed.out.cuts) == [0] and not table.exists()
 
 
 def after_a_power_cut(reign: Reigning, disk: FaultyDisk) -> Reigning:

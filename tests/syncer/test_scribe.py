@@ -14,8 +14,9 @@ from atoll.protocol.history import History
 from atoll.protocol.records import AnyRecord, Begun, Ended, Merged, Passed
 from atoll.protocol.settings import Settings
 from atoll.store.disk import DiskFailed, NoRoom
+from atoll.store.terms import Deposed
 from atoll.syncer import scribe as scribe_module
-from atoll.syncer.scribe import Deposed, Entry, Scribe
+from atoll.syncer.scribe import Entry, Scribe
 
 WAIT_S = 10.0
 HISTORY = History(Begun("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()

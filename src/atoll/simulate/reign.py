@@ -255,7 +255,7 @@ class Reign:
             self.theta = list(self.initial)
             world.disk.start = list(self.initial)
         place = len(world.disk.journal)
-        if effect.first:  # durable before anything behind it
+        if effect.first and world.disk.claim == self.term:  # durable before anything behind it; one deposed drops it
             world.disk.keep(0, effect.history, list(self.theta), place)
         world.agenda.later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
 

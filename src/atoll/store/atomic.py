@@ -48,16 +48,16 @@ def staged(path: Path) -> Iterator[Path]:
         yield draft
         # Whoever wrote may have made the file anew and private (safetensors does): its folder says how open it is.
         draft.chmod(mode)
-        _sync(draft)
+        sync_path(draft)
         draft.replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             draft.unlink()
         raise
-    _sync(path.parent)
+    sync_path(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

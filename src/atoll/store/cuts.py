@@ -7,17 +7,19 @@
     cuts/000120/manifest.json          the whole cut: the round, and every learner's file with its digest
     learners/<id>/cut-000120.safetensors
 
-A file is written beside its name and renamed, so a part is whole or not there. A cut without a manifest is never
-resumed from; its syncer's part alone is enough for a syncer to come back. What the manifest says of a learner's file is
-that learner's word: where it is not so, that learner is left out of the cut, and nobody else.
+A part is written to a folder of its own, which is then given its name: so it is whole or not there. A syncer that was
+deposed meanwhile drops what it wrote, so that it never replaces a part of its successor's. A cut without a manifest is
+never resumed from; its syncer's part alone is enough for a syncer to come back. What the manifest says of a learner's
+file is that learner's word: where it is not so, that learner is left out of the cut, and nobody else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.protocol.errors import AtollError
-from atoll.store.atomic import make_folder, staged, write_atomic
+from atoll.store.atomic import make_folder, staged, sync_path, write_atomic
 
 T = TypeVar("T", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
@@ -36,8 +38,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """A learner and its file are named by a peer: a name that leads anywhere else is none."""
 
 
-GONE = "gone-"
-"""What a cut that is being deleted is called."""
+GONE, DRAFT = "gone-", "draft-"
+"""What a cut that is being deleted, or written, is called."""
 
 
 class BadCut(AtollError):
@@ -97,15 +99,33 @@ def complete_cuts(root: Path) -> list[int]:
 # ---- the syncer's part -------------------------------------------------------------------------------------------
 
 
-def write_syncer_part(root: Path, run: str, cut: int, round: int, state: bytes, arrays: Mapping[str, Bytes]) -> str:
-    """Durable once this returns; the digest of its table."""
-    folder = folder_of(root, cut)
-    make_folder(folder)
-    files = {"state.bin": _write(folder / "state.bin", np.frombuffer(state, dtype=np.uint8))}
-    for name, values in arrays.items():
-        files[f"{name}.bin"] = _write(folder / f"{name}.bin", values)
-    table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files)))
-    write_atomic(folder / "syncer.json", table)
+def write_syncer_part(
+    root: Path,
+    run: str,
+    cut: int,
+    round: int,
+    state: bytes,
+    arrays: Mapping[str, Bytes],
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """Durable once this returns; the digest of its table. `check` is asked last: it raises where nothing may be."""
+    folder, mark = folder_of(root, cut), os.urandom(4).hex()
+    draft = root / f"{DRAFT}{cut}-{mark}"
+    make_folder(draft)
+    try:
+        files = {"state.bin": _write(draft / "state.bin", np.frombuffer(state, dtype=np.uint8))}
+        for name, values in arrays.items():
+            files[f"{name}.bin"] = _write(draft / f"{name}.bin", values)
+        table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files)))
+        write_atomic(draft / "syncer.json", table)
+        check()
+        if folder.exists():
+            folder.rename(root / f"{GONE}{cut}-{mark}")
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync_path(root)
     return digest(table)
 
 
@@ -194,8 +214,8 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
     old = [cut for cut in there if cut < min(kept) and cut != spared]
     for cut in old:
         folder_of(root, cut).rename(root / f"{GONE}{cut}")
-    for entry in root.glob(f"{GONE}*"):
-        shutil.rmtree(entry)
+    for entry in (*root.glob(f"{GONE}*"), *root.glob(f"{DRAFT}*")):
+        shutil.rmtree(entry, ignore_errors=True)
     return sorted(old)
 
 

@@ -32,11 +32,20 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import make_folder, mode_in
 from atoll.store.disk import LocalDisk, not_written, reading
 
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
+
+
+class Deposed(RunFailed):
+    """Another syncer has taken over."""
+
+    exit_code = 5
+
+    def __init__(self) -> None:
+        super().__init__("another syncer has taken over this run: this one ends without a word to anybody")
 
 
 class Reign:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
+from atoll.store.terms import Deposed
 from atoll.syncer.books import Books
-from atoll.syncer.scribe import DEPOSED, Deposed
 
 BEAT_S = 1.0
 """Between two signs of life to a standby."""
@@ -26,5 +26,5 @@ async def beat(books: Books, run: str, norms: Callable[[], list[list[float]]]) -
         if number % NORMS_BEATS == 0 and (usual := norms()):
             await asyncio.to_thread(books.keep_norms, run, usual)
         if books.fenced():
-            raise Deposed(DEPOSED)
+            raise Deposed
         await asyncio.sleep(BEAT_S)

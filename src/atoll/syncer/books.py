@@ -35,7 +35,7 @@ from atoll.store.cuts import (
 from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
-from atoll.store.terms import Reign
+from atoll.store.terms import Deposed, Reign
 from atoll.syncer.earlier import Earlier, read_earlier
 from atoll.syncer.recovery import CutState, Recovered, recover
 
@@ -155,7 +155,7 @@ class Books:
             with self._writing:  # rounds after the cut are in the same file: their payloads go first, as in an append
                 self._journal.sync()
         try:
-            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole)
+            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_reign)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
         self._kept = [*self._kept[-1:], (state.position.term, state.file)]
@@ -164,6 +164,7 @@ class Books:
 
     def complete(self, run: str, done: CompleteCut) -> str:
         """Write the manifest; its digest. NoRoom: it may be tried again."""
+        self._check_reign()
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
         try:
@@ -173,6 +174,10 @@ class Books:
         except OSError as error:
             raise not_written(error, table.parent) from error
         return mark
+
+    def _check_reign(self) -> None:
+        if self._reign.fenced():
+            raise Deposed
 
     def earlier(self, restore: Restore) -> Earlier:
         """Beside the event loop. BadCut or Corrupt: it cannot be had."""

@@ -26,11 +26,10 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
-from atoll.store.terms import Reign, Turn, acquire
+from atoll.store.terms import Deposed, Reign, Turn, acquire
 from atoll.syncer.books import Books
 from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
-from atoll.syncer.scribe import DEPOSED, Deposed
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog, parse
 
@@ -148,7 +147,7 @@ async def _serve(
 
         def save(parameters: Parameters) -> None:
             if books.fenced():  # its head may be an old one by now
-                raise Deposed(DEPOSED)
+                raise Deposed
             save_model(out.model, dict(parameters.tensors()), service.model_facts())
 
         async with asyncio.TaskGroup() as tasks:

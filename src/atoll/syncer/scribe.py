@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from atoll.protocol import effects as fx
 from atoll.protocol.batch import next_batch
-from atoll.protocol.errors import RunFailed
 from atoll.protocol.records import AnyRecord
 from atoll.store.disk import NoRoom
+from atoll.store.terms import Deposed
 
 ALARM_S = 5.0
 """A syncer that could not commit for this long raises an alarm."""
@@ -29,15 +29,6 @@ ALARM_AGAIN_S = 0.5
 T = TypeVar("T")
 Entry = tuple[AnyRecord, memoryview | None]
 Append = Callable[[Sequence[Entry]], object]
-
-
-DEPOSED = "another syncer has taken over this run: this one ends without a word to anybody"
-
-
-class Deposed(RunFailed):
-    """Another syncer has taken over."""
-
-    exit_code = 5
 
 
 class Scribe:
@@ -117,7 +108,7 @@ class Scribe:
 
         await self._insist(append, entries)
         if self._fenced():
-            raise Deposed(DEPOSED)
+            raise Deposed
         self._written = len(batch)
 
     def _payload_of(self, persist: fx.Persist) -> memoryview | None:
