@@ -358,6 +358,76 @@ def test_a_learner_does_not_save_twice_for_a_cut_that_both_terms_name() -> None:
     assert [name for _, name, cut in world.saves if cut == 4].count("learner-0") == 1
 
 
+# ---- the last one ----------------------------------------------------------------------------------------------------
+
+
+def ended(world: CutWorld) -> CutWorld:
+    world.end("Ctrl-C")
+    world.run_to_end()
+    return world
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+def test_a_run_that_ends_takes_a_cut_of_everybody_behind_its_last_round(latency_s: float, adopt: str) -> None:
+    world = ended(CutWorld(cut_every=50, latency_s=latency_s, adopt=adopt).run_until(round=7))
+    assert world.done() == [world.syncer.committed]
+    assert world.learners_of(world.syncer.committed) == set(world.islands)
+    kinds = [type(record) for record in world.journal if isinstance(record, records.CutDone | records.Ended)]
+    assert kinds == [records.Ended, records.CutDone, records.Ended], "and only then it is over"
+
+
+def test_a_run_without_cuts_ends_without_one() -> None:
+    assert not ended(CutWorld(cut_every=0).run_until(round=7)).took()
+
+
+def test_a_cut_that_is_open_when_a_run_ends_is_completed_before_the_last_one() -> None:
+    world = CutWorld(cut_wait_s=3.0).run_until(round=3)
+    world.islands["learner-1"].saves = False
+    ended(world.run_until(round=4))
+    assert world.done() == [4, world.syncer.committed]
+    assert world.left_out(4) == world.left_out(world.syncer.committed) == {"learner-1": "it did not save in time"}
+
+
+def test_the_last_cut_does_not_wait_for_one_that_dies() -> None:
+    world = CutWorld(cut_every=50, cut_wait_s=1000.0).run_until(round=7)
+    world.islands["learner-1"].saves = False
+    world.end("Ctrl-C")
+    while not world.took():
+        world.run_until(seconds=0.1)
+    world.kill("learner-1")
+    world.run_to_end()
+    assert world.learners_of(world.syncer.committed) == {"learner-0", "learner-2"}
+
+
+def test_a_last_cut_that_cannot_be_written_costs_nothing_but_that_cut() -> None:
+    world = CutWorld(cut_every=50).run_until(round=7)
+    world.disk.cuts_fail = True
+    ended(world)
+    assert not world.done() and world.syncer.phase == "finished"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [fx.TakeCut, fx.CompleteCut])
+def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(when: str, kind: type[fx.TakeCut | fx.CompleteCut]) -> None:
+    """Also of those who had saved for it already."""
+    world = CutWorld(cut_every=50).run_until(round=7)
+    crashes: list[fx.SyncerEffect] = []
+
+    def dies(effect: fx.SyncerEffect, moment: str) -> bool:
+        first = not crashes and isinstance(effect, kind) and moment == when
+        crashes.extend([effect] if first else [])
+        return first
+
+    world.crash = dies
+    began = world.now
+    ended(world)
+    assert len(crashes) == 1 and world.syncer.history.term == 2
+    last = [record for record in world.journal if isinstance(record, records.CutDone)]
+    assert [record.learners for record in last] == [tuple(sorted(world.islands))]
+    assert world.now - began < world.syncer.settings.cut_wait_s, "nobody is waited for in vain"
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,9 @@ so; what was on its way between the two is kept by its sender (a copy is kept un
 has to be caught on the wire.
 
 Rules kept here, each with its test: a cut never waits for the dead, nor for anybody past its deadline; those left out
-are named with the reason; only a cut whose syncer's part is durable is completed; one cut is open at a time.
+are named with the reason; only a cut whose syncer's part is durable is completed; one cut is open at a time. A run that
+ends in good order takes a last cut behind its last round, so that whoever goes on with it has the inner optimizers of
+its last steps.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 
 from atoll.protocol.effects import CompleteCut, TakeCut
 from atoll.protocol.membership import Learner, Membership
-from atoll.protocol.messages import CutSaved
+from atoll.protocol.messages import CutSaved, Ending
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import CutDone
 from atoll.protocol.settings import Settings
@@ -47,10 +49,25 @@ class Cuts:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
         every = self.settings.cut_every
         if self.open is None and every and rounds % every == 0:
-            awaited = {one.name: one.incarnation for one in self.members.live()}
-            self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited)
-            self.out.cut = rounds
-            self.out.add(TakeCut(rounds, self.out.history.state()))
+            self._take(now, rounds, self.members.live())
+
+    def end_with_one(self, now: float, rounds: int, reason: str) -> bool:
+        """The last steps are collected: take a cut unless one was taken here. True when there is none to wait for."""
+        if self.open is not None:
+            return False
+        there = [one for one in self.members.reachable() if one.stopped]
+        if not self.settings.cut_every or self.out.cut >= rounds or not there:
+            return True
+        self._take(now, rounds, there)
+        for learner in there:  # nothing else would tell them of it
+            self.out.send(learner.name, Ending(reason=reason))
+        return False
+
+    def _take(self, now: float, rounds: int, learners: list[Learner]) -> None:
+        awaited = {one.name: one.incarnation for one in learners}
+        self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited)
+        self.out.cut = rounds
+        self.out.add(TakeCut(rounds, self.out.history.state()))
 
     def saved(self, learner: Learner, said: CutSaved) -> None:
         open_ = self.open

@@ -1,10 +1,10 @@
 """The end of a run: when it comes, and what is said of it.
 
 Rules kept here, each with its test: a run ends when its budget of steps or tokens is spent, when every learner has
-stopped, or when the operator asks; first the last steps are collected (drain.py), then it is finished. Both are durable
-before they are told. A term that finds a run ending lets the learners come back first; one that finds it finished says
-so once more, unless its first event opens the run again. The last record of an end says how much of the budget is
-spent: tokens that came after the last round are in no other record.
+stopped, or when the operator asks; first the last steps are collected (drain.py) and a last cut is taken (cut.py), then
+it is finished. Both ends are durable before they are told. A term that finds a run ending lets the learners come back
+first; one that finds it finished says so once more, unless its first event opens the run again. The last record of an
+end says how much of the budget is spent: tokens that came after the last round are in no other record.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ class End:
         """Begin to end, or go on with it, where it is time."""
         if self.course.phase == "running" and (reason := self._reason(now, wakes)) is not None:
             self.begin(now, reason)
-        if self.course.phase == "ending" and self.drain.step(now, wakes):
-            self._finish(self.course.reason)
+        reason = self.course.reason
+        if self.course.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, reason):
+            self._finish(reason)
+
+    def _took_last_cut(self, now: float, reason: str) -> bool:
+        return self.rounds.cuts.end_with_one(now, self.rounds.committed, reason)
 
     def _reason(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""

@@ -218,7 +218,8 @@ class Learner:
 
     def _hear(self, now: float, message: msg.FromSyncer) -> None:
         if self._line.heeds(message):
-            self._marker.look(message, training=self.phase == "training")
+            ended = self.phase == "ending" and self.recovered
+            self._marker.look(message, training=ended or self.phase == "training")
             self._arrive(now, message)
 
     def _arrive(self, now: float, message: msg.FromSyncer) -> None:

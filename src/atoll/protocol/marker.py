@@ -2,7 +2,7 @@
 the marker.
 
 Rules kept here, each with its test: at a welcome a cut is old news, the others have saved theirs; only one that trains
-saves; nobody saves twice for one cut.
+saves, or has trained until the run's end; nobody saves twice for one cut, unless a new term takes it anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Marker:
         """The complete ones that the run keeps."""
 
     def look(self, message: FromSyncer, *, training: bool) -> None:
+        """`training`: it holds the run's parameters and has made its steps on them."""
         if isinstance(message, Welcome | Announce):
             self._kept = message.cuts
         if message.cut > self._newest and not isinstance(message, Welcome) and training:
             self._do(Save(message.cut, self._kept))
-        self._newest = max(self._newest, message.cut)
+        self._newest = message.cut if isinstance(message, Welcome) else max(self._newest, message.cut)
