@@ -107,6 +107,20 @@ def test_ls_says_which_runs_are_here_and_which_are_alive(
     assert state_of(RunDir(runs / "atoll-runs/live")) == "cut off", "nobody has it any more"
 
 
+@pytest.mark.parametrize(
+    ("kinds", "state"),
+    [
+        (["run", "round", "finished", "exited"], "failed"),
+        (["run", "finished", "reigned"], "cut off"),
+        (["run", "round", "finished", "reigned", "round"], "cut off"),
+    ],
+)
+def test_ls_tells_a_run_that_failed_from_one_that_was_cut_off(runs: Path, kinds: list[str], state: str) -> None:
+    lines = [json.dumps({"kind": kind, "text": ""}, separators=(",", ":")) for kind in kinds]
+    (runs / "mine/events.jsonl").write_text("\n".join(lines) + '\n{"kind":"ro')
+    assert state_of(RunDir(runs / "mine")) == state
+
+
 def test_ls_of_a_folder_without_runs_says_what_starts_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,8 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.runlock import is_alive
 
-State: TypeAlias = Literal["alive", "ended", "cut off"]
-COLOURS = {"alive": "bold green", "ended": "", "cut off": "yellow"}
+State: TypeAlias = Literal["alive", "ended", "failed", "cut off"]
+COLOURS = {"alive": "bold green", "ended": "", "failed": "red", "cut off": "yellow"}
 LOOK_S = 0.25
 """Between two looks at a log that is followed."""
 TAIL_BYTES = 1 << 20
@@ -80,7 +80,25 @@ def describe_run(run: RunDir, now: float) -> dict[str, Any]:
 def state_of(run: RunDir) -> State:
     if is_alive(run.path):
         return "alive"
-    return "ended" if run.summary.exists() else "cut off"
+    if run.summary.exists():
+        return "ended"
+    return "failed" if _came_to_its_end(run) else "cut off"
+
+
+def _came_to_its_end(run: RunDir) -> bool:
+    """Its syncer ended it. Without a summary that is a failure: nobody killed it, and nothing came of it."""
+    try:
+        with run.events.open("rb") as file:
+            file.seek(max(0, run.events.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    known = (kind for line in reversed(lines) for kind in ("finished", "round", "run", "reigned") if _is_of(line, kind))
+    return next(known, "") == "finished"
+
+
+def _is_of(line: bytes, kind: str) -> bool:
+    return f'"kind":"{kind}"'.encode() in line
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Ending:
             "bytes_in": traffic[0],
             "bytes_out": traffic[1],
         }
-        self._events.say("finished", "the run is finished", data)
+        self._events.say("finished", f"the run is over: {self._reason}", data)
 
 
 def _fates(totals: Totals) -> dict[str, object]:
