@@ -120,6 +120,31 @@ def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:
     assert summary["liveness"] == (3 + 2 + 4) / 20  # two at once: so many were allocated
 
 
+def test_work_of_a_run_that_was_killed_whole_counts_when_it_goes_on(say: Say) -> None:
+    """Nobody told of its learners' end: the last round that they were in did."""
+
+    def in_round(at: float, number: int, incarnation: int, busy_s: float) -> Event:
+        told = {"learner": "a", "incarnation": incarnation, "t": int(busy_s), "tokens": 10, "since": None}
+        member = {**told, "total": int(10 * busy_s), "busy_s": busy_s, "loss": None, "steps": 1}
+        return say(at, "round", round=number, fragment=0, live=1, members=[member])
+
+    events = [
+        say(0, "started", process="syncer"),
+        say(0, "run", learners=1, settings={"fragments": 1}),
+        say(0, "recovered", learner="a", incarnation=1),
+        in_round(4, 0, 1, 4.0),
+        in_round(8, 1, 1, 8.0),
+        say(100, "started", process="syncer"),
+        say(100, "recovered", learner="a", incarnation=2),
+        in_round(109, 2, 2, 9.0),
+        say(110, "left", learner="a", incarnation=2, t=10, tokens=100, busy_s=10.0, unmerged_tokens=0),
+        say(110, "ending"),
+    ]
+    summary = summarise(events)
+    assert summary["per_learner"]["a"]["busy_s"] == 18.0 and summary["tokens"]["computed"] == 180
+    assert summary["goodput"] == 1.0
+
+
 def test_a_lost_connection_that_comes_back_loses_no_tokens(events: list[Event], say: Say) -> None:
     lost = say(10.5, "lost", learner="a", incarnation=1, t=12, tokens=120, busy_s=8.0, unmerged_tokens=30)
     back = say(10.7, "joined", learner="a", incarnation=1)

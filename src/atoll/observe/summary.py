@@ -153,13 +153,14 @@ def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
 
 
 def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
-    """Per training process the last counters it was heard to say; for one of which none are known (a run that was cut
-    off), at least what was merged of it."""
+    """Per training process the last counters it was heard to say. Of one whose end nobody saw, because the run was cut
+    off, those of its last round; a run of before these were told knows at least what was merged of it."""
     first: dict[Life, Life] = {}
     """A learner out of quarantine, or one that comes back after its account was closed, is a new incarnation, but the
     same process: its counters go on."""
     newest: dict[str, int] = {}
     merged: dict[Life, Work] = {}
+    heard: dict[Life, Work] = {}
     told: dict[Life, Work] = {}
     for event in timeline:
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
@@ -178,6 +179,8 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                     so_far = merged[first.get(life, life)]
                     after = Work(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
                     merged[first.get(life, life)] = after
+                    if "busy_s" in member:
+                        heard[first.get(life, life)] = Work(after.steps, member["total"], member["busy_s"])
             case "lost" | "left":
                 life = (event["learner"], event["incarnation"])
                 told[first.get(life, life)] = _work(event)
@@ -185,7 +188,7 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                 for entry in event.get("learners", ()):
                     life = (entry["learner"], entry.get("incarnation", newest.get(entry["learner"], 1)))
                     told[first.get(life, life)] = _work(entry)
-    return {life: Work(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | told
+    return {life: Work(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | heard | told
 
 
 def lives(events: Iterable[Event]) -> set[Life]:

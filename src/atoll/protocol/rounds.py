@@ -424,10 +424,16 @@ class Rounds:
             "weight": round_.weights[seat.learner],
             "base": given.base,
             "since": since,
-            "loss": learner.loss if learner.incarnation == seat.incarnation else None,
+            **self._told_last(learner, seat.incarnation),
             "agreement": None if judged is None else round(judged.agreement, 4),
             "influence": None if judged is None else round(judged.influence, 4),
         }
+
+    def _told_last(self, learner: Learner, incarnation: int) -> dict[str, object]:
+        """What it has said of itself, and the only trace of its work where everything is killed at once."""
+        if learner.incarnation != incarnation:
+            return {"loss": None}
+        return {"loss": learner.loss, "total": learner.tokens_total, "busy_s": learner.busy_s}
 
     def _announce(
         self, round_: Round, members: tuple[Member, ...], digest: str = "", *, restored: bool = False
