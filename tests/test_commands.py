@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.test_cli import atoll
 
 from atoll.cli.commands import COMMANDS, import_command
+from atoll.cli.look import running_processes
 from atoll.cli.runs import LogReader, state_of
 from atoll.store.rundir import RunDir
 from atoll.store.runlock import hold_run
@@ -119,6 +121,22 @@ def test_ls_tells_a_run_that_failed_from_one_that_was_cut_off(runs: Path, kinds:
     lines = [json.dumps({"kind": kind, "text": ""}, separators=(",", ":")) for kind in kinds]
     (runs / "mine/events.jsonl").write_text("\n".join(lines) + '\n{"kind":"ro')
     assert state_of(RunDir(runs / "mine")) == state
+
+
+def test_status_names_the_processes_that_run(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    said = [
+        {"kind": "started", "process": "syncer", "pid": os.getpid()},
+        {"kind": "started", "process": "learner-0", "pid": gone.pid},
+        {"kind": "started", "process": "learner-1", "pid": os.getpid()},
+        {"kind": "exited", "process": "learner-1"},
+        {"kind": "round", "members": []},
+        {"kind": "restarted", "process": "learner-2", "pid": os.getppid()},
+    ]
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(json.dumps({"at": 1.0, "text": "", **one}) + "\n" for one in said))
+    assert running_processes(events) == {"syncer": os.getpid(), "learner-2": os.getppid()}
 
 
 def test_ls_of_a_folder_without_runs_says_what_starts_one(

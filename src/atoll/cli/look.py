@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from atoll.observe.export import export_best, export_run
 from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
 from atoll.observe.story import story
+from atoll.observe.tail import EventTail
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.rundir import RunDir, newest_run
@@ -57,8 +59,33 @@ def status(
     elif watch:
         asyncio.run(_follow(url))
     else:
-        with Screen(Console()) as screen:
+        console = Console()
+        with Screen(console) as screen:
             screen.update(now)
+        if folder is not None and (pids := running_processes(folder.events)):
+            line = f"pids: {', '.join(f'{name} {pid}' for name, pid in pids.items())}"
+            console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
+
+
+def running_processes(events: Path) -> dict[str, int]:
+    """Of a run that `atoll train` started: each process that runs, by its name, with its pid."""
+    found: dict[str, int] = {}
+    for event in EventTail(events, near_bytes=0).new_events():
+        if event["kind"] in ("started", "restarted"):
+            found[event["process"]] = event["pid"]
+        elif event["kind"] == "exited":
+            found.pop(event["process"], None)
+    return {name: pid for name, pid in found.items() if _is_running(pid)}
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _is_over(run: RunDir) -> bool:
