@@ -151,8 +151,12 @@ def test_a_stranger_learns_nothing_of_the_run() -> None:
     assert "r1" not in refusal(asks("/v1/control", "Bearer nobody-knows-this", Atoll_Run="r2"))[1]
 
 
+def came_by(id: str, tokens: Tokens) -> Visitor:
+    return Visitor(id, mark=tokens.named(id).mark)
+
+
 def test_who_may_join_under_a_name() -> None:
-    visitor = Visitor("join")
+    visitor = Visitor("join", mark=LEARNER.mark)
     DOOR.may_join(visitor, "eu-1", set(), Owners())
     DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"}, Owners())
     with pytest.raises(PeerError, match=r"is for eu-\*, not for us-1"):
@@ -160,7 +164,7 @@ def test_who_may_join_under_a_name() -> None:
     with pytest.raises(PeerError, match="is for 2 learners at once"):
         DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"}, Owners())
     with pytest.raises(PeerError, match="was revoked"):
-        DOOR.may_join(Visitor("gone"), "eu-1", set(), Owners())
+        DOOR.may_join(Visitor("gone", mark=REVOKED.mark), "eu-1", set(), Owners())
 
 
 def test_a_token_that_vanished_since_it_was_shown_is_the_peers_trouble_not_ours() -> None:
@@ -172,23 +176,36 @@ def test_tokens_are_looked_at_each_time() -> None:
     tokens = [Tokens([LEARNER])]
     door = TokenDoor(lambda: tokens[0], lambda: "r1")
     door.admit(asks("/v1/status", bearer(LEARNER)))
-    assert door.gone("join") == ""
+    assert door.gone("join", LEARNER.mark) == ""
     tokens[0] = tokens[0].without("join")
     assert refusal(asks("/v1/status", bearer(LEARNER)), door)[0] == 401
-    assert "was revoked" in door.gone("join")
-    assert door.gone("never") == "the token 'never' is not there any more"
+    assert "was revoked" in door.gone("join", LEARNER.mark)
+    assert door.gone("never", "") == "the token 'never' is not there any more"
+
+
+def test_another_token_of_the_same_name_is_another_token() -> None:
+    tokens = [Tokens([LEARNER])]
+    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    before = door.admit(asks("/v1/status", bearer(LEARNER)))
+    tokens[0] = Tokens([anew := msgspec.structs.replace(LEARNER, secret="a-secret-that-came-later")])
+    after = door.admit(asks("/v1/status", bearer(anew)))
+    assert "was replaced by another of its name" in door.gone(before.token, before.mark)
+    assert door.gone(after.token, after.mark) == ""
+    with pytest.raises(PeerError, match="was replaced"):
+        door.may_join(before, "eu-1", set(), Owners())
+    assert LEARNER.secret not in before.mark
 
 
 def test_an_expiry_is_looked_at_by_the_clock_of_now() -> None:
     soon = named("soon", expires=time.time() + 3600)
-    assert TokenDoor(lambda: Tokens([soon]), lambda: "r1").gone("soon") == ""
+    assert TokenDoor(lambda: Tokens([soon]), lambda: "r1").gone("soon", soon.mark) == ""
 
 
 def test_a_door_that_is_open_lets_everybody_do_everything() -> None:
     door = OpenDoor()
     assert door.admit(asks("/v1/settings")) is NOBODY
     door.may_join(NOBODY, "learner-0", set(), Owners())
-    assert door.gone("") == ""
+    assert door.gone("", "") == ""
 
 
 # ---- whose a name is, and how many one token brings ------------------------------------------------------------------
@@ -198,7 +215,7 @@ ANNA, BERT = named("anna", names=4), named("bert", names=4)
 
 def joins(door: TokenDoor, owners: Owners, token: str, *names: str) -> None:
     for name in names:
-        door.may_join(Visitor(token), name, set(), owners)
+        door.may_join(came_by(token, door._tokens()), name, set(), owners)
         owners.take(name, token)
 
 
@@ -226,7 +243,7 @@ def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
         with pytest.raises(
             PeerError, match="the name eu-anna is kept for the token 'anna': choose another with --name"
         ):
-            door.may_join(Visitor(token), "eu-anna", set(), Owners())
+            door.may_join(came_by(token, tokens), "eu-anna", set(), Owners())
     with pytest.raises(PeerError, match="the name eu-1 is kept for the token 'eu'"):
         joins(door, owners, "join", "eu-1")
     joins(door, owners, "anna", "eu-anna")  # also from one that had it before there was a token for it

@@ -216,7 +216,8 @@ async def test_where_all_places_are_taken_the_token_with_the_most_gives_one() ->
 async def test_whose_token_counts_no_more_is_sent_away() -> None:
     crowd, gone, stays = viewers.Viewers(), viewers.Viewer("gone"), viewers.Viewer("stays")
     crowd._there[gone] = crowd._new[stays] = None
-    crowd.sweep({"gone": "the token 'gone' was revoked", "stays": ""}.__getitem__)
+    reasons = {"gone": "the token 'gone' was revoked", "stays": ""}
+    crowd.sweep(lambda token, mark: reasons[token])
     assert len(crowd) == 1 and gone.outbox.closed and gone.why == "the token 'gone' was revoked"
     assert not stays.outbox.closed
 

@@ -105,6 +105,7 @@ class Control:
             flush_s=limits.flush_s,
             abort=lambda: _abort(request),
             token=request[VISITOR].token,
+            mark=request[VISITOR].mark,
             protocol=hello.protocol,
             holder=Holder.of(hello, request.remote or ""),
             liveness=Liveness(socket.ping),
@@ -166,7 +167,7 @@ class Control:
     def sweep(self) -> None:
         """Send away whose token counts no more."""
         for channel in list(self._channels.values()):
-            if not channel.closing and (reason := self._guard.gone(channel.token)):
+            if not channel.closing and (reason := self._guard.gone(channel.token, channel.mark)):
                 self._reject(channel, PeerError(reason), final=True)
 
     async def _read(self, socket: web.WebSocketResponse, channel: Channel, flood: Flood) -> None:

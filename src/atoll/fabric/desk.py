@@ -26,14 +26,15 @@ class Channel:
         abort: Callable[[], None],
         flush_s: float,
         token: str = "",
+        mark: str = "",
         protocol: int = PROTOCOL,
         holder: Holder | None = None,
         liveness: Liveness | None = None,
     ) -> None:
         self.learner = learner
         self.session = session
-        self.token = token
-        """The name of what it showed at the door; no secret."""
+        self.token, self.mark = token, mark
+        """The name and the mark of what it showed at the door; no secret."""
         self.protocol = protocol
         """The version that both sides speak on it."""
         self.holder = holder or Holder(session)

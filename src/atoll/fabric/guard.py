@@ -32,6 +32,8 @@ class Visitor(msgspec.Struct, frozen=True):
     most: int = 0
     role: Role = "operator"
     """Where there are no tokens, everybody is."""
+    mark: str = ""
+    """Of the secret it showed: another one of the same name is another token."""
 
 
 MANY = 0.75
@@ -56,8 +58,8 @@ class Guard(Protocol):
         `owners`: whose every name is that ever was."""
         ...
 
-    def gone(self, id: str) -> str:
-        """Why a token that was shown counts no more; empty: it does."""
+    def gone(self, id: str, mark: str) -> str:
+        """Why a token that was shown, with this mark, counts no more; empty: it does."""
         ...
 
 
@@ -72,7 +74,7 @@ class OpenDoor:
     def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
         return None
 
-    def gone(self, id: str) -> str:
+    def gone(self, id: str, mark: str) -> str:
         return ""
 
 
@@ -102,7 +104,7 @@ class TokenDoor:
         run = request.headers.get(RUN_HEADER, "")
         if run and run != self._run():
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
-        return Visitor(token.id, token.learner, token.most, token.role)
+        return Visitor(token.id, token.learner, token.most, token.role, token.mark)
 
     def _shown(self, request: web.Request) -> Token:
         """What the request shows: a token, or a browser's cookie or code where those are enough."""
@@ -142,7 +144,7 @@ class TokenDoor:
         return cookie_for(self._tokens().named(visitor.token), time.time())
 
     def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
-        if reason := self.gone(visitor.token):  # also one that was there a moment ago
+        if reason := self.gone(visitor.token, visitor.mark):  # also one that was there a moment ago
             raise PeerError(reason)
         token = self._tokens().named(visitor.token)
         if not token.allows(learner):
@@ -177,9 +179,13 @@ class TokenDoor:
             self._warned[token.id] = token.names
             self._warn(f"the token {token.id!r} has brought {names} of at most {token.names} names: {advice}")
 
-    def gone(self, id: str) -> str:
+    def gone(self, id: str, mark: str) -> str:
         found: Token | None = next((token for token in self._tokens().all if token.id == id), None)
-        return f"the token {id!r} is not there any more" if found is None else found.refuses(time.time())
+        if found is None:
+            return f"the token {id!r} is not there any more"
+        if found.mark != mark:
+            return f"the token {id!r} was replaced by another of its name: ask for another join link"
+        return found.refuses(time.time())
 
 
 def _a(role: str) -> str:

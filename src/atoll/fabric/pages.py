@@ -18,7 +18,7 @@ class Pages(Protocol):
 
     def routes(self) -> Sequence[web.RouteDef]: ...
 
-    def sweep(self, gone: Callable[[str], str]) -> None:
+    def sweep(self, gone: Callable[[str, str], str]) -> None:
         """Send away whoever is looking by a token that counts no more; `gone` says why, or nothing."""
         ...
 

@@ -98,7 +98,7 @@ class Dashboard:
         delta = self.history.delta(at, status)
         self.viewers.tell(delta, lambda: self.history.snapshot(at, status))
 
-    def sweep(self, gone: Callable[[str], str]) -> None:
+    def sweep(self, gone: Callable[[str, str], str]) -> None:
         self.viewers.sweep(gone)
 
     def close(self) -> None:

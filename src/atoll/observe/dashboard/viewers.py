@@ -35,7 +35,8 @@ WHY_BYTES = 120
 @dataclass(eq=False, slots=True)
 class Viewer:
     token: str = ""
-    """The name of what it showed at the door."""
+    mark: str = ""
+    """The name and the mark of what it showed at the door."""
     outbox: Outbox = field(default_factory=lambda: Outbox(WAITING))
     code: int = WSCloseCode.GOING_AWAY
     why: str = "the syncer is stopping"
@@ -76,10 +77,10 @@ class Viewers:
         for viewer in self._there | self._new:
             viewer.outbox.close()
 
-    def sweep(self, gone: Callable[[str], str]) -> None:
+    def sweep(self, gone: Callable[[str, str], str]) -> None:
         """Send away whose token counts no more; `gone` says why."""
         for viewer in [*self._there, *self._new]:
-            if reason := gone(viewer.token):
+            if reason := gone(viewer.token, viewer.mark):
                 self._send_away(viewer, WSCloseCode.POLICY_VIOLATION, reason)
 
     def _send_away(self, viewer: Viewer, code: int, why: str) -> None:
@@ -102,10 +103,10 @@ class Viewers:
         return True
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        token = request.get(VISITOR, NOBODY).token
-        if self._closed or not self._has_room(token):
+        visitor = request.get(VISITOR, NOBODY)
+        if self._closed or not self._has_room(visitor.token):
             raise Rejected(503, f"{MOST} viewers are looking on already: close one of them")
-        viewer = Viewer(token)
+        viewer = Viewer(visitor.token, visitor.mark)
         self._new[viewer] = None
         socket = web.WebSocketResponse(heartbeat=PING_S, max_msg_size=FRAME_BYTES, timeout=CLOSE_S, compress=False)
         try:
