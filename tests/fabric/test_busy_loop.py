@@ -108,7 +108,7 @@ class Learner(OtherEnd):
 
 async def comes(what: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not what():
+        while not what():  # noqa: ASYNC110 - nobody tells when it becomes true
             await asyncio.sleep(PING_S / 4)
 
 
