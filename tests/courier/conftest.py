@@ -25,7 +25,9 @@ from atoll.mailbox.channel import (
     Channel,
     DrainOrder,
     Frame,
+    Kept,
     RunProgress,
+    SaveOrder,
     Start,
     Step,
     StopOrder,
@@ -33,7 +35,7 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.numerics.fragments import make_plan
-from atoll.protocol.effects import Stepped
+from atoll.protocol.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
 from atoll.store.terms import acquire
@@ -192,6 +194,8 @@ class Training:
                     self._welcomed(frame)
                 case StopOrder():
                     self.stops.append(frame)
+                case SaveOrder(cut):
+                    self.send(Kept(Saved(cut, self.t, reason="it has no folder")))
                 case DrainOrder():
                     self.drains.append(frame)
                 case RunProgress():
