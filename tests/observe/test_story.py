@@ -85,7 +85,12 @@ def test_bad_figures_become_warnings(events: list[Event]) -> None:
 
 def test_a_restart_without_a_kill_is_told(events: list[Event]) -> None:
     events = [event for event in events if event["kind"] != "killed"]
-    assert "b died and came back; logs/ may say why." in story(summarise(events), events)
+    assert any(line.startswith("b died and came back (") for line in story(summarise(events), events))
+
+
+def test_a_run_that_was_gone_on_with_says_so(events: list[Event]) -> None:
+    told = {**summarise(events), "resumes": [{"at_s": 1.0, "after": "killed"}, {"at_s": 2.0, "after": "ended"}]}
+    assert "It was ended 1 time and killed whole 1 time before this, and gone on with." in story(told, events)
 
 
 def test_a_killed_learner_that_never_came_back(events: list[Event]) -> None:

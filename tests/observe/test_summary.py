@@ -30,6 +30,7 @@ BY_HAND: dict[str, Any] = {
     "tokens": {"computed": 240, "merged": 195, "dropped": 240 - 195 - 25, "lost": 25, "rolled_back": 0, "in_flight": 0},
     "rounds": 7,
     "rounds_passed": 1,
+    "resumes": [],
     "restarts": 1,
     "kills": 1,
     "refusals": 1,
@@ -120,29 +121,46 @@ def test_uptime_leaves_out_the_time_without_any_learner(say: Say) -> None:
     assert summary["liveness"] == (3 + 2 + 4) / 20  # two at once: so many were allocated
 
 
-def test_work_of_a_run_that_was_killed_whole_counts_when_it_goes_on(say: Say) -> None:
-    """Nobody told of its learners' end: the last round that they were in did."""
+def in_round(say: Say, at: float, number: int, incarnation: int, busy_s: float) -> Event:
+    told = {"learner": "a", "incarnation": incarnation, "t": int(busy_s), "tokens": 10, "since": None}
+    member = {**told, "total": int(10 * busy_s), "busy_s": busy_s, "loss": None, "steps": 1}
+    return say(at, "round", round=number, fragment=0, live=1, members=[member])
 
-    def in_round(at: float, number: int, incarnation: int, busy_s: float) -> Event:
-        told = {"learner": "a", "incarnation": incarnation, "t": int(busy_s), "tokens": 10, "since": None}
-        member = {**told, "total": int(10 * busy_s), "busy_s": busy_s, "loss": None, "steps": 1}
-        return say(at, "round", round=number, fragment=0, live=1, members=[member])
 
-    events = [
+def killed_whole(say: Say) -> list[Event]:
+    """One learner for 8 s, until everything is killed; started again 92 s later, it trains after 5 s more."""
+    return [
         say(0, "started", process="syncer"),
         say(0, "run", learners=1, settings={"fragments": 1}),
         say(0, "recovered", learner="a", incarnation=1),
-        in_round(4, 0, 1, 4.0),
-        in_round(8, 1, 1, 8.0),
+        in_round(say, 4, 0, 1, 4.0),
+        in_round(say, 8, 1, 1, 8.0),
         say(100, "started", process="syncer"),
-        say(100, "recovered", learner="a", incarnation=2),
-        in_round(109, 2, 2, 9.0),
-        say(110, "left", learner="a", incarnation=2, t=10, tokens=100, busy_s=10.0, unmerged_tokens=0),
-        say(110, "ending"),
+        say(101, "reigned"),
+        say(105, "recovered", learner="a", incarnation=2),
+        in_round(say, 114, 2, 2, 9.0),
     ]
-    summary = summarise(events)
+
+
+def test_a_run_that_was_killed_whole_and_goes_on_counts_all_its_work_and_no_time_in_which_it_lay_still(
+    say: Say,
+) -> None:
+    left = say(115, "left", learner="a", incarnation=2, t=10, tokens=100, busy_s=10.0, unmerged_tokens=0)
+    summary = summarise([*killed_whole(say), left, say(115, "ending")])
     assert summary["per_learner"]["a"]["busy_s"] == 18.0 and summary["tokens"]["computed"] == 180
-    assert summary["goodput"] == 1.0
+    assert summary["wall_s"] == 18.0 and summary["longest_gap_s"] == 9.0
+    assert summary["goodput"] == summary["uptime"] == summary["liveness"] == 1.0
+    assert summary["resumes"] == [{"at_s": 8.0, "after": "killed"}]
+
+
+def test_an_end_that_the_run_went_on_from_says_nothing_of_what_came_later(say: Say) -> None:
+    before = killed_whole(say)
+    ended = {"tokens": {"computed": 80, "merged": 80}, "fates": {"a": {"computed": 80}}, "reason": "asked for"}
+    over = say(9, "finished", learners=[], **ended)
+    summary = summarise([*before[:5], over, *before[5:]])
+    assert summary["resumes"] == [{"at_s": 9.0, "after": "ended"}]
+    assert summary["tokens"]["computed"] == 80 + 90 and summary["per_learner"]["a"]["tokens"] == 80 + 90
+    assert summary["reason"] is None
 
 
 def test_a_lost_connection_that_comes_back_loses_no_tokens(events: list[Event], say: Say) -> None:

@@ -1,7 +1,8 @@
 """Who was there when: from the events, the spans in which each learner was alive and in which it was stepping.
 
 A learner is alive from `joined` until it is `lost` or has `left`, or until the supervisor says that its process was
-`killed` or has `exited`, whichever comes first; it is stepping from `recovered` on.
+`killed` or has `exited`, whichever comes first, or until everything is started again; it is stepping from `recovered`
+on.
 """
 
 from __future__ import annotations
@@ -80,4 +81,7 @@ def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list
                     found.append((event["learner"], Span(open_since.pop(event["learner"])[0], event["at"])))
             case "killed" | "exited" if (name := event.get("process")) in open_since:
                 found.append((name, Span(open_since.pop(name)[0], event["at"])))
+            case "started" if event.get("process") == "syncer":  # everything is started, so nobody is left
+                found += [(name, Span(since, event["at"])) for name, (since, _) in open_since.items()]
+                open_since.clear()
     return found + [(name, Span(since, max(since, end))) for name, (since, _) in open_since.items()]

@@ -19,7 +19,7 @@ ADVICE = "Advice: "
 
 def story(summary: Summary, events: Iterable[Event] = ()) -> list[str]:
     events = list(events)
-    told = [_work(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary)]
+    told = [_work(summary), _resumes(summary), *_kills(summary), _deaths(events), _gaps(summary), _merging(summary)]
     told += [_training(summary), _validation(summary), *_metrics(summary)]
     told += [f"{WARNING}{warning}" for warning in _warnings(summary, events)]
     told += [f"{ADVICE}{advice}" for advice in advise(summary)]
@@ -39,6 +39,13 @@ def _work(summary: Summary) -> str:
         f"{_number(len(learners), 'learner')} made {_number(steps, 'step')} on {count(summary['tokens']['computed'])} "
         f"tokens in {span(summary['wall_s'])}; {percent(summary['goodput'])} of learner time went into steps."
     )
+
+
+def _resumes(summary: Summary) -> str:
+    after = Counter(str(entry["after"]) for entry in summary.get("resumes") or ())
+    words = {"ended": "ended", "killed": "killed whole"}
+    ways = [f"{words[way]} {_number(times, 'time')}" for way, times in sorted(after.items())]
+    return f"It was {' and '.join(ways)} before this, and gone on with." if ways else ""
 
 
 def _kills(summary: Summary) -> list[str]:
@@ -64,7 +71,10 @@ def _deaths(events: Sequence[Event]) -> str:
     restarts = Counter(event["process"] for event in events if event["kind"] == "restarted")
     restarts.subtract(event["process"] for event in events if event["kind"] == "killed")
     names = sorted(process for process, times in restarts.items() if times > 0)
-    return f"{listing(names)} died and came back; logs/ may say why." if names else ""
+    deaths = [event for event in events if event["kind"] == "exited" and event.get("code") != 0]
+    last = {event["process"]: str(event.get("text", "")) for event in deaths}
+    how = "; ".join(last[name] for name in names if name in last) or "logs/ may say why"
+    return f"{listing(names)} died and came back ({how})." if names else ""
 
 
 def _restart_after(recovery: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, Any] | None:

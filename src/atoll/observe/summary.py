@@ -37,6 +37,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isnan
 from statistics import fmean, median
 from typing import Any
 
@@ -78,7 +79,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     work = work_done(timeline, fragments)
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
-    closing = _last(timeline, "finished") or {}
+    closing = closing_of(timeline)
     ending = _last(timeline, "ending") or closing
     wall = part.length
     steps = steps_between_syncs(paced)
@@ -99,6 +100,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         "tokens": {**tokens, **causes},
         "rounds": len(rounds),
         "rounds_passed": len(of_kind(timeline, "passed")),
+        "resumes": resumes(timeline, part),
         "restarts": len(of_kind(timeline, "restarted")),
         "kills": len(of_kind(timeline, "killed")),
         "refusals": len(of_kind(timeline, "refused")),
@@ -117,15 +119,45 @@ def summarise(events: Iterable[Event]) -> Summary:
 
 
 def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
-    """Without the time in which it lay still: from the last event before it was started again to that start."""
-    idle, begun, before, answer = 0.0, False, 0.0, []
+    """Without the time in which it lay still: from the last event before it was started again until a learner trains. A
+    first start does not count either."""
+    idle, still_since, before, answer = 0.0, float("nan"), 0.0, []
+    again = {id(event) for event in session_starts(timeline)}
     for event in timeline:
-        if event["kind"] == "started" and event.get("process") == "syncer":
-            idle += event["at"] - before if begun else 0.0
-            begun = True
+        if id(event) in again and isnan(still_since):
+            still_since = before
+        if event["kind"] == "recovered" and not isnan(still_since):
+            idle, still_since = idle + event["at"] - still_since, float("nan")
+        at = event["at"] if isnan(still_since) else still_since
         before = event["at"]
-        answer.append({**event, "at": event["at"] - idle} if idle else event)
+        answer.append({**event, "at": at - idle} if at - idle != event["at"] else event)
     return answer
+
+
+def session_starts(timeline: Iterable[Event]) -> list[Event]:
+    """Where everything was started again, but for the first time."""
+    return [e for e in timeline if e["kind"] == "started" and e.get("process") == "syncer"][1:]
+
+
+def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
+    """Each time that the run was gone on with: when, and whether it had been ended before or was killed whole."""
+    found: list[dict[str, Any]] = []
+    again = {id(event) for event in session_starts(timeline)}
+    for place, event in enumerate(timeline):
+        if id(event) in again:
+            after = "ended" if closing_of(timeline[:place]) else "killed"
+            found.append({"at_s": _round(max(0.0, event["at"] - part.start)), "after": after})
+    return found
+
+
+def closing_of(timeline: Sequence[Event]) -> Event:
+    """The event with which it ended; empty: it has not, or went on since."""
+    for event in reversed(timeline):
+        if event["kind"] == "finished":
+            return event
+        if event["kind"] in ("round", "recovered") or (event["kind"] == "started" and event.get("process") == "syncer"):
+            return {}
+    return {}
 
 
 def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
@@ -198,7 +230,8 @@ def lives(events: Iterable[Event]) -> set[Life]:
 
 
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
-    told = (_last(timeline, "finished") or {}).get("tokens")
+    closing = closing_of(timeline)
+    told = closing.get("tokens")
     if told is not None:
         return {name: int(told.get(name, 0)) for name in FATES}  # earlier versions rolled nothing back
     lost: dict[Life, float] = {}
@@ -217,7 +250,7 @@ def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments:
     gone = round(sum(lost.values()))
     rest = max(0, computed - merged - undone - gone)
     # Until the run has said that it is finished, nobody knows what became of the rest.
-    in_flight = 0 if _first(timeline, "finished") else rest
+    in_flight = 0 if closing else rest
     fates = (computed, merged, rest - in_flight, gone, undone, in_flight)
     return dict(zip(FATES, fates, strict=True))
 
@@ -264,7 +297,7 @@ def per_learner(
         answer[learner] = {
             "merged_share": _round(told.get("merged_share")),
             "steps": sum(w.steps for w in mine),
-            "tokens": sum(w.tokens for w in mine),
+            "tokens": told.get("computed", sum(w.tokens for w in mine)),
             "tokens_by_fate": {name: told.get(name, 0) for name in (*FATES, "dropped_by_cause")} if told else None,
             "participation": _ratio(sum(inside), max(sum(inside), present[learner])),
             "muted_s": _round(muted_s[learner]),

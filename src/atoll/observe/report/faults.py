@@ -9,8 +9,9 @@ anew. Where the syncer was hit, any round will do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from atoll.observe.summary import closing_of, session_starts
 from atoll.telemetry.events import Event
 
 DEATHS = ("killed", "exited", "lost")
@@ -34,8 +35,13 @@ def faults(timeline: Sequence[Event]) -> list[Fault]:
     injected: dict[int, tuple[str, ...]] = {}
     """Those that are not over yet, and whom they hit."""
     found = []
+    again = {id(event) for event in session_starts(timeline)}
     for place, event in enumerate(timeline):
         kind, whom = event["kind"], targets(event)
+        if id(event) in again and not closing_of(timeline[:place]):
+            found.append(
+                replace(_fault(timeline, place, "killed whole"), text="everything was killed; it was gone on with")
+            )
         if kind in ("joined", "recovered", "restarted", "started"):
             dead.difference_update(whom)
         elif kind == "mended":
