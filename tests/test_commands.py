@@ -14,7 +14,7 @@ from tests.test_cli import atoll
 
 from atoll.cli.commands import COMMANDS, import_command
 from atoll.cli.look import running_processes
-from atoll.cli.runs import LogReader, state_of
+from atoll.cli.runs import LogReader, describe_run, state_of
 from atoll.store.rundir import RunDir
 from atoll.store.runlock import hold_run
 
@@ -118,9 +118,16 @@ def test_ls_says_which_runs_are_here_and_which_are_alive(
     ],
 )
 def test_ls_tells_a_run_that_failed_from_one_that_was_cut_off(runs: Path, kinds: list[str], state: str) -> None:
-    lines = [json.dumps({"kind": kind, "text": ""}, separators=(",", ":")) for kind in kinds]
+    lines = [json.dumps({"at": 1.0, "kind": kind, "text": ""}) for kind in kinds]
     (runs / "mine/events.jsonl").write_text("\n".join(lines) + '\n{"kind":"ro')
     assert state_of(RunDir(runs / "mine")) == state
+
+
+def test_ls_takes_what_it_can_from_the_events_of_a_run_without_a_summary(runs: Path) -> None:
+    lines = [{"kind": "round", "round": 7}, {"kind": "score", "loss": 0.5}, {"kind": "round", "round": 8}]
+    (runs / "mine/events.jsonl").write_text("".join(json.dumps({"at": 1.0, "text": "", **one}) + "\n" for one in lines))
+    row = describe_run(RunDir(runs / "mine"), 2.0)
+    assert (row["rounds"], row["validation_loss"], row["tokens"]) == (9, 0.5, None)
 
 
 def test_status_names_the_processes_that_run(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
 from atoll.observe.closing import print_closing
 from atoll.observe.export import export_best, export_run
+from atoll.observe.figures import plain
 from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
 from atoll.observe.story import story
@@ -55,7 +56,8 @@ def status(
         hint = "is the run over? Then name its folder, and its figures are shown"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
     if json_:
-        print(msgspec.json.encode(now).decode())
+        pids = running_processes(folder.events) if folder is not None else {}
+        print(msgspec.json.encode({**msgspec.to_builtins(now), "pids": pids}).decode())
     elif watch:
         asyncio.run(_follow(url))
     else:
@@ -104,8 +106,14 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
         return
     console = Console()
     print_closing(console, found.summary, story(found.summary, found.timeline), out=short(run.path))
+    again = f"atoll train --resume {short(run.path)}"
     if found.state != "ended":
-        text = f"This run has not ended: it was cut off. It goes on with: atoll train --resume {short(run.path)}"
+        text = f"This run has not ended: it was cut off. It goes on with: {again}"
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+    elif not run.summary.exists():
+        deaths = [e["text"] for e in found.timeline if e["kind"] == "exited" and e.get("code") and e.get("text")]
+        why = plain(deaths[-1] if deaths else str(found.summary.get("reason")))
+        text = f"This run failed: {why}. Once that is mended, it goes on with: {again}"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from atoll.cli.app import app, short
 from atoll.observe.figures import NONE, count, measure, plain, span
+from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.runlock import is_alive
@@ -64,7 +65,7 @@ def ls(
 
 def describe_run(run: RunDir, now: float) -> dict[str, Any]:
     """What can be said of a run at once, without reading all of its events."""
-    figures = _summary(run)
+    figures = _summary(run) or _figures_of_events(run)
     heard_at = run.events.stat().st_mtime if run.events.exists() else None
     return {
         "run": str(short(run.path)),
@@ -87,18 +88,19 @@ def state_of(run: RunDir) -> State:
 
 def _came_to_its_end(run: RunDir) -> bool:
     """Its syncer ended it. Without a summary that is a failure: nobody killed it, and nothing came of it."""
-    try:
-        with run.events.open("rb") as file:
-            file.seek(max(0, run.events.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return False
-    known = (kind for line in reversed(lines) for kind in ("finished", "round", "run", "reigned") if _is_of(line, kind))
-    return next(known, "") == "finished"
+    kinds = [event["kind"] for event in EventTail(run.events, most_bytes=TAIL_BYTES).new_events()]
+    return next((kind for kind in reversed(kinds) if kind in ("finished", "round", "run", "reigned")), "") == "finished"
 
 
-def _is_of(line: bytes, kind: str) -> bool:
-    return f'"kind":"{kind}"'.encode() in line
+def _figures_of_events(run: RunDir) -> dict[str, Any]:
+    """Of one that has no summary, as far as the end of its events tells."""
+    found: dict[str, Any] = {}
+    for event in EventTail(run.events, most_bytes=TAIL_BYTES).new_events():
+        if event["kind"] == "round":
+            found["rounds"] = event["round"] + 1
+        elif event["kind"] == "score" and event.get("loss") is not None:
+            found["validation_loss_end"] = event["loss"]
+    return found
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

@@ -387,6 +387,9 @@ def _train(
 ) -> None:
     with console.status("compiling the kernels (only the first time)"):
         kernels.warm()
+    if resume is None and not (config.protocol.steps or config.protocol.tokens):
+        text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
+        console.print(text, style="dim", soft_wrap=True, highlight=False)
     tail = EventTail(out.events)
     if resume is not None:
         tail.skip_to_end()  # what happened before was told then

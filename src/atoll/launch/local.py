@@ -46,6 +46,8 @@ from atoll.telemetry.events import EventLog
 from atoll.telemetry.status import RunStatus
 
 TICK_S = 0.25
+SAME_INTERRUPT_S = 0.5
+"""Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
 START_S = 60.0
 """How long the syncer may take to listen."""
 LAST_S = 30.0
@@ -132,7 +134,7 @@ class LocalRun:
             self._scorer: Child | None = None
             self._done: set[str] = set()
             self._pending = list(self.kills)
-            self._interrupts = 0
+            self._interrupts, self._interrupted_at = 0, 0.0
             self._orders: list[str] = []
             self._ending = False
             self._refusal = self._unshown = ""
@@ -491,7 +493,10 @@ class LocalRun:
                 self._events.say("killed", text, {"process": child.name})
 
     def _interrupt(self) -> None:
-        self._interrupts += 1
+        now = time.monotonic()
+        if self._interrupts == 1 and now < self._interrupted_at + SAME_INTERRUPT_S:
+            return  # `timeout` signals a process and then its group
+        self._interrupts, self._interrupted_at = self._interrupts + 1, now
         if self._interrupts == 1:
             self._events.say("warning", "asked to end: the last steps are collected; once more to kill everything")
             self._order("end the operator asked for it")
