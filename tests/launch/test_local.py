@@ -104,6 +104,12 @@ async def test_a_scorer_that_fails_before_its_first_score_ends_the_run(tmp_path:
         await local(tmp_path, code, evaluator=True).run()
 
 
+async def test_a_mistake_that_the_evaluator_only_met_first_is_the_scripts(tmp_path: Path) -> None:
+    code = "import os, time\nif os.environ['ATOLL_ROLE'] != 'evaluator': time.sleep(1)\nopen('no/such/file')"
+    with pytest.raises(RunFailed, match="the script failed on every learner before its first step: FileNotFoundError"):
+        await local(tmp_path, code, evaluator=True).run()
+
+
 async def test_a_run_that_nobody_joined_falls_short(tmp_path: Path) -> None:
     run = local(tmp_path, "")
     await run.run()

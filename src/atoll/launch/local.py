@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +49,8 @@ from atoll.telemetry.status import RunStatus
 TICK_S = 0.25
 SAME_INTERRUPT_S = 0.5
 """Two interrupts so close to each other are one: nobody presses Ctrl-C so fast to have everything killed."""
+SAME_MISTAKE_S = 5.0
+"""So long the learners have to fail as the evaluator did, before the mistake is taken for the evaluator's own."""
 START_S = 60.0
 """How long the syncer may take to listen."""
 LAST_S = 30.0
@@ -135,6 +138,7 @@ class LocalRun:
             self._done: set[str] = set()
             self._pending = list(self.kills)
             self._interrupts, self._interrupted_at = 0, 0.0
+            self._blame_scorer_at = inf
             self._orders: list[str] = []
             self._ending = False
             self._refusal = self._unshown = ""
@@ -378,6 +382,8 @@ class LocalRun:
                 self._bury_scorer(child, code)
             else:
                 self._bury_learner(child, code)
+        if self._scorer is not None and time.monotonic() >= self._blame_scorer_at:
+            self._fail_with_script(self._scorer, "the script failed in the evaluator before its first score")
         if not any(child.running or child.waiting for child in self._learners.values()):
             self._end_without_learners()
 
@@ -439,7 +445,8 @@ class LocalRun:
 
     def _bury_scorer(self, child: Child, code: int) -> None:
         if child.name in self._errors and (code == USAGE or not self._scored):
-            self._fail_with_script(child, "the script failed in the evaluator before its first score")
+            self._blame_scorer_at = time.monotonic() + (0.0 if code == USAGE or self._joined else SAME_MISTAKE_S)
+            return
         if self._failure is not None:
             return
         if code not in (0, 2) and child.restart_later():
