@@ -180,6 +180,17 @@ def test_to_finish_is_to_wait_for_the_write_but_not_for_ever(tmp_path: Path, slo
     assert not saver.busy
 
 
+def test_the_parts_that_its_last_lives_went_on_from_stay(tmp_path: Path) -> None:
+    cut = 0
+    for _ in range(5):
+        saver = Saver(tmp_path)
+        saver.note_life(part_name(cut))  # before the first there is none
+        for _ in range(4):
+            cut += 20
+            saved(saver, cut)
+    assert [part.name for part in list_parts(tmp_path)] == [part_name(cut) for cut in (160, 240, 320, 380, 400)]
+
+
 def test_why_no_part_was_taken_is_told_with_the_results(tmp_path: Path) -> None:
     def cannot() -> Snapshot:
         raise ConfigError("'scaler' is a generator, which a snapshot cannot hold")

@@ -2,7 +2,9 @@
 
 The training process only copies; a thread writes the file and makes it durable. A cut that comes while the last one is
 still being written is left out, with that reason: training is never held up for a disk. Parts of cuts that the run
-keeps stay, and so do the newest few: whether their cuts will be complete is not known yet. All others are deleted.
+keeps stay, and so do the newest few: whether their cuts will be complete is not known yet. So do those that the last
+lives of this learner went on from (a file `lives` names them): without them the run could not be replayed. All others
+are deleted.
 
 A learner that is to leave saves its state beside them, for whoever is started next under its name. A file `run` says
 which run the parts are of: where a learner joins another run from the same folder, they are removed.
@@ -25,6 +27,9 @@ from atoll.store.atomic import make_folder, write_atomic
 from atoll.store.rundir import UNMERGED
 
 RUN = "run"
+LIVES = "lives"
+MOST_LIVES = 3
+"""Of so many lives, the newest, the parts stay that they went on from."""
 NEWEST = 2
 """Parts that stay whatever became of their cuts: the one that is open, and the one before."""
 
@@ -83,6 +88,14 @@ class Saver:
         except OSError as error:
             say(f"the model cannot be exported whole: {path} could not be written: {error}")
 
+    def note_life(self, part: str) -> None:
+        """This life went on from that part."""
+        if self._folder is None or not (self._folder / part).exists():
+            return
+        with suppress(OSError):
+            lives = [one for one in read_lives(self._folder) if one != part]
+            write_atomic(self._folder / LIVES, "\n".join([*lives, part][-MOST_LIVES:]).encode())
+
     def enter_run(self, run: str) -> None:
         """The parts that lie here are of this run from now on."""
         if self._folder is None or not run or read_run(self._folder) == run:
@@ -122,7 +135,7 @@ class Saver:
         try:
             make_folder(self._folder)
             mark = write(path, snapshot)
-            wanted = {part_name(one) for one in kept}
+            wanted = {*read_lives(self._folder), *(part_name(one) for one in kept)}
             for old in list_parts(self._folder)[:-NEWEST]:
                 if old.name not in wanted:
                     old.unlink(missing_ok=True)
@@ -147,6 +160,14 @@ def read_run(folder: Path) -> str:
         return (folder / RUN).read_text()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def read_lives(folder: Path) -> list[str]:
+    """The parts that the last lives went on from, the newest last."""
+    try:
+        return (folder / LIVES).read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return []
 
 
 def _number(part: Path) -> tuple[int, str]:

@@ -149,6 +149,8 @@ class Stay:
             load_weights(self._model, Path(init))
         earlier = find_earlier(self._folder, self._named_run())
         self._kept = earlier is not None
+        if earlier is not None:
+            self._saver.note_life(earlier.file)
         if earlier is not None and self._folder is not None:
             self._unmerged.put_back(self._folder / UNMERGED)
         self._unmerged.describe()
