@@ -47,6 +47,29 @@ def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_o
 
 
 @pytest.mark.faults
+def test_a_run_that_was_ended_killed_whole_and_gone_on_with_is_repeated(run: Run) -> None:
+    """Long after the cuts that it went on from are gone."""
+
+    def goes_on(rounds: int) -> None:
+        at = len(run.events("round"))
+        run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + rounds)
+
+    run.train(*LINE, "--cut-every", "4")
+    run.until(lambda events: len(members(events)) == 2)
+    run.interrupt()
+    run.ended()
+    run.start("train", "--resume", run.out)
+    goes_on(12)
+    run.kill_everything()
+    run.start("train", "--resume", run.out)
+    goes_on(30)
+    run.interrupt()
+    run.ended()
+    assert [one["after"] for one in run.summary["resumes"]] == ["ended", "killed"]
+    run.check_replay()
+
+
+@pytest.mark.faults
 def test_a_part_of_a_run_and_a_script_that_does_something_else(run: Run) -> None:
     run.train(*LINE, "--steps", "60", "--adopt", "carry")
     run.ended()

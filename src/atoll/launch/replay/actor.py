@@ -8,8 +8,10 @@ have to bring about first.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -53,6 +55,8 @@ from atoll.protocol.settings import Settings
 
 RULES = {short: rule for rule, short in tape.RULES.items()}
 OVER = "the replay is over"
+LAST_S = 30.0
+"""How long a script may take to end then, as in a run."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Actor:
         """carry: fragment and step → slot, steps and tokens of a copy that may be carried on from."""
         self._reading: Copied | None = None
         self._free = 0
-        self._told_to_end = False
+        self._end_by = inf
 
     # ---- what the conductor asks ----------------------------------------------------------------------------------
 
@@ -122,6 +126,11 @@ class Actor:
     def resting(self) -> bool:
         """It waits after a step, and nothing is on its way to or from it."""
         return self._at is not None and not self._waits_for
+
+    @property
+    def ending(self) -> bool:
+        """It was told that nothing more is asked of it: a script may have something to do after the run."""
+        return self._end_by < inf
 
     @property
     def next_act(self) -> Act | None:
@@ -172,10 +181,11 @@ class Actor:
 
     def end(self) -> None:
         """Nothing more is asked of it."""
-        if not (self._asked_to_stop or self._stopped):
+        now = time.monotonic()
+        if self._channel is None or not (self._asked_to_stop or self._stopped) or now > self._end_by:
             self.child.kill_all()
-        elif self._channel is not None and not self._told_to_end:
-            self._told_to_end = True
+        elif not self.ending:
+            self._end_by = now + LAST_S
             self.channel.send(StopOrder(OVER, final=True))
 
     # ---- acts -----------------------------------------------------------------------------------------------------

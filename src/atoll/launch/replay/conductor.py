@@ -169,8 +169,8 @@ class Conductor:
 
     @property
     def _busy(self) -> bool:
-        """Somebody trains, begins or is about to answer."""
-        return any(not actor.resting for actor in self._actors)
+        """Somebody trains, begins, is about to answer or comes to its end: another life of it may begin then."""
+        return any(not actor.resting or actor.ending for actor in self._actors)
 
     def _turn(self, path: str) -> None:
         """All that can be done without anybody's answer."""
