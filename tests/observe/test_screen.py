@@ -160,7 +160,7 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
         now = 5.0
         lines.update(status())
     assert written(out).splitlines() == [
-        "   0:00  waiting for the first parameters, 4 learners here",
+        "      –  waiting for the first parameters, 4 learners here",
         "   0:00  recovered   learner-0 has the run's parameters after 0.4 s",
         "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · merged 90 % · "
         "84.1k tokens/s · validation 1.83 · left 0:38",

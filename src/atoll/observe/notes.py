@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
-from atoll.observe.figures import clock, plain
+from atoll.observe.figures import NONE, clock, plain
 from atoll.telemetry.events import Event
 
 NOTABLE = {
@@ -71,14 +71,13 @@ class Notebook:
     def __init__(self, most: int = 6) -> None:
         self._lines: deque[Event] = deque(maxlen=most)
         self._origin: float | None = None
-        self._origin_is_start = False
+        """The first parameters: times count from there, as they do in the summary. What comes before has none."""
 
     def take(self, events: Iterable[Event]) -> Iterator[Event]:
         """Notes them, and gives back those that are notable."""
         for event in events:
-            if self._origin is None or (event["kind"] == "recovered" and not self._origin_is_start):
-                # Times count from the first parameters, as they do in the summary.
-                self._origin, self._origin_is_start = event["at"], event["kind"] == "recovered"
+            if self._origin is None and event["kind"] in ("recovered", "round"):
+                self._origin = event["at"]
             if event["kind"] not in NOTABLE or is_routine(event):
                 continue
             if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
@@ -90,7 +89,8 @@ class Notebook:
         return list(self._lines)[-most:] if most > 0 else []
 
     def line(self, event: Event) -> Text:
-        time = clock(event["at"] - (self._origin or 0.0))
+        begun = self._origin is not None and event["at"] >= self._origin
+        time = clock(event["at"] - (self._origin or 0.0)) if begun else NONE
         kind = str(event["kind"])
         text = plain(str(event.get("text", "")))
         return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]), text)

@@ -55,7 +55,7 @@ class PlainLines:
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
-        return f"{clock(0):>7}  waiting for the first parameters, {len(status.learners)} learners here"
+        return f"{NONE:>7}  waiting for the first parameters, {len(status.learners)} learners here"
     here = max(len(status.members), sum(learner.state != "gone" for learner in status.learners))
     parts = [
         f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
