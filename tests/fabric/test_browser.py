@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from tests.fabric.conftest import MemoryDesk
 from tests.fabric.test_guard import LEARNER, REVOKED, VIEWER, asks, bearer, refusal
@@ -27,17 +28,17 @@ def cookies(value: str) -> dict[str, str]:
 
 def test_a_code_counts_once_and_for_a_day() -> None:
     codes = OneTimeCodes()
-    first, second = codes.make("look", 0.0), codes.make("look", 0.0)
-    assert first != second and codes.token_of(first, CODE_S - 1) == "look"
+    first, second = codes.make(VIEWER, 0.0), codes.make(VIEWER, 0.0)
+    assert first != second and codes.token_of(first, CODE_S - 1) is VIEWER
     codes.use(first)
-    assert codes.token_of(first, 1.0) == "" and codes.token_of(second, CODE_S) == ""
-    assert codes.token_of("", 1.0) == codes.token_of("nothing", 1.0) == ""
+    assert codes.token_of(first, 1.0) is None and codes.token_of(second, CODE_S) is None
+    assert codes.token_of("", 1.0) is codes.token_of("nothing", 1.0) is None
 
 
 def test_codes_that_nobody_uses_take_no_memory() -> None:
     codes = OneTimeCodes()
-    made = [codes.make("look", 0.0) for _ in range(CODES + 1)]
-    assert [codes.token_of(code, 1.0) for code in (made[0], made[1])] == ["", "look"]
+    made = [codes.make(VIEWER, 0.0) for _ in range(CODES + 1)]
+    assert [codes.token_of(code, 1.0) for code in (made[0], made[1])] == [None, VIEWER]
 
 
 def test_a_cookie_counts_for_its_token_and_its_time() -> None:
@@ -63,6 +64,16 @@ def test_no_other_cookie_counts() -> None:
         assert token_of_cookie(ALL, cookies(value), HOST, 1001.0) is None
     for host in ("", "a:b:c", "[::1", "127.0.0.1:99999"):
         assert token_of_cookie(ALL, cookies(cookie_for(VIEWER, 1000.0)), host, 1001.0) is None
+
+
+def test_a_code_of_a_token_that_was_replaced_opens_nothing() -> None:
+    tokens = [ALL]
+    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    path = door.make_code(VIEWER.id)
+    assert door.admit(asks(path)).token == VIEWER.id
+    anew = msgspec.structs.replace(VIEWER, secret="a-secret-that-came-later")
+    tokens[0] = Tokens([anew if token is VIEWER else token for token in ALL.all])
+    assert refusal(asks(path), door)[0] == 401
 
 
 def test_a_cookie_opens_the_pages_and_nothing_else() -> None:

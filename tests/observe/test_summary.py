@@ -153,6 +153,19 @@ def test_a_run_that_was_killed_whole_and_goes_on_counts_all_its_work_and_no_time
     assert summary["resumes"] == [{"at_s": 8.0, "after": "killed"}]
 
 
+def test_a_run_that_ended_went_on_and_was_killed_is_as_long_as_both(say: Say) -> None:
+    before = killed_whole(say)
+    summary = summarise([*before[:5], say(8, "ending"), *before[5:]])
+    assert summary["wall_s"] == 17.0 and summary["reason"] is None
+
+
+def test_work_behind_a_lost_connection_counts(say: Say) -> None:
+    lost = say(5, "lost", learner="a", incarnation=1, t=5, tokens=50, busy_s=5.0, unmerged_tokens=0)
+    before = killed_whole(say)
+    summary = summarise([*before[:4], lost, say(5.1, "joined", learner="a", incarnation=1), *before[4:]])
+    assert summary["per_learner"]["a"]["busy_s"] == 17.0 and summary["tokens"]["computed"] == 170
+
+
 def test_an_end_that_the_run_went_on_from_says_nothing_of_what_came_later(say: Say) -> None:
     before = killed_whole(say)
     ended = {"tokens": {"computed": 80, "merged": 80}, "fates": {"a": {"computed": 80}}, "reason": "asked for"}

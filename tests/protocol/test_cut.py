@@ -389,6 +389,31 @@ def test_a_cut_that_is_open_when_a_run_ends_is_completed_before_the_last_one() -
     assert world.left_out(4) == world.left_out(world.syncer.committed) == {"learner-1": "it did not save in time"}
 
 
+def test_a_last_cut_that_nobody_saved_for_does_not_take_the_place_of_one_before_it() -> None:
+    world = CutWorld(cut_every=4, cut_wait_s=3.0).run_until(round=6)
+    for island in world.islands.values():
+        island.saves = False
+    ended(world)
+    assert world.done() == [4] and world.took()[-1] == world.syncer.committed
+    assert any("the last cut" in note.text and "did not save in time" in note.text for note in world.said("warning"))
+
+
+def test_while_the_last_steps_are_collected_no_other_cut_is_taken() -> None:
+    world = ended(CutWorld(cut_every=1).run_until(round=7))
+    drained = next(r for r in world.journal if isinstance(r, records.Ended))
+    at = world.journal.index(drained)
+    cuts = [record.cut for record in world.journal[at:] if isinstance(record, records.CutDone)]
+    assert cuts[-1] == world.syncer.committed and len(cuts) <= 2, "one that was open, and the last"
+
+
+def test_one_whose_connection_breaks_while_a_cut_is_open_is_left_out_though_it_is_back_at_once() -> None:
+    world = CutWorld(cut_wait_s=1000.0).run_until(round=3)
+    world.islands["learner-1"].saves = False
+    world.run_until(round=4)
+    world.inject(fx.Lost("learner-1", "connection reset"))
+    assert world.syncer.cuts.open is None or "learner-1" not in world.syncer.cuts.open.awaited
+
+
 def test_the_last_cut_does_not_wait_for_one_that_dies() -> None:
     world = CutWorld(cut_every=50, cut_wait_s=1000.0).run_until(round=7)
     world.islands["learner-1"].saves = False

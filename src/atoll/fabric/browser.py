@@ -33,20 +33,20 @@ CODES = 64
 
 class OneTimeCodes:
     def __init__(self) -> None:
-        self._made: dict[str, tuple[str, float]] = {}
-        """The token's name and the moment at which it ends, by code; the oldest first."""
+        self._made: dict[str, tuple[Token, float]] = {}
+        """The token as it was then, and the moment at which it ends, by code; the oldest first."""
 
-    def make(self, token: str, now: float) -> str:
+    def make(self, token: Token, now: float) -> str:
         while len(self._made) >= CODES:
             del self._made[next(iter(self._made))]
         code = secrets.token_urlsafe(18)
         self._made[code] = (token, now + CODE_S)
         return code
 
-    def token_of(self, code: str, now: float) -> str:
-        """The name of the token that it was made by; empty: it counts no more, or never did."""
-        token, ends = self._made.get(code, ("", 0.0))
-        return token if now < ends else ""
+    def token_of(self, code: str, now: float) -> Token | None:
+        """The token that it was made by; None: it counts no more, or never did."""
+        token, ends = self._made.get(code, (None, 0.0))
+        return token if now < ends else None
 
     def use(self, code: str) -> bool:
         """Whether it counted; it counts no more."""

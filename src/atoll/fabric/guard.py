@@ -127,14 +127,14 @@ class TokenDoor:
     def _of_browser(self, request: web.Request) -> Token | None:
         tokens, now = self._tokens(), time.time()
         if request.path.startswith(ENTER):
-            id = self._codes.token_of(request.path.removeprefix(ENTER), now)
-            if found := [token for token in tokens.all if token.id == id]:
-                return found[0]
+            made_by = self._codes.token_of(request.path.removeprefix(ENTER), now)
+            if made_by is not None and (found := tokens.find(made_by.secret)) is not None:
+                return found
         return token_of_cookie(tokens, request.cookies, request.headers.get("Host", ""), now)
 
     def make_code(self, token: str) -> str:
         """The path by which a browser gets in once, in the name of this token."""
-        return f"{ENTER}{self._codes.make(token, time.time())}"
+        return f"{ENTER}{self._codes.make(self._tokens().named(token), time.time())}"
 
     def take_code(self, code: str, visitor: Visitor) -> str:
         """The cookie that a browser which came by it gets; empty for one that has its cookie already, which a used link

@@ -382,8 +382,8 @@ class LocalRun:
                 self._bury_scorer(child, code)
             else:
                 self._bury_learner(child, code)
-        if self._scorer is not None and time.monotonic() >= self._blame_scorer_at:
-            self._fail_with_script(self._scorer, "the script failed in the evaluator before its first score")
+        if self._scorer is not None and (self._interrupts or time.monotonic() >= self._blame_scorer_at):
+            self._blame_scorer(self._scorer)
         if not any(child.running or child.waiting for child in self._learners.values()):
             self._end_without_learners()
 
@@ -454,6 +454,14 @@ class LocalRun:
         if code != 0:
             self._warn(child, f"the model is not scored any more: {self._words(child)}")
         self._order("unscored")
+
+    def _blame_scorer(self, child: Child) -> None:
+        if self._blame_scorer_at == inf:
+            return
+        self._blame_scorer_at = inf
+        self._fail_with_script(child, "the script failed in the evaluator before its first score")
+        if self._failure is None:  # the run was asked to end: it waits for no score
+            self._order("unscored")
 
     def _end_without_learners(self) -> None:
         """The syncer writes down what there is; a run that nobody finished has failed."""

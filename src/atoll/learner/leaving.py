@@ -12,7 +12,7 @@ from atoll.learner.preempt import DRAIN_S
 
 LEAVE_WAIT_S = 10.0
 """How long leaving early waits for the last steps to be merged; longer where the others need longer for two cycles."""
-END_WAIT_S = 120.0
+END_WAIT_S = 240.0
 """How long a learner waits for the run to end once it was told that it ends."""
 
 

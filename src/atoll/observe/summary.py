@@ -80,7 +80,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
     closing = closing_of(timeline)
-    ending = _last(timeline, "ending") or closing
+    ending = ending_of(timeline) or closing
     wall = part.length
     steps = steps_between_syncs(paced)
     causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
@@ -150,6 +150,16 @@ def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
     return found
 
 
+def ending_of(timeline: Sequence[Event]) -> Event:
+    """Where its end began; empty: it has not come to that, or went on since."""
+    for event in reversed(timeline):
+        if event["kind"] == "ending":
+            return event
+        if event["kind"] in ("reigned", "changed") or (event["kind"] == "started" and event.get("process") == "syncer"):
+            return {}
+    return {}
+
+
 def closing_of(timeline: Sequence[Event]) -> Event:
     """The event with which it ended; empty: it has not, or went on since."""
     for event in reversed(timeline):
@@ -169,7 +179,7 @@ def training_part(timeline: Sequence[Event]) -> Span:
     if start is None:
         return Span(0.0, 0.0)
     rounds = of_kind(timeline, "round")
-    end = _last(timeline, "ending") or (rounds[-1] if rounds else timeline[-1])
+    end = ending_of(timeline) or (rounds[-1] if rounds else timeline[-1])
     return Span(start["at"], max(start["at"], end["at"]))
 
 
@@ -213,6 +223,7 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                     merged[first.get(life, life)] = after
                     if "busy_s" in member:
                         heard[first.get(life, life)] = Work(after.steps, member["total"], member["busy_s"])
+                        told.pop(first.get(life, life), None)  # it was only its connection that was lost
             case "lost" | "left":
                 life = (event["learner"], event["incarnation"])
                 told[first.get(life, life)] = _work(event)
@@ -337,7 +348,13 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
     """Per learner, how long it reported but did not answer: from `muted` until it answers again or is gone."""
     found: dict[str, float] = defaultdict(float)
     since: dict[str, float] = {}
-    for event in of_kind(timeline, "muted", "probed", "lost", "left", "quarantined"):
+    again = {id(event) for event in session_starts(timeline)}
+    for event in of_kind(timeline, "muted", "probed", "lost", "left", "quarantined", "started"):
+        if event["kind"] == "started":
+            for learner, start in since.items() if id(event) in again else ():
+                found[learner] += Span(start, event["at"]).within(part).length
+            since = {} if id(event) in again else since
+            continue
         learner = event["learner"]
         if event["kind"] == "muted":
             since.setdefault(learner, event["at"])

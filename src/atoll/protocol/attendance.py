@@ -146,6 +146,7 @@ class Attendance:
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
         self.rounds.unseat(learner, reason)
+        self.rounds.cuts.lose(learner)
         self.peers.lost(learner, reason)
         if kind == "left":
             self.members.asked_to_leave.pop(learner.session, None)

@@ -34,6 +34,8 @@ class OpenCut:
     kept: bool = False
     """The syncer's part is durable."""
     completing: bool = False
+    last: bool = False
+    """Of a run that ends: worth nothing without a learner's part."""
 
 
 class Cuts:
@@ -58,14 +60,14 @@ class Cuts:
         there = [one for one in self.members.reachable() if one.stopped]
         if not self.settings.cut_every or self.out.cut >= rounds or not there:
             return True
-        self._take(now, rounds, there)
+        self._take(now, rounds, there, last=True)
         for learner in there:  # nothing else would tell them of it
             self.out.send(learner.name, Ending(reason=reason))
         return False
 
-    def _take(self, now: float, rounds: int, learners: list[Learner]) -> None:
+    def _take(self, now: float, rounds: int, learners: list[Learner], *, last: bool = False) -> None:
         awaited = {one.name: one.incarnation for one in learners}
-        self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited)
+        self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited, last=last)
         self.out.cut = rounds
         self.out.add(TakeCut(rounds, self.out.history.state()))
 
@@ -78,6 +80,11 @@ class Cuts:
             open_.left_out[learner.name] = said.reason
         else:
             open_.saved[learner.name] = said
+
+    def lose(self, learner: Learner) -> None:
+        """Its connection is gone. If it is back at once, the cut is old news to it."""
+        if self.open is not None and self.open.awaited.pop(learner.name, None) is not None:
+            self.open.left_out[learner.name] = "it was gone"
 
     def kept(self, cut: int, reason: str) -> None:
         """The syncer's part is durable, or (with a reason) will never be."""
@@ -101,6 +108,10 @@ class Cuts:
                 open_.left_out[name] = "it did not save in time" if late else "it was gone"
         if open_.awaited:
             wakes.append(open_.deadline)
+        elif open_.last and not open_.saved:  # the one before it has inner optimizers in it
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(open_.left_out.items()))
+            self.out.note("warning", f"the last cut, {open_.cut}, came to nothing: {reasons}", cut=open_.cut)
+            self.open = None
         elif open_.kept:
             open_.completing = True
             saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())

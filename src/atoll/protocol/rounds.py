@@ -335,7 +335,8 @@ class Rounds:
         self.out.persist(self._record(round_, event), round=round_.t)
         self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
         self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
-        self.cuts.committed(now, self.committed)
+        if not self.gathering.draining:  # a run that ends takes one behind its last round
+            self.cuts.committed(now, self.committed)
         self._tell(now, round_, event)
         members = tuple(
             Member(seat.learner, seat.incarnation, seat.answer.t, seat.answer.tokens) for seat in round_.given

@@ -81,7 +81,7 @@ class Part:
         if after < 0:
             return _in_place([], self.entries, self.copies)
         marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, Marked) and entry.cut == after]
-        start = marks[0] + 1 if marks else len(self.entries)
+        start = marks[-1] + 1 if marks else len(self.entries)  # a cut may be taken anew, in a new term
         before = self.entries[:start]
         known = [entry for entry in before if isinstance(entry, Informed)][-1:]
         acts = _in_place(before, self.entries[start:], self.copies)
