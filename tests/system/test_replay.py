@@ -47,6 +47,7 @@ def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_o
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(600)
 def test_a_run_that_was_ended_killed_whole_and_gone_on_with_is_repeated(run: Run) -> None:
     """Long after the cuts that it went on from are gone."""
 
