@@ -62,6 +62,11 @@ class Presence:
         return most
 
 
+def starts_everything(event: Event) -> bool:
+    """A supervisor begins: one syncer that dies alone is `restarted`."""
+    return event["kind"] == "started" and event.get("process") == "syncer"
+
+
 def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[tuple[str, Span]]:
     """Every learner's, from one of these events to the next that says it is gone."""
     found: list[tuple[str, Span]] = []
@@ -81,7 +86,7 @@ def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list
                     found.append((event["learner"], Span(open_since.pop(event["learner"])[0], event["at"])))
             case "killed" | "exited" if (name := event.get("process")) in open_since:
                 found.append((name, Span(open_since.pop(name)[0], event["at"])))
-            case "started" if event.get("process") == "syncer":  # everything is started, so nobody is left
+            case "started" if starts_everything(event):  # so nobody is left
                 found += [(name, Span(since, event["at"])) for name, (since, _) in open_since.items()]
                 open_since.clear()
     return found + [(name, Span(since, max(since, end))) for name, (since, _) in open_since.items()]

@@ -41,7 +41,7 @@ from math import isnan
 from statistics import fmean, median
 from typing import Any
 
-from atoll.observe.presence import Presence, Span, stays
+from atoll.observe.presence import Presence, Span, starts_everything, stays
 from atoll.observe.scores import read_scores, training_losses
 from atoll.protocol.figures import Spread, participation, spread
 from atoll.protocol.ledger import FATES
@@ -122,9 +122,9 @@ def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
     """Without the time in which it lay still: from the last event before it was started again until a learner trains. A
     first start does not count either."""
     idle, still_since, before, answer = 0.0, float("nan"), 0.0, []
-    again = {id(event) for event in session_starts(timeline)}
-    for event in timeline:
-        if id(event) in again and isnan(still_since):
+    again = set(session_starts(timeline))
+    for place, event in enumerate(timeline):
+        if place in again and isnan(still_since):
             still_since = before
         if event["kind"] == "recovered" and not isnan(still_since):
             idle, still_since = idle + event["at"] - still_since, float("nan")
@@ -134,39 +134,39 @@ def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
     return answer
 
 
-def session_starts(timeline: Iterable[Event]) -> list[Event]:
-    """Where everything was started again, but for the first time."""
-    return [e for e in timeline if e["kind"] == "started" and e.get("process") == "syncer"][1:]
+def session_starts(timeline: Iterable[Event]) -> list[int]:
+    """The places of the events with which everything was started again; the first start is none."""
+    return [place for place, event in enumerate(timeline) if starts_everything(event)][1:]
 
 
 def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
     """Each time that the run was gone on with: when, and whether it had been ended before or was killed whole."""
-    found: list[dict[str, Any]] = []
-    again = {id(event) for event in session_starts(timeline)}
-    for place, event in enumerate(timeline):
-        if id(event) in again:
-            after = "ended" if closing_of(timeline[:place]) else "killed"
-            found.append({"at_s": _round(max(0.0, event["at"] - part.start)), "after": after})
-    return found
+    return [
+        {
+            "at_s": _round(max(0.0, timeline[place]["at"] - part.start)),
+            "after": "ended" if closing_of(timeline[:place]) else "killed",
+        }
+        for place in session_starts(timeline)
+    ]
 
 
 def ending_of(timeline: Sequence[Event]) -> Event:
     """Where its end began; empty: it has not come to that, or went on since."""
-    for event in reversed(timeline):
-        if event["kind"] == "ending":
-            return event
-        if event["kind"] in ("reigned", "changed") or (event["kind"] == "started" and event.get("process") == "syncer"):
-            return {}
-    return {}
+    return _last_unless(timeline, "ending", ("reigned", "changed"))
 
 
 def closing_of(timeline: Sequence[Event]) -> Event:
     """The event with which it ended; empty: it has not, or went on since."""
+    return _last_unless(timeline, "finished", ("round", "recovered"))
+
+
+def _last_unless(timeline: Sequence[Event], kind: str, later: tuple[str, ...]) -> Event:
+    """The last event of this kind, unless one of the kinds `later` or a start of everything comes behind it."""
     for event in reversed(timeline):
-        if event["kind"] == "finished":
+        if event["kind"] == kind:
             return event
-        if event["kind"] in ("round", "recovered") or (event["kind"] == "started" and event.get("process") == "syncer"):
-            return {}
+        if event["kind"] in later or starts_everything(event):
+            break
     return {}
 
 
@@ -348,12 +348,10 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
     """Per learner, how long it reported but did not answer: from `muted` until it answers again or is gone."""
     found: dict[str, float] = defaultdict(float)
     since: dict[str, float] = {}
-    again = {id(event) for event in session_starts(timeline)}
     for event in of_kind(timeline, "muted", "probed", "lost", "left", "quarantined", "started"):
         if event["kind"] == "started":
-            for learner, start in since.items() if id(event) in again else ():
-                found[learner] += Span(start, event["at"]).within(part).length
-            since = {} if id(event) in again else since
+            for learner in list(since) if starts_everything(event) else ():
+                found[learner] += Span(since.pop(learner), event["at"]).within(part).length
             continue
         learner = event["learner"]
         if event["kind"] == "muted":

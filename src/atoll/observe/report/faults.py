@@ -35,10 +35,10 @@ def faults(timeline: Sequence[Event]) -> list[Fault]:
     injected: dict[int, tuple[str, ...]] = {}
     """Those that are not over yet, and whom they hit."""
     found = []
-    again = {id(event) for event in session_starts(timeline)}
+    again = set(session_starts(timeline))
     for place, event in enumerate(timeline):
         kind, whom = event["kind"], targets(event)
-        if id(event) in again and not closing_of(timeline[:place]):
+        if place in again and not closing_of(timeline[:place]):
             found.append(
                 replace(_fault(timeline, place, "killed whole"), text="everything was killed; it was gone on with")
             )
