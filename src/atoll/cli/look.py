@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from atoll.cli.app import address_of, app, is_address, short, where
 from atoll.fabric.client import get_json
+from atoll.fabric.nearby import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.fabric.way import without_secrets
 from atoll.observe.closing import print_closing
@@ -77,17 +77,7 @@ def running_processes(events: Path) -> dict[str, int]:
             found[event["process"]] = event["pid"]
         elif event["kind"] == "exited":
             found.pop(event["process"], None)
-    return {name: pid for name, pid in found.items() if _is_running(pid)}
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return {name: pid for name, pid in found.items() if is_own_process(pid)}
 
 
 def _is_over(run: RunDir) -> bool:

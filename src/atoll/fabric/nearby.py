@@ -53,7 +53,11 @@ def secret_for(host: str, port: int, path: str, env: Mapping[str, str] = os.envi
 def published_secrets(host: str, port: int, env: Mapping[str, str] = os.environ) -> dict[Role, str]:
     """Empty where no living process of this user has published any."""
     for folder in _folders(env):
-        if is_private(folder) and (found := _read(folder / _name(host, port))) is not None and _lives(found.pid):
+        if (
+            is_private(folder)
+            and (found := _read(folder / _name(host, port))) is not None
+            and is_own_process(found.pid)
+        ):
             return found.secrets
     return {}
 
@@ -129,7 +133,8 @@ def _read(file: Path) -> PortSecrets | None:
         return None
 
 
-def _lives(pid: int) -> bool:
+def is_own_process(pid: int) -> bool:
+    """Whether this user has a process of that number now."""
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError):  # gone, or another user's by now
@@ -151,6 +156,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _forget_the_dead(folder: Path) -> None:
     """A process that was killed has withdrawn nothing."""
     for file in folder.glob("*.json"):
-        if (found := _read(file)) is None or not _lives(found.pid):
+        if (found := _read(file)) is None or not is_own_process(found.pid):
             with suppress(OSError):
                 file.unlink()

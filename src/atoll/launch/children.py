@@ -19,6 +19,8 @@ SOON_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 """For the syncer: everybody's steps are dropped while it is away."""
 HEALTHY_S = 60.0
 """A child that lived this long starts its waits and its limit anew."""
+LAST_S = 30.0
+"""How long a script may take to end once its run, or its replay, is over."""
 LIMIT = 5
 """Deaths in a row after which a child is given up, unless the operator names another number."""
 TAIL_BYTES = 64 * 1024

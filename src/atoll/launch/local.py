@@ -33,7 +33,7 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link
-from atoll.launch.children import LIMIT, SOON_S, Child, cores, describe_exit
+from atoll.launch.children import LAST_S, LIMIT, SOON_S, Child, cores, describe_exit
 from atoll.launch.devices import VISIBLE, Assignment
 from atoll.launch.environment import LaunchEnvironment, capture_environment, write_environment
 from atoll.launch.failures import ScriptError, find_shared_error, read_script_error
@@ -53,8 +53,6 @@ SAME_MISTAKE_S = 5.0
 """So long the learners have to fail as the evaluator did, before the mistake is taken for the evaluator's own."""
 START_S = 60.0
 """How long the syncer may take to listen."""
-LAST_S = 30.0
-"""How long the others may take to end after the syncer."""
 SYNCER = ["-P", "-m", "atoll.syncer"]
 """-P: no module in the current folder takes the place of one of Python's own."""
 RUNNER = ["-m", "atoll.launch.script"]

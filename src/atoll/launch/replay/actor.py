@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from atoll.courier.body import as_held
-from atoll.launch.children import Child
+from atoll.launch.children import LAST_S, Child
 from atoll.launch.replay.score import Act, Copied, Part
 from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
@@ -55,8 +55,6 @@ from atoll.protocol.settings import Settings
 
 RULES = {short: rule for rule, short in tape.RULES.items()}
 OVER = "the replay is over"
-LAST_S = 30.0
-"""How long a script may take to end then, as in a run."""
 
 
 @dataclass(frozen=True)
