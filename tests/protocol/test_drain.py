@@ -146,6 +146,22 @@ def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_
     assert world.now - before < world.settings.lost_after_s + 4 * 4.0, "four rounds on this link, and one wait"
 
 
+def test_a_round_that_was_pulled_once_is_not_opened_anew_at_the_end() -> None:
+    """Seed 400574: its second pull was attempt 1 again, and a late answer to the first was taken for the last steps."""
+    world = World(3, fragments=2, sync_every=4, quorum=3, latency_s=0.1).run_until(round=3)
+    while not any(r.t == 3 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+        world.run_until(seconds=0.01)
+    world.unlink("learner-1")
+    while not world.said("again"):
+        world.run_until(seconds=0.01)
+    world.end("Ctrl-C")
+    world.link("learner-1")
+    world.run_to_end()
+    pulls = [(name, pull.round, pull.attempt) for name in world.islands for _, pull in world.sent(Pull, name)]
+    assert len(set(pulls)) == len(pulls)
+    all_merged(world)
+
+
 def test_a_run_without_parameters_ends_at_once() -> None:
     world = World(2, present=0)
     world.end()

@@ -154,3 +154,13 @@ def test_one_that_starts_over_gives_nothing_of_its_life_before() -> None:
     assert peer.done[-2:] == [fx.TakeBack("a"), fx.Dispose(1)]
     peer.captured(2)
     assert peer.done[-1] == fx.Dispose(2), "what was under way then is not given either"
+
+
+def test_no_copy_is_made_for_what_was_asked_over_a_connection_that_broke() -> None:
+    peer = Peer()
+    peer.versions.newest = [4, 3]
+    peer.ask("a")
+    peer.helping.disconnect()
+    peer.versions.held = [4, 3]
+    peer.turn()
+    assert peer.done == [] and not peer.helping.busy

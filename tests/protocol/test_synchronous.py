@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from tests.protocol.test_copies import copy, pull
 from tests.protocol.world import World
 
-from atoll.protocol.effects import LearnerEffect, Received, Upload
+from atoll.protocol.effects import LearnerEffect, Received, Scored, Upload
 from atoll.protocol.messages import Progress
 from atoll.protocol.orders import Orders
 from atoll.protocol.settings import Settings
@@ -111,6 +111,24 @@ def test_a_mute_learner_that_waits_at_a_hold_can_still_answer_a_probe() -> None:
     before = world.syncer.committed
     world.run_until(round=before + 4)
     assert world.said("probed")
+
+
+def test_a_mute_learner_whose_copies_a_rollback_voided_waits_for_no_round() -> None:
+    """Seed 408542: at a hold it could make no copy, so no probe was answered, and the run stood still for good."""
+    world = World(1, fragments=4, sync_every=5, overlap=3, synchronous=True, guard="rollback").run_until(round=8)
+    world.tell(world.reign, Scored(8, 1.0))
+    island = world.islands["learner-0"]
+    island.answers = False
+    while not world.said("muted"):
+        world.run_until(seconds=1)
+    world.run_until(seconds=60)
+    assert len(island.machine._orders._holds) > 1, "it has copied for more rounds than the one that gathers"
+    world.tell(world.reign, Scored(world.syncer.committed, None))
+    world.run_until(seconds=5)
+    island.answers = True
+    before = world.syncer.committed
+    world.run_until(seconds=15)  # sooner than the answers that got stuck are given up
+    assert world.said("restored") and world.said("probed") and world.syncer.committed > before + 4
 
 
 @pytest.mark.parametrize(("synchronous", "sent"), [(True, 1), (False, 2)])

@@ -105,6 +105,20 @@ def test_one_that_was_deposed_before_the_run_had_parameters_keeps_no_first_cut()
     assert not outcome.invariant, outcome.message
 
 
+@pytest.mark.parametrize(
+    ("seed", "learners"),
+    [
+        pytest.param(400574, 3, id="a-round-that-was-pulled-once-is-not-opened-anew-at-the-end"),
+        pytest.param(408542, 1, id="a-synchronous-learner-waits-for-no-round-whose-copy-a-rollback-voided"),
+        pytest.param(418003, 2, id="a-deposed-syncer-may-carry-out-a-rollback-that-it-wrote-in-time"),
+        pytest.param(423139, 3, id="a-deposed-syncer-asks-a-peer-for-what-it-knows-of"),
+    ],
+)
+def test_worlds_that_once_broke_a_promise(seed: int, learners: int) -> None:
+    outcome = campaign.run(campaign.plan(seed, learners))
+    assert not outcome.invariant, outcome.message
+
+
 def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
     assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "rollback", "end"}

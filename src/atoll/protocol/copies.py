@@ -40,12 +40,14 @@ class Copies:
         self.offer = max(self.offer, copy.round)
         return self.waiting.pop(copy.fragment, None)
 
-    def drop(self, fragment: int, until: int | None = None) -> None:
-        """Of no more use; with `until`, only a copy made for that round or one before it."""
+    def drop(self, fragment: int, until: int | None = None) -> int | None:
+        """Of no more use; with `until`, only a copy made for that round or one before it. The round it was made for."""
         copy = self._at_hand.get(fragment)
-        if copy is not None and (until is None or copy.round <= until):
-            del self._at_hand[fragment]
-            self.do(Drop(fragment, copy.t))
+        if copy is None or (until is not None and copy.round > until):
+            return None
+        del self._at_hand[fragment]
+        self.do(Drop(fragment, copy.t))
+        return copy.round
 
     def is_on_its_way(self, pull: Pull) -> bool:
         return (pull.round, pull.attempt) in self._sent

@@ -115,6 +115,10 @@ class Helping:
             if copy.fact is not None and not copy.tickets:
                 self._dispose(number)
 
+    def disconnect(self) -> None:
+        """The syncer counts on a peer no more whose connection broke: no copy is made for what that one asked."""
+        self._asked.clear()
+
     def forget(self, now: float, reason: str) -> None:
         """It starts over: whatever it had to give is not worth having."""
         self._decline(now, reason)

@@ -354,6 +354,7 @@ class Learner:
     def _cut(self, reason: str) -> None:
         self._line.connected = False
         self._copies.cut()
+        self._helping.disconnect()
         if self._final is not None:
             self._stop_for_good("the run is over")
         elif self.phase != "finished":
@@ -405,7 +406,7 @@ class Learner:
         if (number := self._versions.adopted(fragment, event.version)) is None:
             return
         self._orders.adopted(fragment, number)
-        self._copies.drop(fragment)
+        self._orders.void_copy(self._copies.drop(fragment))
         self._counters.adopted(event)
         self._train_if_recovered()
         self._fetch_missing()

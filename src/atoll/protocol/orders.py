@@ -148,6 +148,12 @@ class Orders:
         self._holds.discard(number)
         self._do(LetGo(number))
 
+    def void_copy(self, number: int | None) -> None:
+        """The copy for that round is gone before its version came, as when the run is rolled back: a learner that
+        still waited for the round could make no other copy, and nobody would ever get an answer from it."""
+        if number in self._holds:
+            self.let_go(number)
+
     def adopted(self, fragment: int, number: int) -> None:
         """The training process has taken the version of round `number`, and waits for none before it any more."""
         self._holds -= {n for n in self._holds if n <= number and n % self.settings.fragments == fragment}

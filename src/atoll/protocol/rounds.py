@@ -124,7 +124,9 @@ class Rounds:
 
     def stop_gathering(self) -> None:
         """The run ends: rounds under way are finished, those that only gather are not."""
-        under_way = max((r.t for r in self.open.values() if r.stage != "gathering"), default=-1)
+        # One that was pulled once is passed over and not opened anew: a late answer to that first pull would be taken
+        # for the last steps.
+        under_way = max((r.t for r in self.open.values() if r.stage != "gathering" or r.attempt > 1), default=-1)
         for round_ in [r for r in self.open.values() if r.stage == "gathering"]:
             if round_.t > under_way:
                 del self.open[round_.t]

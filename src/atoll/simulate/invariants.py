@@ -176,8 +176,11 @@ class Invariants:
             case fx.CompleteCut():
                 self.timing.completed(effect)
             case fx.CommitRestored(versions):
-                if list(versions) != self.oracle.versions or reign.restored != self.oracle.theta:
-                    said = f"the run is rolled back to {reign.restored}, it was {self.oracle.theta} then"
+                # Held against these versions and not the newest: a syncer that stood still since its record was
+                # written may have a successor by now.
+                written = [self.oracle.values.get(one) for one in enumerate(versions)]
+                if reign.restored != written:
+                    said = f"the run is rolled back to {reign.restored}, it was {written} then"
                     raise Violation("Θ is the replay of the journal", said)
             case fx.Commit(number, fragment, version):
                 self._commit(reign, number, fragment, version)
@@ -207,7 +210,7 @@ class Invariants:
                     self.drains.asked(learner)
                 return
             case Help():
-                self.conduct.asked(message, self.oracle.versions)
+                self.conduct.asked(message, reign.served)  # a deposed syncer knows of nothing newer
             case _:
                 pass
         if (wrong := unwritten(self.oracle, learner, message)) is not None:

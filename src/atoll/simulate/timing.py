@@ -7,6 +7,7 @@ Each of these holds once an event is dealt with; a look a virtual second is enou
     who stays away is given up          after abandon_s: its account is closed, its samples go to others
     who does not answer is probed
     a member that dies is left out      at once; one that does not answer, at the deadline it was told
+    an attempt asks once                so that an answer tells what it answers
     last steps are waited for           until then: who has stopped is left out by its own word alone
     no round waits without need         it freezes when all are there, or when the grace window is over
     a cut waits no longer than it says, and holds every learner that was live, or says why not
@@ -123,9 +124,12 @@ class Timing:
     # ---- rounds -------------------------------------------------------------------------------------------------
 
     def asked(self, reign: Reign, learner: str, pull: Pull) -> None:
-        if not pull.probe:
-            sent_at = reign.clock.read(reign.world.agenda.now)
-            self._due[learner, pull.round, pull.attempt] = sent_at + pull.deadline_s
+        if pull.probe:
+            return
+        if (key := (learner, pull.round, pull.attempt)) in self._due:
+            said = f"attempt {pull.attempt} of round {pull.round} asks {learner} twice"
+            raise Violation("an attempt asks once", said, learner, pull.fragment)
+        self._due[key] = reign.clock.read(reign.world.agenda.now) + pull.deadline_s
 
     def _seats(self, reign: Reign, now: float, round_: Round) -> None:
         for seat in round_.asked:
