@@ -367,6 +367,16 @@ def ended(world: CutWorld) -> CutWorld:
     return world
 
 
+def test_the_last_one_has_its_deadline_also_when_nobody_says_anything_new() -> None:
+    """Seed 508867: with a full disk nobody is told of it, and nothing made the syncer look at the time."""
+    world = World(2, fragments=2, sync_every=4, cut_every=10, cut_wait_s=3.0).run_until(round=5)
+    world.end("Ctrl-C")
+    while world.syncer.cuts.open is None:
+        world.step()
+        world.disk.full = world.syncer.rounds.committed >= 7
+    assert world.syncer.wake_at is not None and world.syncer.wake_at <= world.syncer.cuts.open.deadline
+
+
 @pytest.mark.parametrize("latency_s", [0.0, 0.1, 0.4])
 @pytest.mark.parametrize("adopt", ["overwrite", "carry"])
 def test_a_run_that_ends_takes_a_cut_of_everybody_behind_its_last_round(latency_s: float, adopt: str) -> None:

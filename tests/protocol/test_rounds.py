@@ -9,6 +9,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
+from atoll.protocol.round import Round
 from atoll.protocol.rounds import SILENT_BEATS
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign
@@ -273,3 +274,11 @@ def test_one_that_is_mute_is_probed_as_soon_as_the_disk_has_room_and_not_before(
     probes = [at for at, pull in world.sent(Pull, "learner-2") if pull.probe and at > mended_at - 28.0]
     assert len(probes) == 1 and probes[0] <= mended_at + AGAIN_S, "one, and it waits for nothing but the disk"
     assert world.said("probed")
+
+
+def test_a_standstill_puts_off_no_window_that_opened_after_it() -> None:
+    """Seed 528179: the syncer noticed its standstill after it had noticed the quorum."""
+    before, after = Round(4, 0, 10.0, quorum_at=11.0, due_at=11.0), Round(5, 1, 16.0, quorum_at=16.0, due_at=16.0)
+    for round_ in (before, after):
+        round_.put_off(16.0, 4.0)
+    assert (before.quorum_at, before.due_at, after.quorum_at, after.due_at) == (15.0, 15.0, 16.0, 16.0)

@@ -53,7 +53,7 @@ class Cuts:
         if self.open is None and every and rounds % every == 0:
             self._take(now, rounds, self.members.live())
 
-    def end_with_one(self, now: float, rounds: int, reason: str) -> bool:
+    def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
         """The last steps are collected: take a cut unless one was taken here. True when there is none to wait for."""
         if self.open is not None:
             return False
@@ -61,6 +61,7 @@ class Cuts:
         if not self.settings.cut_every or self.out.cut >= rounds or not there:
             return True
         self._take(now, rounds, there, last=True)
+        wakes.append(now + self.settings.cut_wait_s)  # this look at the time may be the last until then
         for learner in there:  # nothing else would tell them of it
             self.out.send(learner.name, Ending(reason=reason))
         return False

@@ -45,12 +45,11 @@ class End:
         """Begin to end, or go on with it, where it is time."""
         if self.course.phase == "running" and (reason := self._reason(now, wakes)) is not None:
             self.begin(now, reason)
-        reason = self.course.reason
-        if self.course.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, reason):
-            self._finish(reason)
+        if self.course.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
+            self._finish(self.course.reason)
 
-    def _took_last_cut(self, now: float, reason: str) -> bool:
-        return self.rounds.cuts.end_with_one(now, self.rounds.committed, reason)
+    def _took_last_cut(self, now: float, wakes: list[float]) -> bool:
+        return self.rounds.cuts.end_with_one(now, self.rounds.committed, self.course.reason, wakes)
 
     def _reason(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""

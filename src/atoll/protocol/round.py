@@ -75,13 +75,14 @@ class Round:
     def asked(self) -> list[Seat]:
         return [seat for seat in self.seats.values() if seat.state == "asked"]
 
-    def put_off(self, seconds: float) -> None:
-        """The syncer stood still for so long: what it waits for has so much more time."""
-        self.frozen_at += seconds
+    def put_off(self, now: float, seconds: float) -> None:
+        """The syncer stood still for so long: what it waits for has so much more time. What it noticed since then
+        happened now at the latest, or a window would stay open for as long again."""
+        self.frozen_at = min(now, self.frozen_at + seconds)
         for seat in self.seats.values():
             seat.deadline += seconds
-        self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds
-        self.due_at = None if self.due_at is None else self.due_at + seconds
+        self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
+        self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
 
     def again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""

@@ -55,7 +55,7 @@ class Watch:
             learner.idle_at = min(now, idle_at + seconds)
             learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
         for round_ in self.rounds.open.values():
-            round_.put_off(seconds)
+            round_.put_off(now, seconds)
 
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):

@@ -62,7 +62,7 @@ class Timing:
         machine = reign.machine
         if isinstance(event, fx.StoodStill):
             self._due = {key: due + event.seconds for key, due in self._due.items()}
-            self._quorum_since = {key: since + event.seconds for key, since in self._quorum_since.items()}
+            self._quorum_since = {key: min(now, since + event.seconds) for key, since in self._quorum_since.items()}
         if machine.committed != machine.history.committed:
             said = f"{machine.committed} rounds are behind it, {machine.history.committed} by its records"
             raise Violation("what is decided is written", said)
