@@ -15,7 +15,7 @@ from tests.test_cli import atoll
 from atoll.cli.commands import COMMANDS, import_command
 from atoll.cli.look import running_processes
 from atoll.cli.runs import LogReader, describe_run, state_of
-from atoll.store.rundir import RunDir
+from atoll.store.rundir import RunDir, named_run
 from atoll.store.runlock import hold_run
 
 ALL = sorted(COMMANDS)
@@ -201,3 +201,25 @@ def test_what_is_new_in_a_log_is_told_once_and_line_by_line(logs: Path) -> None:
     with (logs / "learner-0.log").open("a") as log:
         log.write("p 31\n")
     assert list(reader.new_lines()) == [("learner-0", "step 31")]
+
+
+def test_a_name_alone_is_also_a_run_in_the_usual_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    usual = tmp_path / "atoll-runs" / "first"
+    usual.mkdir(parents=True)
+    assert named_run(Path("first")) == Path("atoll-runs/first")
+    assert named_run(Path("second")) == Path("second"), "what is nowhere is told as it was written"
+    assert named_run(Path("below/first")) == Path("below/first")
+    (tmp_path / "first").mkdir()
+    assert named_run(Path("first")) == Path("first"), "a folder that is here comes first"
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "report", "replay", "logs", "dashboard", "set", "export"])
+def test_every_command_that_takes_a_run_finds_it_by_its_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "atoll-runs" / "first").mkdir(parents=True)
+    more = {"set": ["patience_s=3"], "export": ["model.safetensors"]}.get(command, [])
+    assert atoll(monkeypatch, command, "first", *more) != 0, "there is nothing in it"
+    assert "atoll-runs/first" in capsys.readouterr().err.replace("\n", "")

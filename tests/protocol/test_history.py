@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.world import World
 
-from atoll.protocol.history import History, State
+from atoll.protocol.history import History, State, number_learners
 from atoll.protocol.records import (
     AnyRecord,
     Begun,
@@ -294,3 +294,17 @@ def test_an_older_version_reads_a_cut_that_names_owners() -> None:
 
     state = Written().add(Joined("a", 1, "session", 0), Owned("a", "eu")).history.state()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=Older).begun == BEGUN
+
+
+def test_a_learner_has_the_number_that_its_name_ends_in_where_that_is_free() -> None:
+    names = ["learner-3", "rack1-0", "rack2-0", "alice", "node-900"]
+    assert list(number_learners(names, 4).values()) == [3, 0, 1, 2, 4]
+
+
+@given(st.lists(st.from_regex(r"[ab](-[0-9]{1,2})?", fullmatch=True), unique=True), st.integers(1, 8))
+def test_numbers_are_distinct_dense_enough_and_never_change(names: list[str], learners: int) -> None:
+    numbers = number_learners(names, learners)
+    assert len(set(numbers.values())) == len(names)
+    assert all(number < max(learners, len(names)) for number in numbers.values())
+    for so_far in range(len(names)):
+        assert number_learners(names[:so_far], learners).items() <= numbers.items()

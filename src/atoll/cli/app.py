@@ -23,7 +23,7 @@ from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
-from atoll.store.rundir import RunDir, find_runs
+from atoll.store.rundir import RunDir, find_runs, named_run
 from atoll.store.terms import syncer_holding
 from atoll.syncer.doors import local_tokens, read_tokens
 from atoll.telemetry.events import parse
@@ -116,6 +116,15 @@ def where(run: str) -> str:
         way_of(run)
         return run
     return address_of(RunDir(Path(run).absolute()))
+
+
+def find_run(run: Path | None) -> Path | None:
+    """Of an argument: `first` is also the run in atoll-runs/first."""
+    return None if run is None else named_run(run)
+
+
+def find_run_or_address(run: str | None) -> str | None:
+    return run if run is None or is_address(run) else str(named_run(Path(run)))
 
 
 def is_address(run: str) -> bool:

@@ -15,7 +15,7 @@ from atoll.chaos.performance import Performance
 from atoll.chaos.plan import KINDS, Plan
 from atoll.chaos.standby import follow, order
 from atoll.chaos.verdict import Finding
-from atoll.cli.app import app, document_of, short, write_summary
+from atoll.cli.app import app, document_of, find_run, short, write_summary
 from atoll.config import Config, convert
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.numerics import kernels
@@ -42,7 +42,9 @@ def chaos(
             help="A calm run of the same plan that lies there already; several: their mean counts.", metavar="DIR"
         ),
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Attack the run that goes on in this folder.", metavar="DIR")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Attack the run that goes on in this folder.", metavar="RUN", callback=find_run)
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the faults, and do nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,

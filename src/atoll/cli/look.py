@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import address_of, app, is_address, short, where
+from atoll.cli.app import address_of, app, find_run, find_run_or_address, is_address, short, where
 from atoll.fabric.client import get_json
 from atoll.fabric.nearby import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
@@ -32,7 +32,10 @@ from atoll.telemetry.status import RunStatus
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a join link.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's folder, the address of its syncer, or a join link.", callback=find_run_or_address),
+    ],
     watch: Annotated[bool, typer.Option("--watch", help="Stay and follow it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -123,7 +126,12 @@ async def _follow(url: str) -> None:
 
 @app.command()
 def dashboard(
-    run: Annotated[str, typer.Argument(help="A run's folder, the address of its syncer, or a link with a token.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run's folder, the address of its syncer, or a link with a token.", callback=find_run_or_address
+        ),
+    ],
 ) -> None:
     """Print a link that opens the dashboard of a run in one browser.
 
@@ -141,7 +149,10 @@ def drain(
     learner: Annotated[str, typer.Argument(help="Its name in the run.")],
     run: Annotated[
         str | None,
-        typer.Option(help="The run's folder, or a link with an operator's token; by default the newest run here."),
+        typer.Option(
+            help="The run's folder, or a link with an operator's token; by default the newest run here.",
+            callback=find_run_or_address,
+        ),
     ] = None,
 ) -> None:
     """Let one learner leave without loss.
@@ -159,7 +170,7 @@ def drain(
 
 @app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder.", callback=find_run)],
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Check a run from its files alone.
@@ -191,7 +202,7 @@ def verify(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder.", callback=find_run)],
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder for it and the settings.")],
     cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
     best: Annotated[bool, typer.Option("--best", help="What scored best, instead of the newest version.")] = False,
@@ -233,7 +244,9 @@ def export(
 
 @app.command(name="set")
 def set_(
-    run: Annotated[str, typer.Argument(help="A run's folder, or the address of its syncer.")],
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or the address of its syncer.", callback=find_run_or_address)
+    ],
     words: Annotated[list[str], typer.Argument(help="What changes, as key=value.", metavar="KEY=VALUE...")],
 ) -> None:
     """Change settings of a run while it goes on; they are journaled.

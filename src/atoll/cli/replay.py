@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.app import app, document_of
+from atoll.cli.app import app, document_of, find_run
 from atoll.config import convert
 from atoll.launch.replay.conductor import Outcome
 from atoll.launch.replay.play import Replay
@@ -22,7 +22,7 @@ from atoll.store.rundir import RunDir
 
 @app.command()
 def replay(
-    directory: Annotated[Path, typer.Argument(help="The run's folder.", metavar="DIR")],
+    directory: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN", callback=find_run)],
     until: Annotated[int | None, typer.Option(help="Stop after this round.")] = None,
     cut: Annotated[int | None, typer.Option("--from-cut", help="Begin with this cut of the run.")] = None,
     jobs: Annotated[int, typer.Option(help="Learners that train at a time; 0: one per core.")] = 0,

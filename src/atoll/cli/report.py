@@ -9,13 +9,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import app, short
+from atoll.cli.app import app, find_run, short
 from atoll.observe.report import write_report
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="DIR")],
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", callback=find_run)],
     out: Annotated[Path | None, typer.Option(help="The page; default DIR/report.html.", metavar="FILE.html")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Also print the figures as JSON.")] = False,
 ) -> None:

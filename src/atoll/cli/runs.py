@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.app import app, short
+from atoll.cli.app import app, find_run, short
 from atoll.observe.figures import NONE, count, measure, plain, span
+from atoll.observe.summary import closing_of
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
@@ -88,8 +89,7 @@ def state_of(run: RunDir) -> State:
 
 def _came_to_its_end(run: RunDir) -> bool:
     """Its syncer ended it. Without a summary that is a failure: nobody killed it, and nothing came of it."""
-    kinds = [event["kind"] for event in EventTail(run.events, most_bytes=TAIL_BYTES).new_events()]
-    return next((kind for kind in reversed(kinds) if kind in ("finished", "round", "run", "reigned")), "") == "finished"
+    return bool(closing_of(list(EventTail(run.events, most_bytes=TAIL_BYTES).new_events())))
 
 
 def _figures_of_events(run: RunDir) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _cells(row: dict[str, Any]) -> list[Text]:
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", callback=find_run)],
     name: Annotated[
         str | None, typer.Argument(help="A process: syncer, evaluator, learner-0, …; by default all.", metavar="[NAME]")
     ] = None,

@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from atoll.cli.app import app, close, document_of, short, waiting_for_learners
+from atoll.cli.app import app, close, document_of, find_run, short, waiting_for_learners
 from atoll.cli.cert import own_address
 from atoll.cli.keys import Last, join_link, pins_of, remember
 from atoll.config import Config, Service, convert, merged
@@ -66,9 +66,12 @@ def syncer(
         Path | None, typer.Option(help="The certificate of a proxy in front that ends TLS.", metavar="FILE")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.")] = False,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.", metavar="DIR")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder.", metavar="RUN", callback=find_run)
+    ] = None,
     standby: Annotated[
-        Path | None, typer.Option(help="Wait for the turn to serve the run in this folder.", metavar="DIR")
+        Path | None,
+        typer.Option(help="Wait for the turn to serve the run in this folder.", metavar="RUN", callback=find_run),
     ] = None,
 ) -> None:
     """Start a syncer by hand; learners join with `atoll learn`.

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, document_of, short, waiting_for_learners, write_summary
+from atoll.cli.app import app, close, document_of, find_run, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.children import LIMIT
 from atoll.launch.data_parallel import DataParallelRun
@@ -71,7 +71,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder.", metavar="DIR", rich_help_panel=RUN)
+        Path | None,
+        typer.Option(help="Go on with the run in this folder.", metavar="RUN", callback=find_run, rich_help_panel=RUN),
     ] = None,
     cut: Annotated[
         int | None,

@@ -130,7 +130,8 @@ class Learner:
     def index(self) -> int:
         """This learner's number in the run, 0 or above: no other has it, and it keeps it when it starts again.
 
-        The run counts names as they first join, so it is known inside of 'with'. Alone: 0.
+        It is the one that the name ends in (learner-2) where the run was begun with so many learners and it is free,
+        otherwise the lowest that is free. The run says it, so it is known inside of 'with'. Alone: 0.
         """
         if self._stay is None:
             if not self.alone:

@@ -157,7 +157,7 @@ def ending_of(timeline: Sequence[Event]) -> Event:
 
 def closing_of(timeline: Sequence[Event]) -> Event:
     """The event with which it ended; empty: it has not, or went on since."""
-    return _last_unless(timeline, "finished", ("round", "recovered"))
+    return _last_unless(timeline, "finished", ("reigned", "round", "recovered"))
 
 
 def _last_unless(timeline: Sequence[Event], kind: str, later: tuple[str, ...]) -> Event:

@@ -6,6 +6,10 @@ journal would arrive at. It does not grow with the run: one entry per learner, f
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from itertools import count
+
 import msgspec
 
 from atoll.protocol import guard
@@ -57,6 +61,20 @@ class Life(msgspec.Struct, array_like=True):
     open: bool = True
     taped: int = 0
     """Entries of its present process's tape that are written down."""
+
+
+def number_learners(names: Iterable[str], learners: int) -> dict[str, int]:
+    """A number for each name, in the order in which they first joined: the one that it ends in (learner-2, rack3-2)
+    where the run was begun with so many learners and nobody has it; otherwise the lowest that is free. Who joins later
+    changes nothing for those before."""
+    numbers: dict[str, int] = {}
+    for name in names:
+        taken = set(numbers.values())
+        ending = re.search(r"-([0-9]{1,9})$", name)
+        wanted = int(ending[1]) if ending else learners
+        free = wanted < learners and wanted not in taken
+        numbers[name] = wanted if free else next(number for number in count() if number not in taken)
+    return numbers
 
 
 class State(msgspec.Struct, array_like=True):
@@ -137,8 +155,8 @@ class History:
         return self.good_cut if wanted[self.settings.guard] else -1
 
     def index_of(self, learner: str) -> int:
-        """Its number in the run: names are counted from 0 in the order in which they first joined."""
-        return list(self.lives).index(learner)
+        """Its number in the run."""
+        return number_learners(self.lives, self.begun.settings.learners)[learner]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

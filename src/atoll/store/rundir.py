@@ -215,6 +215,12 @@ def find_runs(below: Path = RUNS) -> list[RunDir]:
     return sorted(found, key=lambda run: run.settings.stat().st_mtime if run.settings.exists() else 0.0)
 
 
+def named_run(path: Path, below: Path = RUNS) -> Path:
+    """The folder itself; where there is none, the run of that name among those that were given no place of their
+    own."""
+    return below / path if len(path.parts) == 1 and not path.exists() and (below / path).is_dir() else path
+
+
 def newest_run(below: Path = RUNS) -> RunDir:
     """Of those that were not given a place of their own."""
     if not (found := find_runs(below)):

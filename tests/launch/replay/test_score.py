@@ -99,6 +99,8 @@ def test_a_learner_has_the_number_that_it_had_in_the_run() -> None:
     joined = [Joined("b", 1, "one", 0), Joined("a", 1, "two", 0), Joined("b", 2, "three", 0)]
     score = read_score([BEGUN, *joined])
     assert [(part.learner, part.index) for part in score.parts] == [("b", 0), ("a", 1), ("b", 0)]
+    named = read_score([BEGUN, Joined("learner-1", 1, "one", 0), Joined("learner-0", 1, "two", 0)])
+    assert [part.index for part in named.parts] == [1, 0]
     before = History(BEGUN)
     for name in ("z", "a"):
         before.apply(Joined(name, 1, "earlier", 0))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from atoll.protocol.history import History
+from atoll.protocol.history import History, number_learners
 from atoll.protocol.messages import Range
 from atoll.protocol.records import (
     AnyRecord,
@@ -109,9 +109,14 @@ class Score:
         for in its own journal."""
         self.progress.setdefault(history.committed, history.progress)
         self.global_steps.setdefault(history.committed, history.global_step)
-        names = list(dict.fromkeys([*history.lives, *(part.learner for part in self.parts)]))
+        self.number_parts(history.lives)
+
+    def number_parts(self, before: Iterable[str] = ()) -> None:
+        """As the run did; `before`: who had joined already."""
+        names = dict.fromkeys([*before, *(part.learner for part in self.parts)])
+        numbers = number_learners(names, self.begun.settings.learners)
         for part in self.parts:
-            part.index = names.index(part.learner)
+            part.index = numbers[part.learner]
 
 
 def read_score(records: Iterable[AnyRecord]) -> Score:
@@ -121,6 +126,7 @@ def read_score(records: Iterable[AnyRecord]) -> Score:
     score = Score(begun)
     for record in lines:
         _take(score, record)
+    score.number_parts()
     return score
 
 
@@ -167,8 +173,7 @@ def _part(score: Score, learner: str, session: str) -> Part:
     for part in mine:
         if part.session == session:
             return part
-    index = mine[0].index if mine else len({part.learner for part in score.parts})
-    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds, index=index)
+    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds)
     score.parts.append(part)
     return part
 

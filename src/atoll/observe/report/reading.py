@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from atoll.observe.presence import Span
-from atoll.observe.summary import Summary, in_its_own_time, summarise, training_part
+from atoll.observe.summary import Summary, closing_of, in_its_own_time, summarise, training_part
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
@@ -92,8 +92,8 @@ def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
 
 
 def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: float) -> State:
-    last = next((e["kind"] for e in reversed(timeline) if e["kind"] in ("run", "reigned", "round", "finished")), "")
-    if last == "finished" or (told and not last):
+    has_syncer = any(event["kind"] in ("run", "reigned", "round", "finished") for event in timeline)
+    if closing_of(timeline) or (told and not has_syncer):
         return "ended"
     moved = [path.stat().st_mtime for path in (place.journal / "alive", place.events) if path.exists()]
     return "going on" if now - max(moved, default=0.0) < SILENT_S else "cut off"
