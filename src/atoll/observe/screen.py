@@ -40,6 +40,8 @@ __all__ = ["EventTail", "PlainLines", "Screen", "choose"]
 
 WIDEST = 120
 """Wider than this a table is harder to read, not easier."""
+ROOMY = 92
+"""Columns beside the longest name, from which on figures stand apart."""
 WIDE = 100
 """From here on three figures stand beside each other."""
 LABEL = len("participation")
@@ -228,10 +230,12 @@ def _metrics(status: RunStatus) -> str:
 
 def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
+    longest = max((_name(learner).cell_len for learner in learners), default=0)
+    roomy = width - longest >= ROOMY
     table.add_column("learner", no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column("state", no_wrap=True, min_width=13)
     for name, narrow in (("step", 5), ("tokens/s", 8), ("loss", 5), ("adopted", 7)):
-        table.add_column(name, justify="right", no_wrap=True, width=12 if width >= WIDE else narrow)
+        table.add_column(name, justify="right", no_wrap=True, width=12 if roomy else narrow)
     table.add_column("merged", justify="right", no_wrap=True, width=6)
     table.add_column("in last", justify="center", no_wrap=True)
     for learner in learners:
