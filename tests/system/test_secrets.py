@@ -145,6 +145,8 @@ def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(ru
     url = run.address()
     secrets = [path.read_text().strip().encode() for path in (run.out / "secrets").iterdir()]
     assert len(secrets) == 4
+    (succession,) = run.out.glob("learners/*/succession")
+    secrets.append(succession.read_text().strip().encode())
     seen = {str(path): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
     assert any(str(run.out).encode() in words for words in seen.values())
     assert leaks(secrets, **seen) == []
@@ -163,7 +165,7 @@ def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(ru
     files = {
         str(path): path.read_bytes()
         for path in run.folder.rglob("*")
-        if path.is_file() and path.parent != run.out / "secrets"
+        if path.is_file() and path.parent != run.out / "secrets" and path != succession
     }
     assert {"run.toml", "events.jsonl", "report.html", "summary.json", "exported"} <= {
         part for name in files for part in Path(name).parts
