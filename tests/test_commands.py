@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.observe.conftest import small_run
 from tests.test_cli import atoll
 
 from atoll.cli.commands import COMMANDS, import_command
@@ -123,11 +124,15 @@ def test_ls_tells_a_run_that_failed_from_one_that_was_cut_off(runs: Path, kinds:
     assert state_of(RunDir(runs / "mine")) == state
 
 
-def test_ls_takes_what_it_can_from_the_events_of_a_run_without_a_summary(runs: Path) -> None:
-    lines = [{"kind": "round", "round": 7}, {"kind": "score", "loss": 0.5}, {"kind": "round", "round": 8}]
-    (runs / "mine/events.jsonl").write_text("".join(json.dumps({"at": 1.0, "text": "", **one}) + "\n" for one in lines))
+@pytest.mark.parametrize(("whole_bytes", "tokens"), [(1 << 20, 240), (0, None)])
+def test_ls_takes_what_it_can_from_the_events_of_a_run_without_a_summary(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int, tokens: int | None
+) -> None:
+    """Where they are many, only their end is read."""
+    monkeypatch.setattr("atoll.cli.runs.WHOLE_BYTES", whole_bytes)
+    (runs / "mine/events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run()))
     row = describe_run(RunDir(runs / "mine"), 2.0)
-    assert (row["rounds"], row["validation_loss"], row["tokens"]) == (9, 0.5, None)
+    assert (row["rounds"], row["validation_loss"], row["tokens"]) == (7 if whole_bytes else 8, 2.25, tokens)
 
 
 def test_status_names_the_processes_that_run(tmp_path: Path) -> None:
