@@ -36,10 +36,10 @@ from atoll.protocol.records import Begun, Merged, Share
 from atoll.protocol.settings import Settings
 from atoll.store.journal import Entry
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.process import serve
+from atoll.syncer.run_store import RunStore
 
 LIMIT = 0.99
 """Of the tokens/s without a journal, at the usual pace."""
@@ -51,13 +51,13 @@ MIB = 2**20
 
 def serve_switched(path: Path) -> int:
     """A syncer whose journal can be switched off."""
-    off, append = path.parent / "off", Books.append
+    off, append = path.parent / "off", RunStore.append
 
-    def switched(books: Books, entries: Sequence[Entry]) -> None:
+    def switched(run_store: RunStore, entries: Sequence[Entry]) -> None:
         if not off.exists():
-            append(books, entries)
+            append(run_store, entries)
 
-    Books.append = switched  # type: ignore[method-assign]
+    RunStore.append = switched  # type: ignore[method-assign]
     return serve(Config(protocol=Settings(learners=1)), RunDir.create(path), evaluated=False)
 
 
@@ -134,8 +134,8 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
     settings = Settings(learners=members).resolved(len(tensors))
     plan = make_plan(tensors, settings.fragments, settings.plan)
     parameters = Parameters(plan, Outer())
-    books = Books(RunDir.create(scratch / "run"), acquire(scratch / "run" / "journal"))
-    books.append([(Begun("benchmark", settings, msgspec.to_builtins(Outer()), tensors, plan.fingerprint), None)])
+    run_store = RunStore(RunDir.create(scratch / "run"), acquire(scratch / "run" / "journal"))
+    run_store.append([(Begun("benchmark", settings, msgspec.to_builtins(Outer()), tensors, plan.fingerprint), None)])
     dice = np.random.default_rng(0)
     deltas = [dice.standard_normal(size, dtype=np.float32) for _ in range(members)]
     shares = tuple(Share(f"learner-{n}", 1, 24, 24, 12288, 6291456.0, 0, 12288) for n in range(members))
@@ -149,11 +149,11 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
         return time.perf_counter() - began
 
     times: dict[str, list[float]] = {"with": [], "without": []}
-    turn(0, books.append)
+    turn(0, run_store.append)
     for number in range(1, 2 * rounds + 1):
-        name, keep = ("with", books.append) if number % 4 in (1, 2) else ("without", lambda entries: None)
+        name, keep = ("with", run_store.append) if number % 4 in (1, 2) else ("without", lambda entries: None)
         times[name].append(turn(number, keep))
-    books.close()
+    run_store.close()
     with_s, without_s = median(times["with"]), median(times["without"])
     return {
         "fragment_mib": 4 * size // MIB,

@@ -32,10 +32,10 @@ from atoll.protocol.records import AnyRecord, Begun, CutDone, Joined, Merged, Sh
 from atoll.protocol.settings import Settings
 from atoll.store.disk import LocalDisk
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import recover
+from atoll.syncer.run_store import RunStore
 
 LENGTHS = (100, 1_000, 10_000)
 CUT_EVERY = 150
@@ -52,13 +52,13 @@ class WrittenRun:
     def __init__(self, path: Path) -> None:
         self.out = RunDir.create(path)
         # What it costs to wait for the disk is measured elsewhere (journal.py); the bytes are the same.
-        self.books = Books(self.out, acquire(self.out.journal), every_round=False)
+        self.run_store = RunStore(self.out, acquire(self.out.journal), every_round=False)
         settings = Settings(learners=len(MEMBERS), cut_every=CUT_EVERY).resolved(FRAGMENTS)
         plan = make_plan(TENSORS, settings.fragments, settings.plan)
         begun = Begun("benchmark", settings, msgspec.to_builtins(Outer()), TENSORS, plan.fingerprint)
         self.parameters = Parameters(plan, Outer())
-        self.history = History(begun, self.books.term)
-        self.books.append([(begun, None)])
+        self.history = History(begun, self.run_store.term)
+        self.run_store.append([(begun, None)])
         self.dice = np.random.default_rng(0)
         self.base = [0] * FRAGMENTS
         self.given_at = [0] * FRAGMENTS
@@ -75,7 +75,7 @@ class WrittenRun:
         self.write(Sources((("text", 1_000_000, 1.0),), 0))
 
     def write(self, record: AnyRecord, gradient: memoryview | None = None) -> None:
-        self.books.append([(record, gradient)])
+        self.run_store.append([(record, gradient)])
         self.history.apply(record)
 
     def round(self) -> None:
@@ -113,11 +113,11 @@ class WrittenRun:
     def cut(self) -> None:
         cut = self.history.committed
         held, arrays = self.parameters.held(), self.parameters.snapshot()
-        state = self.books.open_cut(self.history.state(), self.parameters.rounds())
-        self.books.write_cut(cut, state, arrays)
+        state = self.run_store.open_cut(self.history.state(), self.parameters.rounds())
+        self.run_store.write_cut(cut, state, arrays)
         for buffer in held:
             buffer.readers -= 1
-        mark = self.books.complete(self.history.run, CompleteCut(cut, (), ()))
+        mark = self.run_store.complete(self.history.run, CompleteCut(cut, (), ()))
         if cut:
             self.write(CutDone(cut, cut, (), mark))
 
@@ -130,7 +130,7 @@ def write_runs(scratch: Path) -> dict[int, Path]:
             run.round()
         copies[length] = scratch / f"run-{length}"
         shutil.copytree(run.out.path, copies[length])
-    run.books.close()
+    run.run_store.close()
     return copies
 
 

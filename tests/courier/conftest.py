@@ -38,8 +38,8 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -60,9 +60,9 @@ class Run:
         log = EventLog(self._note)
         self._folder = tempfile.TemporaryDirectory()
         out = RunDir.create(Path(self._folder.name) / "run")
-        self._books = Books(out, acquire(out.journal))
+        self._run_store = RunStore(out, acquire(out.journal))
         self.service = SyncerService(
-            convert(document, "the test"), run=f"run-{id(self):x}", events=log, books=self._books
+            convert(document, "the test"), run=f"run-{id(self):x}", events=log, books=self._run_store
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -79,7 +79,7 @@ class Run:
                 await self._task
             await self.service.server.stop()
             self._task = None
-            self._books.close()
+            self._run_store.close()
             self._folder.cleanup()
 
     @property

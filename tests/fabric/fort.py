@@ -190,7 +190,7 @@ class Fort:
 
     async def digest(self) -> str:
         service = self.stage.service
-        await service._scribe.emptied()
+        await service._effect_queue.emptied()
         mark = hashlib.sha256()
         for name, array in sorted(service._parameters.snapshot().items()):
             mark.update(name.encode() + array.tobytes())
@@ -230,7 +230,7 @@ async def fort_in(folder: Path) -> AsyncIterator[Fort]:
         async with AsyncExitStack() as stack:
             yield Fort(stage, folder, stack)
         await stage.end()
-    stage.books.close()
+    stage.run_store.close()
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -43,9 +43,9 @@ from atoll.protocol.records import Begun, Joined, Owned, Reset
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Began, Informed
 from atoll.protocol.taping import TAPE_BYTES
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
 from atoll.syncer.doors import write_tokens
+from atoll.syncer.run_store import RunStore
 from atoll.telemetry.events import LEARNER_BYTES
 
 from .fort import HONEST, SHORT, TOKENS, Fort
@@ -311,7 +311,7 @@ async def test_another_tokens_name_after_the_syncer_was_replaced(fort: Fort) -> 
     begun = Begun("r1", settings, {}, TENSORS, plan().fingerprint)
     names = (("desk", "boss"), ("left", "gone"), ("older", ""))
     records = [Joined(name, 1, f"session-of-{name}", 0) for name, _ in names]
-    earlier = Books(fort.stage.out, acquire(fort.stage.out.journal))
+    earlier = RunStore(fort.stage.out, acquire(fort.stage.out.journal))
     owned = [Owned(name, token) for name, token in names if token]
     earlier.append([(record, None) for record in (begun, *records, *owned)])
     earlier.close()

@@ -35,8 +35,8 @@ from atoll.protocol import messages as msg
 from atoll.protocol.learner import Learner
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -116,11 +116,11 @@ class Syncer:
     def __init__(self, path: Path) -> None:
         self.events: list[dict[str, Any]] = []
         out = RunDir.create(path / "run")
-        self.books = Books(out, acquire(out.journal))
+        self.run_store = RunStore(out, acquire(out.journal))
         config = convert({**RECORDED["config"]}, "the recording")
         self._news = asyncio.Event()
         log = EventLog(self._note)
-        self.service = SyncerService(config, run="recorded", events=log, books=self.books)
+        self.service = SyncerService(config, run="recorded", events=log, run_store=self.run_store)
 
     @property
     def url(self) -> str:
@@ -149,7 +149,7 @@ async def syncer(tmp_path: Path) -> AsyncIterator[Syncer]:
     syncer.service.end("the test is over")
     async with asyncio.timeout(WAIT_S):
         await serving
-    syncer.books.close()
+    syncer.run_store.close()
 
 
 async def test_a_syncer_says_its_version_when_a_channel_opens(syncer: Syncer) -> None:

@@ -30,9 +30,9 @@ from atoll.store.cuts import (
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
 from atoll.syncer.recovery import recover
+from atoll.syncer.run_store import RunStore
 
 EXACT = "exactly as it was"
 FROM_HEAD = "Θ from the journal's head, inner optimizers from the cut"
@@ -157,7 +157,7 @@ def test_a_run_goes_on_behind_claims_that_were_removed(tmp_path: Path) -> None:
     run.journal.close()
     shutil.rmtree(run.dir.journal / "terms")
     plan_resume(run.dir)
-    books = Books(run.dir, acquire(run.dir.journal))
+    books = RunStore(run.dir, acquire(run.dir.journal))
     assert books.term == 2 and books.recovered is not None and books.recovered.history.committed == 5
     books.close()
 
@@ -168,7 +168,7 @@ def test_a_run_goes_on_before_garbage_behind_its_last_record(tmp_path: Path) -> 
     with (run.dir.journal / "segment-000001.log").open("ab") as segment:
         segment.write(b"what another program wrote to the wrong file" * 10)
     plan_resume(run.dir)
-    books = Books(run.dir, acquire(run.dir.journal))
+    books = RunStore(run.dir, acquire(run.dir.journal))
     assert books.recovered is not None and books.recovered.history.committed == 5
     assert "ended in 440 bytes" in books.recovered.remarks[0]
     books.close()
@@ -373,7 +373,7 @@ def test_a_new_run_can_be_served_and_cut_and_comes_back(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     new, found = new_run(old, 4, tmp_path / "new")
     for term in (2, 3):
-        books = Books(new, acquire(new.journal))
+        books = RunStore(new, acquire(new.journal))
         assert books.term == term and books.recovered is not None
         assert books.recovered.history.run == found.run and books.recovered.history.committed == 4
         books.close()
@@ -433,7 +433,7 @@ def test_the_old_run_is_left_as_it_was_to_the_byte(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     before = every_byte(old.dir.path)
     new, _ = new_run(old, 2, tmp_path / "new")
-    books = Books(new, acquire(new.journal))
+    books = RunStore(new, acquire(new.journal))
     books.close()
     assert every_byte(old.dir.path) == before and len(before) > 20
 

@@ -24,7 +24,7 @@ def in_order(box: Mailbox, parameters: dict[str, torch.Tensor]) -> list[list[tor
 
 
 class Remembers:
-    """In place of a Partner."""
+    """In place of a courier process."""
 
     def __init__(self) -> None:
         self.sent: list[Frame] = []

@@ -15,8 +15,8 @@ from tests.learner.test_two_learners import SCRIPT
 from atoll.config import convert
 from atoll.learner.preempt import FILE
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -29,7 +29,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path, self.events, self._news = path, list[dict[str, Any]](), asyncio.Event()
         out = RunDir.create(path / "run")
-        self.books = Books(out, acquire(out.journal))
+        self.books = RunStore(out, acquire(out.journal))
         rules = {"learners": 2, "fragments": 2, "sync_every": 4, "codec": "fp32", "tokens": 100_000_000}
         config = convert({"protocol": rules}, "the test")
         self.service = SyncerService(config, run="drained", events=EventLog(self._note), books=self.books)

@@ -14,7 +14,7 @@ import atoll
 from atoll.learner import leaving
 from atoll.learner.learner import Learner
 from atoll.learner.saving import read_run
-from atoll.learner.stay import Stay
+from atoll.learner.session import RunSession
 from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
@@ -163,7 +163,7 @@ class Joined:
         self.rules = rules or Settings(fragments=2, overlap=0).resolved(2)
         self.courier = Scripted(self._answer)
         self.learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", **options)  # type: ignore[arg-type]
-        self.learner._partner = self.courier  # type: ignore[assignment]
+        self.learner._courier = self.courier  # type: ignore[assignment]
         self.leaving: list[ToTraining] = [StopOrder("the run is over", final=True)]
 
     def name_run(self, run: str) -> None:
@@ -193,9 +193,9 @@ class Joined:
         return self.stay.shared.box
 
     @property
-    def stay(self) -> Stay:
-        assert self.learner._stay is not None
-        return self.learner._stay
+    def stay(self) -> RunSession:
+        assert self.learner._session is not None
+        return self.learner._session
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.learner import Learner
 from atoll.learner.model import describe
-from atoll.learner.partner import Partner
 from atoll.mailbox.channel import (
     Channel,
     DrainOrder,
@@ -57,7 +57,7 @@ def in_bytes(frame: Frame) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-class Wire(Partner):
+class Wire(CourierProcess):
     """A partner whose courier is whoever holds the other end."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Script:
         self.seen.append(self.look())
         yield
         assert self.look() == self.seen[-1], "it changed under a step"
-        self.learner._stay.wait(0.0)  # type: ignore[union-attr]  # as `batches` does while it waits for a lease
+        self.learner._session.wait(0.0)  # type: ignore[union-attr]  # as `batches` does while it waits for a lease
         assert self.look() == self.seen[-1], "it changed under a step, by waiting for data"
         yield
         assert self.look() == self.seen[-1], "it changed under a step"
@@ -111,7 +111,7 @@ def joined(first: RunProgress) -> Iterator[Script]:
     model = nn.Linear(2, 1)
     wire, plan = Wire(), make_plan(describe(model), RULES.fragments)
     learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", join_wait_s=30.0)
-    learner._partner = wire
+    learner._courier = wire
     wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     wire.far.sendall(b"".join(map(in_bytes, (Welcomed(RULES, plan.fingerprint, 1), first, OwnOrder()))))
     with wire.far, learner:

@@ -28,7 +28,7 @@ from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import save_model
-from atoll.store.terms import acquire
+from atoll.store.writer_lease import acquire
 
 # ---- runs that are well ---------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from atoll.store.cuts import LearnerPart, Manifest, digest_of, write_manifest, w
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
-from atoll.store.terms import claim
+from atoll.store.writer_lease import claim
 from atoll.syncer.earlier import read_earlier
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import CutState

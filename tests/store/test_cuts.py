@@ -30,7 +30,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.terms import Deposed
+from atoll.store.writer_lease import Deposed
 
 ARRAYS = {
     "theta-000": np.arange(3, dtype=np.float32).view(np.uint8),

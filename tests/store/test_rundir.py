@@ -15,7 +15,7 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal
 from atoll.store.rundir import RunDir, checked_name, save_model, unused_path
 from atoll.store.runlock import hold_run
-from atoll.store.terms import acquire
+from atoll.store.writer_lease import acquire
 
 
 def test_a_new_run_gets_its_folders(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.store.runlock import check_not_alive, hold_run
-from atoll.store.terms import acquire, syncer_holding
+from atoll.store.writer_lease import acquire, syncer_holding
 
 HOLDER = """
 import pathlib, sys

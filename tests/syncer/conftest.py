@@ -29,9 +29,9 @@ from atoll.protocol.messages import (
     Welcome,
 )
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -163,9 +163,11 @@ class Stage:
         settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}
         outer = {"merge": "mean", "optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
         config: Config = convert({"protocol": settings, "outer": outer, "service": service or {}}, "a test")
-        self.books = Books(self.out, acquire(self.out.journal))
+        self.run_store = RunStore(self.out, acquire(self.out.journal))
         events = EventLog(self._hear)
-        self.service = SyncerService(config, run="r1", events=events, books=self.books, pages=pages, limits=limits)
+        self.service = SyncerService(
+            config, run="r1", events=events, run_store=self.run_store, pages=pages, limits=limits
+        )
         assert self._tasks is not None
         self.running = self._tasks.create_task(self.service.run(self._save))
         async with asyncio.timeout(WAIT_S):
@@ -215,4 +217,4 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         yield stage
         if not stage.running.done():
             await stage.end()
-    stage.books.close()
+    stage.run_store.close()

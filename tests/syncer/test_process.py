@@ -21,7 +21,7 @@ from .conftest import WAIT_S, Stage
 KILLED = {
     "accept": ("atoll.fabric.doorway", "Doorway", "_accept"),
     "sweep": ("atoll.fabric.server", "Server", "_sweep"),
-    "journal": ("atoll.syncer.scribe", "Scribe", "run"),
+    "journal": ("atoll.syncer.effect_queue", "EffectQueue", "run"),
 }
 DIES = """
 import sys
@@ -68,7 +68,7 @@ async def until_it_falls(folder: Path, act: Callable[[Stage, SyncerService], Awa
             await asyncio.Event().wait()
         finally:
             await service.server.stop()
-            stage.books.close()
+            stage.run_store.close()
 
 
 async def test_a_port_whose_listener_is_gone_ends_the_run(tmp_path: Path) -> None:

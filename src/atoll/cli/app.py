@@ -24,7 +24,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
 from atoll.store.rundir import RunDir, find_runs, named_run
-from atoll.store.terms import syncer_holding
+from atoll.store.writer_lease import syncer_holding
 from atoll.syncer.doors import local_tokens, read_tokens
 from atoll.telemetry.events import parse
 

@@ -26,7 +26,7 @@ from atoll.observe.tail import EventTail
 from atoll.observe.verify import verify_run
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.rundir import RunDir, newest_run
-from atoll.store.terms import syncer_holding
+from atoll.store.writer_lease import syncer_holding
 from atoll.telemetry.status import RunStatus
 
 

@@ -50,7 +50,7 @@ from atoll.store.cuts import (
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
-from atoll.store.terms import acquire
+from atoll.store.writer_lease import acquire
 from atoll.syncer.changes import change
 from atoll.syncer.recovery import CutState
 
@@ -209,12 +209,12 @@ def from_cut(
     run = secrets.token_hex(4)
     begun = msgspec.structs.replace(then.history.begun, run=run, parent=f"{part.run} cut {cut}")
     history = msgspec.structs.replace(then.history, begun=begun, term=1, cuts=[], ended="", finished=False)
-    reign = acquire(new.journal)
-    journal = Journal.begin(new.journal, reign.term, disk=LocalDisk())
+    lease = acquire(new.journal)
+    journal = Journal.begin(new.journal, lease.term, disk=LocalDisk())
     journal.append([(begun, None)])
     now = CutState(history, journal.position, 0, then.rounds)
     journal.close()
-    reign.release()
+    lease.release()
     write_syncer_part(new.cuts, run, cut, part.round, msgspec.msgpack.encode(now), arrays)
     for name, learner in manifest.learners.items():
         make_folder(new.learners / name)

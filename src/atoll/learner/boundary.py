@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from atoll.learner.adopt import adopt
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.offload import Transfer, make_offload, shaped
-from atoll.learner.partner import Partner
 from atoll.learner.recorder import Recorder
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
@@ -41,11 +41,11 @@ class Boundary:
         box: Mailbox,
         settings: Settings,
         parameters: Mapping[str, torch.Tensor],
-        partner: Partner,
+        courier: CourierProcess,
         tape: Recorder | None = None,
     ) -> None:
         self.settings = settings
-        self._box, self._partner, self._tape = box, partner, tape or Recorder(partner)
+        self._box, self._courier, self._tape = box, courier, tape or Recorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
         self._buffers = [
@@ -106,7 +106,7 @@ class Boundary:
 
     def _cancel_read(self, round: int) -> None:
         if (order := self._reads.pop(round, None)) is not None:
-            self._partner.send(Freed(order.slot, incoming=False))
+            self._courier.send(Freed(order.slot, incoming=False))
 
     # ---- copies -------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Boundary:
     def settle_done(self) -> None:
         """Tell the courier of copies that have reached host memory."""
         while self._copying and self._copying[0][0].done():
-            self._partner.send(self._copying.pop(0)[1])
+            self._courier.send(self._copying.pop(0)[1])
 
     def settle(self) -> None:
         """The same, waiting for those under way."""
@@ -168,7 +168,7 @@ class Boundary:
             del self._holds[round]
         self._tape.add(AdoptedEntry(self._t, f, order.version, RULES[order.rule], order.copy_t))
         adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
-        self._partner.send(Took(order.slot, adopted, self.epoch))
+        self._courier.send(Took(order.slot, adopted, self.epoch))
 
     def held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
@@ -212,7 +212,7 @@ class Boundary:
             self._cancel_read(round)
         for transfer, order in self._arriving:
             transfer.wait()
-            self._partner.send(Freed(order.slot, incoming=True))
+            self._courier.send(Freed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
 
     def _heal(self) -> None:

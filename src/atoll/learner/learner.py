@@ -21,6 +21,7 @@ from torch import nn
 
 from atoll.fabric.way import without_secrets
 from atoll.learner.address import find_syncer
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Samples, Source, collect
 from atoll.learner.ending import INTERRUPTED, end_script, say
 from atoll.learner.feed import Drawn, Feed
@@ -28,10 +29,9 @@ from atoll.learner.folder import LearnerFolder, claim_folder
 from atoll.learner.inner import Optimizers, check_trained
 from atoll.learner.loading import Ahead, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
 from atoll.learner.model import BufferRule
-from atoll.learner.partner import Partner
 from atoll.learner.ranks import refuse_several_ranks
+from atoll.learner.session import Joining, RunSession
 from atoll.learner.state import Stateful, check_kept
-from atoll.learner.stay import Joining, Stay
 from atoll.learner.tally import Tally
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
@@ -100,13 +100,13 @@ class Learner:
         declared = operator.index(tokens_per_step)
         whence = (folder.host, folder.pid, folder.proof)
         self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)
-        self._partner = Partner(os.environ.get("ATOLL_REPLAY", ""))
+        self._courier = CourierProcess(os.environ.get("ATOLL_REPLAY", ""))
         self._tally = Tally()
         self._feed = Feed(seed=seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
         self._from_peers: set[str] = set()
         """Of these: what a newcomer may take from a peer."""
-        self._stay: Stay | None = None
+        self._session: RunSession | None = None
         """From entering on; alone there is none."""
         self._inside = self._left = False
 
@@ -124,7 +124,7 @@ class Learner:
     @property
     def done(self) -> bool:
         """The run has ended, or this machine is taken away; the training loop should end too."""
-        return self._stay is not None and self._stay.done
+        return self._session is not None and self._session.done
 
     @property
     def index(self) -> int:
@@ -133,16 +133,16 @@ class Learner:
         It is the one that the name ends in (learner-2) where the run was begun with so many learners and it is free,
         otherwise the lowest that is free. The run says it, so it is known inside of 'with'. Alone: 0.
         """
-        if self._stay is None:
+        if self._session is None:
             if not self.alone:
                 raise RuntimeError("learner.index is known inside of 'with atoll.Learner(...) as learner:'")
             return 0
-        if self._stay.shared.index < 0:
+        if self._session.shared.index < 0:
             raise RuntimeError(
                 "learner.index is not known: the run was not heard of; use learner.seed, or wait longer "
                 f"for it (join_wait_s, now {self._joining.wait_s:g})"
             )
-        return self._stay.shared.index
+        return self._session.shared.index
 
     @property
     def seed(self) -> int:
@@ -158,7 +158,7 @@ class Learner:
     @property
     def global_step(self) -> int:
         """How far the run is, in learner steps; it changes between two steps only. Alone: the own steps."""
-        return self._tally.t if self._stay is None else self._stay.global_step
+        return self._tally.t if self._session is None else self._session.global_step
 
     @property
     def progress(self) -> float:
@@ -167,7 +167,7 @@ class Learner:
         It changes between two steps only, and is 0 while the run has not been heard of. Alone: of the pass that
         `batches` makes. A run without a budget stays at 0.
         """
-        return self._feed.passed if self._stay is None else self._stay.progress
+        return self._feed.passed if self._session is None else self._session.progress
 
     def register(self, name: str, thing: Stateful, *, from_peers: bool = False) -> None:
         """Have something with a state of its own (a schedule, a GradScaler) saved with cuts and put back on resume.
@@ -189,21 +189,21 @@ class Learner:
         if self.alone:
             say("alone: no run is named, so nothing is merged (join one by atoll train, or by ATOLL_JOIN and its link)")
         else:
-            self._stay = Stay(
+            self._session = RunSession(
                 self._joining,
                 self.model,
                 self.optimizer,
                 self._extras,
                 self._from_peers,
                 folder=self._folder.path,
-                partner=self._partner,
+                courier=self._courier,
                 tally=self._tally,
                 feed=self._feed,
             )
             try:
-                self._stay.enter()
+                self._session.join()
             except BaseException as error:
-                self._leave(self._stay, error)
+                self._leave(self._session, error)
                 raise
         self._tally.train()
         return self
@@ -221,8 +221,8 @@ class Learner:
                 "name the most that a step can have, Learner(tokens_per_step=...)"
             )
         self._tally.stepped(tokens)
-        if self._stay is not None:
-            self._stay.stepped(tokens, loss)
+        if self._session is not None:
+            self._session.stepped(tokens, loss)
         self._tally.train()
 
     def batches(
@@ -281,27 +281,27 @@ class Learner:
 
     def _draw(self, found: tuple[Source, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
         """Leases; alone, one pass in an order of this loop's own."""
-        if self._stay is None or not self._inside:
+        if self._session is None or not self._inside:
             return self._feed.draw_own(found, batch_size, lambda: self.done, incarnation=loop, passes=1)
-        self._stay.ask_for_leases(found, batch_size, epochs)
-        return self._feed.draw_leased(found, batch_size, lambda: self.done, self._stay.wait, self._joining.wait_s)
+        self._session.ask_for_leases(found, batch_size, epochs)
+        return self._feed.draw_leased(found, batch_size, lambda: self.done, self._session.wait, self._joining.wait_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stay is None:
+        if self._session is None:
             self._inside, self._left = False, True
             return
         if error is None:
             try:
-                self._stay.finish()
+                self._session.finish()
             except BaseException as late:
                 error = late
-        self._leave(self._stay, error)
+        self._leave(self._session, error)
         if error is not None and kind is None:
             raise error
 
-    def _leave(self, stay: Stay, error: BaseException | None) -> None:
+    def _leave(self, stay: RunSession, error: BaseException | None) -> None:
         """Errors that are for the operator end the script here."""
         self._inside, self._left = False, True
         stay.end(error)

@@ -16,10 +16,10 @@ from queue import Empty, SimpleQueue
 
 from torch import nn
 
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.ending import say
 from atoll.learner.inner import Optimizers
 from atoll.learner.model import BufferRule
-from atoll.learner.partner import Partner
 from atoll.learner.recorder import Recorder
 from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
 from atoll.learner.state import Stateful, capture
@@ -40,7 +40,7 @@ class PeerStates:
         model: nn.Module,
         optimizers: Optimizers,
         extras: Mapping[str, Stateful],
-        partner: Partner,
+        courier: CourierProcess,
         tape: Recorder | None = None,
         buffers: BufferRule = None,
         unmerged: Unmerged | None = None,
@@ -48,8 +48,8 @@ class PeerStates:
     ) -> None:
         """`extras`: what the script registered and lets newcomers take from peers; `not_from_peers`: the rest of it."""
         self._not_from_peers = not_from_peers
-        self._model, self._optimizers, self._extras, self._partner = model, optimizers, extras, partner
-        self._tape, self._buffers = tape or Recorder(partner), buffers
+        self._model, self._optimizers, self._extras, self._courier = model, optimizers, extras, courier
+        self._tape, self._buffers = tape or Recorder(courier), buffers
         self._unmerged = unmerged or Unmerged(model, buffers, "mine")
         self.waits = False
         """A peer's state is on its way, or sought."""
@@ -66,11 +66,11 @@ class PeerStates:
             case AwaitOrder():
                 self.waits = True
             case TakeOrder(ticket, length):
-                reason, refused = self._take(self._partner.take_descriptor(), length)
+                reason, refused = self._take(self._courier.take_descriptor(), length)
                 if not reason:
                     self._tape.add(Took(t, ticket))
                     self._tell_begun_anew()
-                self._partner.send(StateTaken(ticket, t, clipped(reason), refused))
+                self._courier.send(StateTaken(ticket, t, clipped(reason), refused))
             case BeginOrder(text):
                 self.waits = False
                 say(text)
@@ -89,7 +89,7 @@ class PeerStates:
             while True:
                 courier, frame, fd = self._made.get_nowait()
                 if courier == self._couriers:
-                    self._partner.send(frame, fd)
+                    self._courier.send(frame, fd)
                 if fd is not None:
                     os.close(fd)
         except Empty:
@@ -106,7 +106,7 @@ class PeerStates:
             if frozen:
                 copied = self._unmerged.add_frozen(copied)
         except AtollError as error:
-            self._partner.send(StateCopy(number, t, reason=str(error)))
+            self._courier.send(StateCopy(number, t, reason=str(error)))
             return
         self._tape.add(Gave(t))
         # Not a daemon: torch's memory must not go while it is read.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from atoll.learner.partner import Partner
+from atoll.learner.courier_process import CourierProcess
 from atoll.mailbox.channel import Told
 from atoll.protocol.tape import AnyEntry, Began, Numbered
 
 
 class Recorder:
-    def __init__(self, partner: Partner) -> None:
-        self._partner = partner
+    def __init__(self, courier: CourierProcess) -> None:
+        self._courier = courier
         self._entries = Numbered()
         self._said = 0
 
@@ -22,7 +22,7 @@ class Recorder:
         """The courier hears what is new."""
         if self._said < self._entries.end:
             first, entries = self._entries.since(self._said)
-            self._partner.send(Told(first, entries))
+            self._courier.send(Told(first, entries))
             self._said = self._entries.end
 
     def tell_again(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from atoll.learner.boundary import Boundary
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.model import BufferRule, describe, merged
-from atoll.learner.partner import Partner
 from atoll.learner.place import fill_box, settings_of
 from atoll.learner.recorder import Recorder
 from atoll.mailbox.box import Mailbox, cut_alike
@@ -26,8 +26,8 @@ from atoll.protocol.settings import Settings
 
 
 class Shared:
-    def __init__(self, model: nn.Module, partner: Partner, tape: Recorder, buffers: BufferRule = None) -> None:
-        self._model, self._partner, self._tape, self._buffers = model, partner, tape, buffers
+    def __init__(self, model: nn.Module, courier: CourierProcess, tape: Recorder, buffers: BufferRule = None) -> None:
+        self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
         self.tensors: tuple[TensorSpec, ...] = ()
         self.box: Mailbox | None = None
         self.boundary: Boundary | None = None
@@ -67,13 +67,13 @@ class Shared:
     def _make(self, plan: Plan, settings: Settings) -> tuple[Mailbox, Boundary]:
         self.box = Mailbox.create(plan, settings)
         taking_part = merged(self._model, self._buffers)
-        self.boundary = Boundary(self.box, settings, taking_part, self._partner, self._tape)
+        self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)
         return self.box, self.boundary
 
     def hand_over(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:
         """To the courier, if there is anything yet."""
         if self.box is not None and self.boundary is not None:
-            self._partner.send(Box(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)
+            self._courier.send(Box(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)
 
     def has_parameters(self) -> bool:
         """What the run had when this learner was welcomed."""

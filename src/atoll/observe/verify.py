@@ -35,7 +35,7 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, Tail, read
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
-from atoll.store.terms import unclaimed_terms
+from atoll.store.writer_lease import unclaimed_terms
 
 EVERY = 10_000
 """Records between two words of progress."""

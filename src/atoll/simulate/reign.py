@@ -1,4 +1,4 @@
-"""A syncer's process: its machine, its channels, and its effects in order, as the service and its scribe do it.
+"""A syncer's process: its machine, its channels, and its effects in order, as the service and its effect queue do it.
 
 Nothing behind a Persist is carried out before it is durable; what is decided while one write is under way goes out with
 the next. A process that finds that another term was claimed ends without a word.

@@ -1,7 +1,7 @@
 """Whether a run is alive: asked before anything in its folder is replaced, removed or gone on with.
 
     run.lock        flock'ed by whoever has the whole run in hand (`atoll train`, a tape, a baseline), with its pid
-    journal/lock    flock'ed by the syncer that serves the run (terms.py)
+    journal/lock    flock'ed by the syncer that serves the run (writer_lease.py)
 
 A run is alive while one of the two is held: a supervisor may be between two syncers, and a syncer may have no
 supervisor, or outlive it. Both are free as soon as their process is gone. run.lock itself is never removed: whoever
@@ -19,7 +19,7 @@ from pathlib import Path
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import mode_in
 from atoll.store.disk import not_written
-from atoll.store.terms import is_locked, syncer_holding
+from atoll.store.writer_lease import is_locked, syncer_holding
 
 NAME = "run.lock"
 

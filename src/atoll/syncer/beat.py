@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-from atoll.store.terms import Deposed
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import Deposed
+from atoll.syncer.run_store import RunStore
 
 BEAT_S = 1.0
 """Between two signs of life to a standby."""
@@ -19,12 +19,12 @@ NORMS_BEATS = 3
 """Beats between two notes of what is usual."""
 
 
-async def beat(books: Books, run: str, norms: Callable[[], list[list[float]]]) -> None:
+async def beat(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
     """Until cancelled. `norms`: those that are usual now; empty: nothing is known yet."""
     for number in count():
-        await asyncio.to_thread(books.beat)
+        await asyncio.to_thread(run_store.beat)
         if number % NORMS_BEATS == 0 and (usual := norms()):
-            await asyncio.to_thread(books.keep_norms, run, usual)
-        if books.fenced():
+            await asyncio.to_thread(run_store.keep_norms, run, usual)
+        if run_store.fenced():
             raise Deposed
         await asyncio.sleep(BEAT_S)

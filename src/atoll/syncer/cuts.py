@@ -18,9 +18,9 @@ from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError
-from atoll.syncer.books import Books
 from atoll.syncer.parameters import Buffer, Parameters
 from atoll.syncer.recovery import CutState
+from atoll.syncer.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class Recorded:
 class Cuts:
     def __init__(
         self,
-        books: Books,
+        run_store: RunStore,
         parameters: Parameters,
         run: str,
         tell: Callable[[fx.SyncerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._books, self._parameters, self._run, self._tell, self._spawn = books, parameters, run, tell, spawn
+        self._run_store, self._parameters, self._run, self._tell, self._spawn = run_store, parameters, run, tell, spawn
 
     async def write_first(self, cut: fx.TakeCut) -> None:
         """Version 0, with no learner's part in it. NoRoom: it may be tried again."""
         await self._write(self._record(cut))
-        await asyncio.to_thread(self._books.complete, self._run, fx.CompleteCut(cut.cut, (), ()))
+        await asyncio.to_thread(self._run_store.complete, self._run, fx.CompleteCut(cut.cut, (), ()))
 
     def take(self, cut: fx.TakeCut) -> None:
         self._spawn(self._keep(self._record(cut)))
@@ -57,7 +57,7 @@ class Cuts:
         self._spawn(self._complete(done))
 
     def _record(self, cut: fx.TakeCut) -> Recorded:
-        state = self._books.open_cut(cut.history, self._parameters.rounds())
+        state = self._run_store.open_cut(cut.history, self._parameters.rounds())
         held = self._parameters.held()
         return Recorded(cut.cut, state, self._parameters.snapshot(), held)
 
@@ -71,14 +71,14 @@ class Cuts:
 
     async def _write(self, recorded: Recorded) -> None:
         try:
-            await asyncio.to_thread(self._books.write_cut, recorded.cut, recorded.state, recorded.arrays)
+            await asyncio.to_thread(self._run_store.write_cut, recorded.cut, recorded.state, recorded.arrays)
         finally:
             for buffer in recorded.held:
                 buffer.readers -= 1
 
     async def _complete(self, done: fx.CompleteCut) -> None:
         try:
-            mark = await asyncio.to_thread(self._books.complete, self._run, done)
+            mark = await asyncio.to_thread(self._run_store.complete, self._run, done)
         except AtollError as error:
             self._tell(fx.CutKept(done.cut, one_line(error)))
         else:

@@ -26,10 +26,10 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
-from atoll.store.terms import Deposed, Reign, Turn, acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import Deposed, Turn, WriterLease, acquire
 from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog, parse
 
@@ -63,7 +63,7 @@ def serve(
     try:
         if not config.service.share_files:
             out.close_to_others()
-        books = Books(
+        run_store = RunStore(
             out,
             acquire(out.journal) if standby is None else _wait_for_turn(out, standby),
             every_round=config.service.durability == "round",
@@ -73,9 +73,9 @@ def serve(
         begin = Beginning(
             changes, reopen, ready or (lambda url, run, look: None), pages(out) if pages is not None else None
         )
-        if standby is None or not _ended_well(out, books):
-            asyncio.run(_serve(config, out, books, begin, evaluated, supervised))
-        books.close()
+        if standby is None or not _ended_well(out, run_store):
+            asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
+        run_store.close()
     except* AtollError as errors:
         error = _first(errors)
         print(f"atoll: {error}", file=sys.stderr, flush=True)
@@ -100,21 +100,21 @@ def disk_named(name: str) -> Callable[[RunDir], Disk]:
         raise ConfigError(f"--disk {name} is not there ({error}): name a module and a function in it") from error
 
 
-def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> Reign:
+def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
     """Until the syncer that serves this run is gone, or has not moved for a while."""
     turn = Turn(out.journal, STALE_S)
     waiting()
-    while (reign := turn.look(time.monotonic())) is None:
+    while (lease := turn.look(time.monotonic())) is None:
         time.sleep(LOOK_S)
-    return reign
+    return lease
 
 
-def _ended_well(out: RunDir, books: Books) -> bool:
+def _ended_well(out: RunDir, run_store: RunStore) -> bool:
     """Whether the syncer that a standby stood by for brought the run to its end: everybody has left and the model is
     there. To serve it again would only say the end once more, of learners that this term never heard."""
-    if books.recovered is None or not books.recovered.history.finished:
+    if run_store.recovered is None or not run_store.recovered.history.finished:
         return False
-    history = books.recovered.history
+    history = run_store.recovered.history
     facts = facts_of_model(history.run, history.committed, history.versions)
     if any(life.open for life in history.lives.values()) or not facts.items() <= read_model_facts(out.model).items():
         return False
@@ -133,12 +133,14 @@ class Beginning:
 
 
 async def _serve(
-    config: Config, out: RunDir, books: Books, begin: Beginning, evaluated: bool, supervised: bool
+    config: Config, out: RunDir, run_store: RunStore, begin: Beginning, evaluated: bool, supervised: bool
 ) -> None:
     with Appender(out.events) as sink:
         events = EventLog(sink)
-        run = ("" if books.recovered else _announced(out)) or secrets.token_hex(4)
-        service = SyncerService(config, run=run, events=events, books=books, evaluated=evaluated, pages=begin.pages)
+        run = ("" if run_store.recovered else _announced(out)) or secrets.token_hex(4)
+        service = SyncerService(
+            config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
+        )
         if begin.changes or begin.reopen:
             service.change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()
@@ -146,7 +148,7 @@ async def _serve(
             loop.add_signal_handler(number, service.end, OPERATOR)
 
         def save(parameters: Parameters) -> None:
-            if books.fenced():  # its head may be an old one by now
+            if run_store.fenced():  # its head may be an old one by now
                 raise Deposed
             save_model(out.model, dict(parameters.tensors()), service.model_facts())
 

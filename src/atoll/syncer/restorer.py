@@ -12,19 +12,19 @@ from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError
-from atoll.syncer.books import Books
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.run_store import RunStore
 
 
 class Restorer:
     def __init__(
         self,
-        books: Books,
+        run_store: RunStore,
         parameters: Parameters,
         tell: Callable[[fx.SyncerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._books, self._parameters, self._tell, self._spawn = books, parameters, tell, spawn
+        self._run_store, self._parameters, self._tell, self._spawn = run_store, parameters, tell, spawn
         self.packed: ByteArray = _NONE
         """What is to be committed next."""
 
@@ -33,7 +33,7 @@ class Restorer:
 
     async def _read(self, restore: fx.Restore) -> None:
         try:
-            earlier = await asyncio.to_thread(self._books.earlier, restore)
+            earlier = await asyncio.to_thread(self._run_store.earlier, restore)
         except (AtollError, MemoryError) as error:
             self._tell(fx.Unrestorable(one_line(error) or "it does not fit into this syncer's memory"))
         else:

@@ -1,8 +1,8 @@
 """The syncer's service: events in, effects out, bytes in between.
 
 The server hands over hellos, messages and bodies; the rules of `protocol.syncer` decide; what they want done goes
-through the scribe, which lets nothing be told before it is durable. Here is the way of an event from the server to the
-rules, and of an effect to whoever carries it out:
+through the effect queue, which lets nothing be told before it is durable. Here is the way of an event from the server
+to the rules, and of an effect to whoever carries it out:
 
 - `model`: the run's model, the first joiner's or an earlier term's;
 - `first`: its first parameters, from the learner that was asked for them;
@@ -41,11 +41,11 @@ from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello
 from atoll.protocol.syncer import Syncer
 from atoll.store.rundir import facts_of_model
 from atoll.syncer.beat import beat
-from atoll.syncer.books import Books
 from atoll.syncer.changes import change
 from atoll.syncer.cuts import Cuts
 from atoll.syncer.doors import doors_of
 from atoll.syncer.draining import drain
+from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import Ending
 from atoll.syncer.first import FirstParameters
 from atoll.syncer.inbox import Inbox
@@ -54,7 +54,7 @@ from atoll.syncer.model import Model, earlier_terms, first_joiners
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.restorer import Restorer
-from atoll.syncer.scribe import Scribe
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.standstill import Standstill
 from atoll.syncer.status import Meter, manifest, told
 from atoll.syncer.strangers import Strangers
@@ -72,12 +72,12 @@ class SyncerService:
         *,
         run: str,
         events: EventLog,
-        books: Books,
+        run_store: RunStore,
         evaluated: bool = False,
         pages: Pages | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._config, self._run, self._events, self._books = config, run, events, books
+        self._config, self._run, self._events, self._run_store = config, run, events, run_store
         self._loop = asyncio.get_running_loop()
         self._channels: dict[str, Channel] = {}
         self._machine: Syncer | None = None
@@ -89,19 +89,19 @@ class SyncerService:
         self._ending = Ending(events, evaluated=evaluated)
         self._strangers = Strangers(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
-        self._scribe = Scribe(
-            books.append,
+        self._effect_queue = EffectQueue(
+            run_store.append,
             carry_out=self._carry_out,
             payload=self._gradient,
             restored=lambda: self._restorer.packed.data,
             first_cut=lambda cut: self._cuts.write_first(cut),
-            fenced=books.fenced,
+            fenced=run_store.fenced,
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=books.secrets)
+        self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=run_store.secrets)
         self.meter.notice = doors.notice
-        known = Owners(books.recovered.history.owners if books.recovered is not None else None)
+        known = Owners(run_store.recovered.history.owners if run_store.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
@@ -114,8 +114,8 @@ class SyncerService:
             owners=known,
             names=doors.names,
         )
-        if books.recovered is not None:
-            self._come_back(books.recovered)
+        if run_store.recovered is not None:
+            self._come_back(run_store.recovered)
         else:
             self._announce()
 
@@ -129,11 +129,11 @@ class SyncerService:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             watch = tasks.create_task(self.vital.watch())
-            scribe = tasks.create_task(lasting("journal", self._scribe.run))
-            beats = tasks.create_task(lasting("heartbeat", partial(beat, self._books, self._run, self._norms)))
+            writing = tasks.create_task(lasting("journal", self._effect_queue.run))
+            beats = tasks.create_task(lasting("heartbeat", partial(beat, self._run_store, self._run, self._norms)))
             # What the operator changed (a run that is opened again, more steps) is durable before anybody hears of
             # this term: its supervisor starts the next one without saying it again.
-            await self._scribe.emptied()
+            await self._effect_queue.emptied()
             await self.server.start()
             self._publish_secrets()  # before the loop has a turn, and with it whoever has just connected
             self.started.set()
@@ -146,12 +146,12 @@ class SyncerService:
             self._ending.attended(len(self._channels))
             await self._ending.goodbye(trained=trained)
             self._handle(fx.Over())
-            await self._scribe.emptied()
+            await self._effect_queue.emptied()
             self._ending.say(self._machine, self._traffic)
             await self.server.stop()
             if self._doors.secrets:
                 withdraw_secrets(self.server.host, self.server.port)
-            for task in (scribe, beats, watch):
+            for task in (writing, beats, watch):
                 task.cancel()
             self._standstill.stop()
             if self._wake is not None:
@@ -194,16 +194,16 @@ class SyncerService:
 
     def _begin(self, hello: Hello) -> None:
         """The first joiner's model is the run's model."""
-        model = first_joiners(hello, self._config, self._run, self._books.term)
+        model = first_joiners(hello, self._config, self._run, self._run_store.term)
         self._set_up(model)
-        self._scribe.put([fx.Persist((model.history.begun,))])
+        self._effect_queue.enqueue([fx.Persist((model.history.begun,))])
         self._events.say("plan", *model.told())
 
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
         self._run = found.history.run
         self._set_up(earlier_terms(found))
-        self._screen.restore(self._books.norms(self._run))
+        self._screen.restore(self._run_store.norms(self._run))
         for remark in found.remarks:
             self._events.say("warning", remark)
         self._events.say("reigned", *found.told())
@@ -217,8 +217,8 @@ class SyncerService:
         self._screen = Screen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
-        self._cuts = Cuts(self._books, self._parameters, history.run, self._handle, self._spawn)
-        self._restorer = Restorer(self._books, self._parameters, self._handle, self._spawn)
+        self._cuts = Cuts(self._run_store, self._parameters, history.run, self._handle, self._spawn)
+        self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
         self._first = FirstParameters(self._parameters, self._machine)
 
@@ -376,7 +376,7 @@ class SyncerService:
             return
         try:
             self._look_for_standstill()
-            self._scribe.put(self._machine.handle(self._loop.time(), event))
+            self._effect_queue.enqueue(self._machine.handle(self._loop.time(), event))
             self._wake_at(self._machine.wake_at)
         except Exception as error:  # half of what follows may be decided: this term ends, and goes on from its journal
             self.vital.fail(error)
@@ -390,7 +390,7 @@ class SyncerService:
             return
         text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
         self._events.say("warning", text, {"seconds": round(stood_s, 3)})
-        self._scribe.put(self._machine.handle(now, fx.StoodStill(stood_s)))
+        self._effect_queue.enqueue(self._machine.handle(now, fx.StoodStill(stood_s)))
         self._wake_at(self._machine.wake_at)
 
     def _wake_at(self, moment: float | None) -> None:

@@ -24,8 +24,8 @@ from atoll.fabric.intake import Intake
 from atoll.protocol import messages
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir
-from atoll.store.terms import acquire
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import acquire
+from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
@@ -90,9 +90,9 @@ async def recorded(folder: Path) -> list[dict[str, str]]:
     recorder.listen()
     out, script = RunDir.create(folder / "run"), folder / "script.py"
     script.write_text(SCRIPT)
-    books = Books(out, acquire(out.journal))
+    run_store = RunStore(out, acquire(out.journal))
     events = EventLog(lambda line: None)
-    service = SyncerService(convert(CONFIG, "the recording"), run="recorded", events=events, books=books)
+    service = SyncerService(convert(CONFIG, "the recording"), run="recorded", events=events, run_store=run_store)
     serving = asyncio.ensure_future(service.run(lambda parameters: None))
     await service.started.wait()
     env = {"ATOLL_SYNCER": f"http://127.0.0.1:{service.server.port}", "ATOLL_LEARNER": "learner-0"}
@@ -100,7 +100,7 @@ async def recorded(folder: Path) -> list[dict[str, str]]:
     learner = await asyncio.create_subprocess_exec(sys.executable, str(script), env={**os.environ, **env})
     await asyncio.wait_for(serving, 60)
     assert await learner.wait() == 0
-    books.close()
+    run_store.close()
     return recorder.kept
 
 

@@ -29,7 +29,7 @@ from atoll.store.journal import Journal
 from atoll.store.rundir import RunDir, save_model
 from atoll.store.runlock import hold_run
 from atoll.store.tapes import read_tape
-from atoll.store.terms import acquire
+from atoll.store.writer_lease import acquire
 from atoll.syncer.parameters import Parameters
 
 
@@ -87,12 +87,12 @@ class Performance:
 
     def _write(self, lines: Sequence[AnyRecord], conductor: Conductor) -> None:
         """The journal of this run, in one term."""
-        reign = acquire(self.out.journal)
-        journal = Journal.begin(self.out.journal, reign.term, disk=LocalDisk())
+        lease = acquire(self.out.journal)
+        journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
         kept = [self._own(line, conductor.outcome) for line in lines if not isinstance(line, Reigned)]
         journal.append([(line, None) for line in kept])
         journal.close()
-        reign.release()
+        lease.release()
 
     def _own(self, line: AnyRecord, outcome: Outcome) -> AnyRecord:
         if isinstance(line, Begun):

@@ -35,7 +35,7 @@ from atoll.store.cuts import (
 from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
-from atoll.store.terms import Deposed, Reign
+from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.earlier import Earlier, read_earlier
 from atoll.syncer.recovery import CutState, Recovered, recover
 
@@ -47,20 +47,20 @@ class Norms(msgspec.Struct, frozen=True):
     norms: list[list[float]]
 
 
-class Books:
+class RunStore:
     def __init__(
-        self, out: RunDir, reign: Reign, *, every_round: bool = True, keep: int = 3, disk: Disk | None = None
+        self, out: RunDir, lease: WriterLease, *, every_round: bool = True, keep: int = 3, disk: Disk | None = None
     ) -> None:
         """Reads what earlier terms left and begins this one's segment."""
-        self._out, self._reign, self._disk = out, reign, disk or LocalDisk()
+        self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
         self._sync, self._keep = every_round, keep
         self._writing = threading.Lock()
         """Held by whoever appends to the journal or syncs it: a cut is written beside the rounds that follow it."""
-        reign.beat()
+        lease.beat()
         self.recovered: Recovered | None = recover(out, disk=self._disk)
-        reign.beat()
+        lease.beat()
         after = self.recovered.end if self.recovered else None
-        self._journal = Journal.begin(out.journal, reign.term, after=after, disk=self._disk)
+        self._journal = Journal.begin(out.journal, lease.term, after=after, disk=self._disk)
         self._model_gone = False
         """No model of an earlier end is left in the run's folder."""
         self._kept: list[tuple[int, int]] = []
@@ -69,7 +69,7 @@ class Books:
         """Payloads before this term and file may be deleted with the next append."""
         if self.recovered is not None:
             end, history = self.recovered.end, self.recovered.history
-            reigned = Reigned(reign.term, end.offset, end.hash, history.committed)
+            reigned = Reigned(lease.term, end.offset, end.hash, history.committed)
             lines: list[AnyRecord] = [reigned, *self._unsaid(history.cuts, self.recovered.cut)]
             self._journal.append([(line, None) for line in lines])
             for line in lines:
@@ -108,14 +108,14 @@ class Books:
 
     @property
     def term(self) -> int:
-        return self._reign.term
+        return self._lease.term
 
     @property
     def fenced(self) -> Callable[[], bool]:
-        return self._reign.fenced
+        return self._lease.fenced
 
     def beat(self) -> None:
-        self._reign.beat()
+        self._lease.beat()
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Beside the event loop, one at a time: the journal belongs to whoever appends."""
@@ -176,7 +176,7 @@ class Books:
         return mark
 
     def _check_reign(self) -> None:
-        if self._reign.fenced():
+        if self._lease.fenced():
             raise Deposed
 
     def earlier(self, restore: Restore) -> Earlier:
@@ -186,4 +186,4 @@ class Books:
 
     def close(self) -> None:
         self._journal.close()
-        self._reign.release()
+        self._lease.release()

@@ -14,9 +14,9 @@ from atoll.protocol.history import History
 from atoll.protocol.records import AnyRecord, Begun, Ended, Merged, Passed
 from atoll.protocol.settings import Settings
 from atoll.store.disk import DiskFailed, NoRoom
-from atoll.store.terms import Deposed
-from atoll.syncer import scribe as scribe_module
-from atoll.syncer.scribe import Entry, Scribe
+from atoll.store.writer_lease import Deposed
+from atoll.syncer import effect_queue
+from atoll.syncer.effect_queue import EffectQueue, Entry
 
 WAIT_S = 10.0
 HISTORY = History(Begun("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
@@ -39,7 +39,7 @@ def merged(number: int) -> Merged:
 
 
 class Disk:
-    """An append that a test lets through, in the scribe's own thread."""
+    """An append that a test lets through, in the queue's own thread."""
 
     def __init__(self) -> None:
         self.appended: list[list[AnyRecord]] = []
@@ -62,7 +62,7 @@ class Disk:
         self.cut_asked = asyncio.Event()
         self.cut_may_end = asyncio.Event()
         self.cut_may_end.set()
-        self.scribe = Scribe(
+        self.queue = EffectQueue(
             self._append,
             carry_out=self.carry_out,
             payload=self._payload,
@@ -112,7 +112,7 @@ class Disk:
 
     async def emptied(self) -> None:
         async with asyncio.timeout(WAIT_S):
-            await self.scribe.emptied()
+            await self.queue.emptied()
 
     async def is_busy(self) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -121,9 +121,9 @@ class Disk:
 
 @asynccontextmanager
 async def writing(disk: Disk) -> AsyncIterator[Disk]:
-    """With the scribe at work."""
+    """With the queue at work."""
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(disk.scribe.run())
+        running = tasks.create_task(disk.queue.run())
         try:
             yield disk
         finally:
@@ -136,18 +136,18 @@ async def writing(disk: Disk) -> AsyncIterator[Disk]:
 
 async def test_what_waits_for_nothing_is_carried_out_at_once() -> None:
     disk = Disk()
-    disk.scribe.put([note("one"), note("two")])
+    disk.queue.enqueue([note("one"), note("two")])
     assert disk.texts() == ["one", "two"]
 
 
 async def test_nothing_behind_a_record_is_told_before_its_append_returned() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([note("before"), persist(1), note("behind")])
-        disk.scribe.put([note("later")])
+        disk.queue.enqueue([note("before"), persist(1), note("behind")])
+        disk.queue.enqueue([note("later")])
         await disk.is_busy()
         assert disk.texts() == ["before"]
-        disk.scribe.put([note("later still")])
+        disk.queue.enqueue([note("later still")])
         assert disk.texts() == ["before"]
         disk.let_go()
         await disk.emptied()
@@ -158,9 +158,9 @@ async def test_nothing_behind_a_record_is_told_before_its_append_returned() -> N
 async def test_a_record_of_a_later_batch_holds_up_only_what_is_behind_it() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([persist(1), note("a")])
+        disk.queue.enqueue([persist(1), note("a")])
         await disk.is_busy()
-        disk.scribe.put([note("b"), persist(2), note("c")])
+        disk.queue.enqueue([note("b"), persist(2), note("c")])
         disk.let_go()
         await disk.emptied()
         assert [(e.text, n) for e, n in disk.done if isinstance(e, fx.Note)] == [("a", 1), ("b", 1), ("c", 2)]
@@ -173,13 +173,13 @@ async def test_what_carrying_out_leads_to_comes_behind_what_waits() -> None:
     def carry_out(effect: fx.SyncerEffect) -> None:
         assert isinstance(effect, fx.Note)
         if effect.text == "one":
-            scribe.put([note("its consequence")])
+            queue.enqueue([note("its consequence")])
         told.append(effect.text)
 
-    scribe = Scribe(
+    queue = EffectQueue(
         disk._append, carry_out=carry_out, payload=lambda number: None, first_cut=disk._first_cut, alarm=disk._alarm
     )
-    scribe.put([note("one"), note("two")])
+    queue.enqueue([note("one"), note("two")])
     assert told == ["one", "two", "its consequence"], "each to its end"
 
 
@@ -187,7 +187,7 @@ async def test_it_is_emptied_once_everything_is_carried_out() -> None:
     async with writing(Disk()) as disk:
         await disk.emptied()
         disk.hold()
-        disk.scribe.put([persist(1), note("behind")])
+        disk.queue.enqueue([persist(1), note("behind")])
         await disk.is_busy()
         waits = asyncio.create_task(disk.emptied())
         await asyncio.sleep(0)
@@ -203,10 +203,10 @@ async def test_it_is_emptied_once_everything_is_carried_out() -> None:
 async def test_all_that_was_decided_during_a_write_goes_out_in_one() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([persist(1)])
+        disk.queue.enqueue([persist(1)])
         await disk.is_busy()
         for number in range(2, 6):
-            disk.scribe.put([note(f"before {number}"), persist(number, 10 * number), note(f"behind {number}")])
+            disk.queue.enqueue([note(f"before {number}"), persist(number, 10 * number), note(f"behind {number}")])
         disk.let_go()
         await disk.emptied()
         together = [record(n) for number in range(2, 6) for n in (number, 10 * number)]
@@ -217,9 +217,9 @@ async def test_all_that_was_decided_during_a_write_goes_out_in_one() -> None:
 async def test_an_outer_gradient_is_asked_for_only_when_it_is_first_in_a_batch() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([persist(1)])
+        disk.queue.enqueue([persist(1)])
         await disk.is_busy()
-        disk.scribe.put([persist(2), fx.Persist((record(3), merged(7)), round=7), persist(4)])
+        disk.queue.enqueue([persist(2), fx.Persist((record(3), merged(7)), round=7), persist(4)])
         assert disk.asked == [], "it may not be made yet"
         disk.let_go()
         await disk.emptied()
@@ -230,9 +230,9 @@ async def test_an_outer_gradient_is_asked_for_only_when_it_is_first_in_a_batch()
 async def test_two_outer_gradients_are_never_in_one_batch() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([fx.Persist((merged(7),), round=7)])
+        disk.queue.enqueue([fx.Persist((merged(7),), round=7)])
         await disk.is_busy()
-        disk.scribe.put([fx.Persist((merged(8),), round=8), fx.Persist((merged(9),), round=9)])
+        disk.queue.enqueue([fx.Persist((merged(8),), round=8), fx.Persist((merged(9),), round=9)])
         disk.let_go()
         await disk.emptied()
         assert disk.asked == [(7, 0), (8, 1), (9, 2)]
@@ -241,10 +241,10 @@ async def test_two_outer_gradients_are_never_in_one_batch() -> None:
 async def test_a_cut_finds_the_journal_as_it_was_decided() -> None:
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([persist(1)])
+        disk.queue.enqueue([persist(1)])
         await disk.is_busy()
         cut = fx.TakeCut(4, HISTORY)
-        disk.scribe.put([persist(2), cut, persist(3)])
+        disk.queue.enqueue([persist(2), cut, persist(3)])
         disk.let_go()
         await disk.emptied()
         assert disk.appended == [[record(1)], [record(2)], [record(3)]]
@@ -254,7 +254,7 @@ async def test_a_cut_finds_the_journal_as_it_was_decided() -> None:
 async def test_the_first_cut_is_durable_before_anything_behind_it() -> None:
     async with writing(Disk()) as disk:
         disk.cut_may_end.clear()
-        disk.scribe.put([persist(1), fx.TakeCut(0, HISTORY, first=True), persist(2), note("started")])
+        disk.queue.enqueue([persist(1), fx.TakeCut(0, HISTORY, first=True), persist(2), note("started")])
         waits = asyncio.create_task(disk.emptied())
         async with asyncio.timeout(WAIT_S):
             await disk.cut_asked.wait()
@@ -274,22 +274,22 @@ def full(times: int) -> list[Exception]:
 
 
 async def test_a_full_disk_is_waited_for_without_an_alarm_while_it_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(effect_queue, "AGAIN_S", 0.0)
     async with writing(Disk()) as disk:
         disk.failures = full(3)
-        disk.scribe.put([persist(1), note("behind")])
+        disk.queue.enqueue([persist(1), note("behind")])
         await disk.emptied()
         assert disk.appended == [[record(1)]] and disk.texts() == ["behind"]
         assert disk.alarms == []
 
 
 async def test_a_disk_that_stays_full_raises_an_alarm_which_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
-    monkeypatch.setattr(scribe_module, "ALARM_S", 0.0)
-    monkeypatch.setattr(scribe_module, "ALARM_AGAIN_S", 0.0)
+    monkeypatch.setattr(effect_queue, "AGAIN_S", 0.0)
+    monkeypatch.setattr(effect_queue, "ALARM_S", 0.0)
+    monkeypatch.setattr(effect_queue, "ALARM_AGAIN_S", 0.0)
     async with writing(Disk()) as disk:
         disk.failures = full(2)
-        disk.scribe.put([persist(1), note("behind")])
+        disk.queue.enqueue([persist(1), note("behind")])
         await disk.emptied()
         assert disk.alarms.count("nothing can be committed: no room for segment-000001.log") == 2
         assert disk.alarms[-1] == "" and disk.alarms.count("") == 1
@@ -297,22 +297,22 @@ async def test_a_disk_that_stays_full_raises_an_alarm_which_is_taken_back(monkey
 
 
 async def test_a_disk_that_stays_full_is_tried_often_and_told_of_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
-    monkeypatch.setattr(scribe_module, "ALARM_S", 0.0)
-    monkeypatch.setattr(scribe_module, "ALARM_AGAIN_S", WAIT_S)
+    monkeypatch.setattr(effect_queue, "AGAIN_S", 0.0)
+    monkeypatch.setattr(effect_queue, "ALARM_S", 0.0)
+    monkeypatch.setattr(effect_queue, "ALARM_AGAIN_S", WAIT_S)
     async with writing(Disk()) as disk:
         disk.failures = full(20)
-        disk.scribe.put([persist(1)])
+        disk.queue.enqueue([persist(1)])
         await disk.emptied()
         assert disk.alarms.count("nothing can be committed: no room for segment-000001.log") == 1
         assert disk.alarms[-1] == ""
 
 
 async def test_a_disk_that_does_not_answer_raises_an_alarm_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "ALARM_S", 0.001)
+    monkeypatch.setattr(effect_queue, "ALARM_S", 0.001)
     async with writing(Disk()) as disk:
         disk.hold()
-        disk.scribe.put([persist(1), note("behind")])
+        disk.queue.enqueue([persist(1), note("behind")])
         async with asyncio.timeout(WAIT_S):
             await disk.alarmed.wait()
         assert disk.alarms == ["nothing can be committed: the disk does not answer"]
@@ -323,10 +323,10 @@ async def test_a_disk_that_does_not_answer_raises_an_alarm_too(monkeypatch: pyte
 
 
 async def test_the_first_cut_waits_for_room_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(effect_queue, "AGAIN_S", 0.0)
     async with writing(Disk()) as disk:
         disk.failures = full(2)
-        disk.scribe.put([fx.TakeCut(0, HISTORY, first=True), note("started")])
+        disk.queue.enqueue([fx.TakeCut(0, HISTORY, first=True), note("started")])
         await disk.emptied()
         assert disk.first_cuts == [0] and disk.texts() == ["started"]
 
@@ -334,18 +334,18 @@ async def test_the_first_cut_waits_for_room_as_well(monkeypatch: pytest.MonkeyPa
 async def test_any_other_failure_of_the_disk_ends_it() -> None:
     disk = Disk()
     disk.failures = [DiskFailed("cannot make segment-000001.log durable")]
-    disk.scribe.put([persist(1), note("behind")])
+    disk.queue.enqueue([persist(1), note("behind")])
     with pytest.raises(DiskFailed, match="cannot make"):
-        await disk.scribe.run()
+        await disk.queue.run()
     assert disk.done == [], "what is not known to be durable is told to nobody"
 
 
 async def test_one_that_was_replaced_ends_without_a_word() -> None:
     disk = Disk()
     disk.is_fenced = True
-    disk.scribe.put([persist(1), note("behind")])
+    disk.queue.enqueue([persist(1), note("behind")])
     with pytest.raises(Deposed, match="another syncer has taken over this run"):
-        await disk.scribe.run()
+        await disk.queue.run()
     assert disk.appended == [[record(1)]], "it looks only after the write"
     assert disk.done == []
     assert Deposed.exit_code == 5
@@ -353,11 +353,11 @@ async def test_one_that_was_replaced_ends_without_a_word() -> None:
 
 async def test_it_looks_whether_it_was_replaced_after_every_write() -> None:
     disk = Disk()
-    running = asyncio.create_task(disk.scribe.run())
-    disk.scribe.put([persist(1), note("one")])
+    running = asyncio.create_task(disk.queue.run())
+    disk.queue.enqueue([persist(1), note("one")])
     await disk.emptied()
     disk.is_fenced = True
-    disk.scribe.put([fx.Persist((Ended("done"),)), note("two")])
+    disk.queue.enqueue([fx.Persist((Ended("done"),)), note("two")])
     with pytest.raises(Deposed):
         await asyncio.wait_for(running, WAIT_S)
     assert disk.texts() == ["one"]

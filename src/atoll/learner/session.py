@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from atoll.fabric.way import way_of
+from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
 from atoll.learner.ending import say
@@ -26,7 +27,6 @@ from atoll.learner.inner import Optimizers, by_path
 from atoll.learner.inputs import Inputs
 from atoll.learner.leaving import Leaving, broken_off, patience_s
 from atoll.learner.model import BufferRule, load_weights
-from atoll.learner.partner import Partner
 from atoll.learner.peer import PeerOrder, PeerStates
 from atoll.learner.place import describe_place
 from atoll.learner.preempt import Preemption
@@ -82,7 +82,7 @@ class Joining:
     frozen: FrozenRule = "run"
 
 
-class Stay:
+class RunSession:
     def __init__(
         self,
         joining: Joining,
@@ -92,28 +92,28 @@ class Stay:
         from_peers: Collection[str] = (),
         *,
         folder: Path | None = None,
-        partner: Partner,
+        courier: CourierProcess,
         tally: Tally,
         feed: Feed,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
         `folder`: where it saves its part of cuts."""
         self._joining, self._model, self._optimizers = joining, model, optimizers
-        self._partner, self._tally, self._feed = partner, tally, feed
+        self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
-        self._tape = Recorder(partner)
-        self.shared = Shared(model, partner, self._tape, joining.buffers)
+        self._tape = Recorder(courier)
+        self.shared = Shared(model, courier, self._tape, joining.buffers)
         self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]
-        self._peers = PeerStates(model, optimizers, shared, partner, self._tape, joining.buffers, self._unmerged, rest)
+        self._peers = PeerStates(model, optimizers, shared, courier, self._tape, joining.buffers, self._unmerged, rest)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
         self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         self._folder, self._saver = folder, Saver(folder)
         self._preemption = Preemption()
-        self._until: int | None = 0 if partner.replays else None
+        self._until: int | None = 0 if courier.replays else None
         """Replay: the step at which it waits."""
         self._told: RunProgress | None = None
         """The newest that the courier said of the run."""
@@ -141,7 +141,7 @@ class Stay:
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
+    def join(self) -> None:
         """Begin as the run has it, or as an earlier life left it."""
         self._preemption.watch()
         self.shared.describe()
@@ -156,7 +156,7 @@ class Stay:
         self._unmerged.describe()
         if earlier is not None and earlier.exact:
             self._stand_where(earlier.snapshot)
-        self._partner.start()
+        self._courier.start()
         self._tape.add(self._began(earlier))
         self._introduce(sure=earlier is not None and earlier.exact)
         self._join()
@@ -187,11 +187,11 @@ class Stay:
 
     def _named_run(self) -> str:
         """What the join link says; empty: nothing."""
-        return "" if self._partner.replays else way_of(self._joining.url).run
+        return "" if self._courier.replays else way_of(self._joining.url).run
 
     def _say_joined(self) -> None:
         """Once: a learner that trains before it has the run's parameters joins later."""
-        if not self._joined and not self._partner.replays and self.shared.has_parameters():
+        if not self._joined and not self._courier.replays and self.shared.has_parameters():
             self._joined = True
             self._saver.enter_run(self._run)
             say(f"joined run {self._run} as {self._joining.name}")
@@ -217,10 +217,10 @@ class Stay:
         unmerged = (self._unmerged.digest, self._unmerged.takes, self._unmerged.frozen_bytes)
         known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
-        self._partner.send(start)
+        self._courier.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:
-            self._partner.send(Sources(self._feed.registered))
+            self._courier.send(Sources(self._feed.registered))
         self._tape.tell_again()
 
     def _join(self) -> None:
@@ -255,7 +255,7 @@ class Stay:
     def ask_for_leases(self, found: tuple[Source, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
-        self._partner.send(Sources(self._feed.ask(found, batch_size, epochs, seed)))
+        self._courier.send(Sources(self._feed.ask(found, batch_size, epochs, seed)))
 
     # ---- between two steps --------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Stay:
         t, shared = self._tally.t, self.shared
         assert shared.boundary is not None
         while shared.boundary.held(t) and not self.done:
-            self._partner.wait(0.5)
+            self._courier.wait(0.5)
             self._listen()
             shared.boundary.adopt_ready(t)
             shared.boundary.settle()
@@ -293,7 +293,7 @@ class Stay:
 
     def wait(self, seconds: float) -> None:
         """Not training: listen, and serve what is due."""
-        self._partner.wait(seconds)
+        self._courier.wait(seconds)
         self._listen()
         if self.shared.boundary is not None:
             self.shared.boundary.idle()
@@ -307,8 +307,8 @@ class Stay:
 
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
-        if self._stopped or self._until is not None or not self._partner.clogged:
-            self._partner.send(Step(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
+        if self._stopped or self._until is not None or not self._courier.clogged:
+            self._courier.send(Step(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
 
     def _counted(self) -> Stepped:
         rows = self.shared.counters()
@@ -330,17 +330,17 @@ class Stay:
     # ---- what the courier orders --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        if not self._final and self._partner.restart_if_dead():
+        if not self._final and self._courier.restart_if_dead():
             say("the courier died; another one is started, training goes on")
             if self.shared.boundary is not None:
                 self.shared.boundary.drop_orders()
             self._peers.courier_died()
             self._introduce()
             self._report()
-        for frame in self._partner.receive():
+        for frame in self._courier.receive():
             self._obey(frame)
         for saved in self._saver.results():
-            self._partner.send(Kept(saved))
+            self._courier.send(Kept(saved))
         self._peers.settle()
         if self.shared.boundary is not None:
             self.shared.boundary.settle_done()
@@ -426,7 +426,7 @@ class Stay:
         if not self._final:
             asked = self._preemption.why
             saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._captured)
-            self._partner.send(Bye(leaving.goodbye(asked, saved=saved)))
+            self._courier.send(Bye(leaving.goodbye(asked, saved=saved)))
         elif boundary is not None:
             boundary.take_base()
 
@@ -437,7 +437,7 @@ class Stay:
         while not self._final and shared.boundary is not None:
             if leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None):
                 break
-            self._partner.wait(0.2)
+            self._courier.wait(0.2)
             self._listen()
             shared.boundary.idle(over=True)
             self._tape.tell()
@@ -453,8 +453,8 @@ class Stay:
     def end(self, error: BaseException | None) -> None:
         """Let everything go; the syncer hears why."""
         if error is not None and not self._final:
-            self._partner.send(Bye(broken_off(error)))
+            self._courier.send(Bye(broken_off(error)))
         self._inputs.close()
         self._preemption.stop()
-        self._partner.close()
+        self._courier.close()
         self.shared.close()

@@ -39,9 +39,9 @@ from atoll.store.cuts import check_cut, complete_cuts, digest_of, folder_of, kno
 from atoll.store.disk import DiskFailed, LocalDisk, LocalFile, NoRoom
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
-from atoll.store.terms import Deposed, acquire, claim
-from atoll.syncer.books import Books
+from atoll.store.writer_lease import Deposed, acquire, claim
 from atoll.syncer.parameters import Parameters
+from atoll.syncer.run_store import RunStore
 
 OUTER = Outer(merge="mean", optimizer="nesterov", lr=0.6, momentum=0.6)
 
@@ -58,14 +58,14 @@ class Reigning:
 
     def __init__(self, path: Path, **given: object) -> None:
         self.out = RunDir(path) if path.exists() else RunDir.create(path)
-        self.books = Books(self.out, acquire(self.out.journal), **given)  # type: ignore[arg-type]
-        self.dice = np.random.default_rng(self.books.term)
-        found = self.books.recovered
+        self.run_store = RunStore(self.out, acquire(self.out.journal), **given)  # type: ignore[arg-type]
+        self.dice = np.random.default_rng(self.run_store.term)
+        found = self.run_store.recovered
         if found is None:
             settings = Settings(learners=1, fragments=2, sync_every=4)
             begun = Begun("r1", settings, msgspec.to_builtins(OUTER), TENSORS, plan().fingerprint)
             self.history, self.parameters = History(begun), Parameters(plan(), OUTER)
-            self.books.append([(begun, None)])
+            self.run_store.append([(begun, None)])
         else:
             assert found.parameters is not None
             self.history, self.parameters = found.history, found.parameters
@@ -73,7 +73,7 @@ class Reigning:
     def write(self, *records: AnyRecord) -> None:
         for record in records:
             self.history.apply(record)
-        self.books.append([(record, None) for record in records])
+        self.run_store.append([(record, None) for record in records])
 
     def start(self) -> Reigning:
         self.write(Joined("learner-0", 1, "session", 0))
@@ -82,7 +82,7 @@ class Reigning:
             self.parameters.check_initial(part.index, "mark")
         self.parameters.begin()
         self.cut(0)
-        self.books.complete("r1", CompleteCut(0, (), ()))
+        self.run_store.complete("r1", CompleteCut(0, (), ()))
         self.write(Started("learner-0"))
         return self
 
@@ -96,17 +96,17 @@ class Reigning:
             share = Share("learner-0", 1, t, 2, tokens, 128.0, version - 1, 8 * t)
             record = Merged(number, f, version, 1, "every live learner reported", (share,), mark)
             self.history.apply(record)
-            self.books.append([(record, self.parameters.outer_gradient(f).data)])
+            self.run_store.append([(record, self.parameters.outer_gradient(f).data)])
             self.parameters.commit(f, version, number)
         return self
 
     def cut(self, cut: int | None = None) -> int:
         """The syncer's part of one."""
         cut = self.history.committed if cut is None else cut
-        state = self.books.open_cut(self.history.state(), self.parameters.rounds())
+        state = self.run_store.open_cut(self.history.state(), self.parameters.rounds())
         held, arrays = self.parameters.held(), self.parameters.snapshot()
         try:
-            self.books.write_cut(cut, state, arrays)
+            self.run_store.write_cut(cut, state, arrays)
         finally:
             for buffer in held:
                 buffer.readers -= 1
@@ -114,7 +114,7 @@ class Reigning:
 
     def whole_cut(self) -> int:
         cut = self.cut()
-        mark = self.books.complete("r1", CompleteCut(cut, (), ()))
+        mark = self.run_store.complete("r1", CompleteCut(cut, (), ()))
         self.write(CutDone(cut, cut, (), mark))
         return cut
 
@@ -135,11 +135,11 @@ def test_a_cut_that_was_complete_before_its_syncer_could_say_so_is_known_to_the_
     """Learners keep their parts of the cuts that they are told of: one that nobody tells of would lose them."""
     one = Reigning(tmp_path / "run").start().round(5)
     cut = one.cut()
-    one.books.complete("r1", CompleteCut(cut, (), ()))
-    one.books.close()
+    one.run_store.complete("r1", CompleteCut(cut, (), ()))
+    one.run_store.close()
     two = Reigning(tmp_path / "run")
     assert two.history.kept_cuts == (5,)
-    two.books.close()
+    two.run_store.close()
     assert Reigning(tmp_path / "run").history.cuts == [5], "said once"
 
 
@@ -147,28 +147,28 @@ def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     one = Reigning(tmp_path / "run").start().round(5)
     one.whole_cut()
     one.round(3)
-    one.books.close()
+    one.run_store.close()
     two = Reigning(tmp_path / "run")
     assert two.bits() == one.bits()
     assert two.parameters.rounds() == one.parameters.rounds()
     assert two.history.versions == one.history.versions == [4, 4]
     assert two.history.began == [(2, 8, (4, 4))]
     assert msgspec.structs.replace(two.history.state(), term=1, began=[]) == one.history.state()
-    assert two.books.recovered is not None and two.books.recovered.cut == 5
+    assert two.run_store.recovered is not None and two.run_store.recovered.cut == 5
 
 
 def test_many_terms_of_a_few_rounds_are_one_run(tmp_path: Path) -> None:
     straight = Reigning(tmp_path / "straight").start()
     reign = Reigning(tmp_path / "run").start()
     for term in range(1, 6):
-        assert reign.books.term == term
+        assert reign.run_store.term == term
         straight.dice = np.random.default_rng(100 + term)
         reign.dice = np.random.default_rng(100 + term)
         straight.round(2)
         reign.round(2)
         if term % 2 == 0:
             reign.whole_cut()
-        reign.books.close()
+        reign.run_store.close()
         reign = Reigning(tmp_path / "run")
     assert reign.history.committed == 10 and reign.history.versions == [5, 5]
     assert reign.bits() == straight.bits(), "as if it had never been interrupted"
@@ -176,8 +176,8 @@ def test_many_terms_of_a_few_rounds_are_one_run(tmp_path: Path) -> None:
 
 def test_a_new_term_writes_down_what_it_found_before_anything_else(tmp_path: Path) -> None:
     one = Reigning(tmp_path / "run").start().round(2)
-    end = one.books._journal.position
-    one.books.close()
+    end = one.run_store._journal.position
+    one.run_store.close()
     two = Reigning(tmp_path / "run")
     assert two.history.term == 2
     records = [record for _, record in read(two.out.journal, start=end, disk=LocalDisk())]
@@ -186,25 +186,25 @@ def test_a_new_term_writes_down_what_it_found_before_anything_else(tmp_path: Pat
 
 def test_the_first_term_of_a_run_has_nothing_to_come_back_to(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
-    books = Books(out, acquire(out.journal))
-    assert books.recovered is None and books.term == 1
+    run_store = RunStore(out, acquire(out.journal))
+    assert run_store.recovered is None and run_store.term == 1
     assert [record for _, record in read(out.journal, disk=LocalDisk())] == []
-    books.close()
+    run_store.close()
 
 
 def test_books_that_are_closed_leave_the_run_to_the_next(tmp_path: Path) -> None:
     one = Reigning(tmp_path / "run").start()
-    one.books.close()
+    one.run_store.close()
     with pytest.raises(DiskFailed, match="is closed"):
-        one.books.append([(Gone("learner-0", 1, 0, 0, (0, 0), (0, 0)), None)])
-    assert Reigning(tmp_path / "run").books.term == 2
+        one.run_store.append([(Gone("learner-0", 1, 0, 0, (0, 0), (0, 0)), None)])
+    assert Reigning(tmp_path / "run").run_store.term == 2
 
 
 def test_they_know_when_another_term_was_claimed(tmp_path: Path) -> None:
     reign = Reigning(tmp_path / "run").start()
-    assert not reign.books.fenced()
+    assert not reign.run_store.fenced()
     assert claim(reign.out.journal, 2)
-    assert reign.books.fenced()
+    assert reign.run_store.fenced()
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
@@ -212,17 +212,17 @@ def test_they_know_when_another_term_was_claimed(tmp_path: Path) -> None:
 
 def test_a_cut_says_where_the_journal_stood_when_it_was_opened(tmp_path: Path) -> None:
     reign = Reigning(tmp_path / "run").start().round(2)
-    state = reign.books.open_cut(reign.history.state(), reign.parameters.rounds())
+    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.rounds())
     held, arrays = reign.parameters.held(), reign.parameters.snapshot()
     as_it_was = reign.bits()
     reign.round(3)  # the run goes on while it is written
-    reign.books.write_cut(2, state, arrays)
+    reign.run_store.write_cut(2, state, arrays)
     for buffer in held:
         buffer.readers -= 1
-    reign.books.close()
+    reign.run_store.close()
     again = Reigning(tmp_path / "run")
-    assert again.books.recovered is not None
-    assert (again.books.recovered.cut, again.books.recovered.rounds) == (2, 3)
+    assert again.run_store.recovered is not None
+    assert (again.run_store.recovered.cut, again.run_store.recovered.rounds) == (2, 3)
     assert again.bits() == reign.bits() != as_it_was
 
 
@@ -232,7 +232,7 @@ def test_a_complete_cut_names_its_learners_and_those_left_out(tmp_path: Path) ->
     path.write_bytes(b"state")
     cut = reign.cut()
     saved = CutSaved(of=2, incarnation=1, t=4, file=path.name, digest=digest_of(path))
-    mark = reign.books.complete("r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),)))
+    mark = reign.run_store.complete("r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),)))
     manifest = check_cut(reign.out.cuts, reign.out.learners, 2).manifest
     assert (manifest.run, manifest.cut, manifest.round) == ("r1", 2, 2)
     assert {name: (part.incarnation, part.t) for name, part in manifest.learners.items()} == {"learner-0": (1, 4)}
@@ -272,14 +272,14 @@ def test_with_the_newest_cut_damaged_the_one_before_it_gives_the_same(tmp_path: 
         reign.round(2)
         reign.whole_cut()
     reign.round(3)
-    reign.books.close()
+    reign.run_store.close()
     path = folder_of(reign.out.cuts, 8) / "theta-000.bin"
     data = bytearray(path.read_bytes())
     data[3] ^= 1
     path.write_bytes(data)
     again = Reigning(tmp_path / "run")
-    assert again.books.recovered is not None and again.books.recovered.cut == 6
-    assert again.books.recovered.remarks[0].startswith("cut 8 is passed over: ")
+    assert again.run_store.recovered is not None and again.run_store.recovered.cut == 6
+    assert again.run_store.recovered.remarks[0].startswith("cut 8 is passed over: ")
     assert again.bits() == reign.bits()
 
 
@@ -287,7 +287,7 @@ def test_a_new_term_keeps_what_the_cut_it_came_back_from_needs(tmp_path: Path) -
     one = Reigning(tmp_path / "run").start().round(2)
     one.whole_cut()
     one.round(2)
-    one.books.close()
+    one.run_store.close()
     two = Reigning(tmp_path / "run").round(1)
     two.whole_cut()
     two.round(1)
@@ -358,10 +358,10 @@ def test_payloads_are_deleted_by_whoever_appends_and_not_by_whoever_writes_the_c
     reign = Reigning(tmp_path / "run", disk=disk).start().round(1)
     reign.whole_cut()
     reign.round(1)
-    state = reign.books.open_cut(reign.history.state(), reign.parameters.rounds())
+    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.rounds())
     arrays = reign.parameters.snapshot()
     disk.by.clear()
-    in_a_thread(lambda: reign.books.write_cut(2, state, arrays))
+    in_a_thread(lambda: reign.run_store.write_cut(2, state, arrays))
     assert disk.by == [], "the journal is not touched"
     appends = in_a_thread(lambda: reign.round(1))
     assert {who for _, who in disk.by} == {appends}
@@ -400,17 +400,17 @@ def test_a_cut_that_finds_no_room_may_be_tried_again(
 def test_a_syncer_that_was_deposed_leaves_its_successors_cut_as_it_is(tmp_path: Path) -> None:
     """It had recorded its part before, and writes it after: both would be cut 1."""
     deposed = Reigning(tmp_path / "run").start().round(1)
-    claim(deposed.out.journal, deposed.books.term + 1)
+    claim(deposed.out.journal, deposed.run_store.term + 1)
     table = folder_of(deposed.out.cuts, 1) / "syncer.json"
     with pytest.raises(Deposed):
         deposed.cut()
     with pytest.raises(Deposed):
-        deposed.books.complete("r1", CompleteCut(0, (), ()))
+        deposed.run_store.complete("r1", CompleteCut(0, (), ()))
     assert known_cuts(deposed.out.cuts) == [0] and not table.exists()
 
 
 def after_a_power_cut(reign: Reigning, disk: FaultyDisk) -> Reigning:
-    reign.books.close()
+    reign.run_store.close()
     disk.crash("forgotten")
     return Reigning(reign.out.path, disk=disk)
 
@@ -450,7 +450,7 @@ def test_durable_at_cuts_what_a_new_term_builds_on_survives_a_power_cut(tmp_path
     one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
     one.whole_cut()
     one.round(2)
-    one.books.close()  # the process is killed, its machine goes on
+    one.run_store.close()  # the process is killed, its machine goes on
     two = Reigning(one.out.path, disk=disk, every_round=False)
     assert two.history.committed == 5
     three = after_a_power_cut(two, disk)
@@ -461,10 +461,10 @@ def test_durable_at_cuts_a_round_that_is_written_beside_a_cut_survives_with_its_
     """To make the journal durable up to a cut takes the records behind it along: their outer gradients go first."""
     disk = FaultyDisk()
     one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
-    state, arrays = one.books.open_cut(one.history.state(), one.parameters.rounds()), one.parameters.snapshot()
+    state, arrays = one.run_store.open_cut(one.history.state(), one.parameters.rounds()), one.parameters.snapshot()
     arrays = {name: values.copy() for name, values in arrays.items()}
     one.round(2)
-    one.books.write_cut(3, state, arrays)
+    one.run_store.write_cut(3, state, arrays)
     two = after_a_power_cut(one, disk)
     assert two.history.committed == 5 and two.bits() == one.bits()
 
@@ -479,12 +479,12 @@ def test_durable_at_cuts_the_disk_is_not_waited_for_in_between(tmp_path: Path) -
 
 def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
-    books = Books(out, acquire(out.journal))
-    assert books.norms("r1") == []
-    books.keep_norms("r1", [[0.5, 0.25], []])
-    assert books.norms("r1") == [[0.5, 0.25], []] and books.norms("r2") == []
+    run_store = RunStore(out, acquire(out.journal))
+    assert run_store.norms("r1") == []
+    run_store.keep_norms("r1", [[0.5, 0.25], []])
+    assert run_store.norms("r1") == [[0.5, 0.25], []] and run_store.norms("r2") == []
     out.norms.write_bytes(b"{torn")
-    assert books.norms("r1") == []
+    assert run_store.norms("r1") == []
 
 
 # ---- the model of an earlier end -------------------------------------------------------------------------------------
@@ -492,15 +492,15 @@ def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path)
 
 def test_the_model_of_an_earlier_end_is_gone_before_the_next_round_is_durable(tmp_path: Path) -> None:
     first = Reigning(tmp_path / "run").start().round(3)
-    first.books.close()
+    first.run_store.close()
     again = Reigning(tmp_path / "run")
     again.out.model.write_bytes(b"the head of round 3")
     again.write(Ended("the operator asked for it", final=True))
     again.write(Changed(again.history.settings, {}, "the run goes on", reopen=True))
     assert again.out.model.exists(), "it is still the head"
     there: list[bool] = []
-    append = again.books._journal.append
-    again.books._journal.append = lambda *given, **more: (  # type: ignore[method-assign]
+    append = again.run_store._journal.append
+    again.run_store._journal.append = lambda *given, **more: (  # type: ignore[method-assign]
         there.append(again.out.model.exists()),
         append(*given, **more),
     )[1]

@@ -48,7 +48,7 @@ class Deposed(RunFailed):
         super().__init__("another syncer has taken over this run: this one ends without a word to anybody")
 
 
-class Reign:
+class WriterLease:
     """The right to write a run, as long as nobody claims a higher term."""
 
     def __init__(self, folder: Path, term: int, lock: int | None, reason: str) -> None:
@@ -62,11 +62,11 @@ class Reign:
         self.beat()
 
     def fenced(self) -> bool:
-        """Whether this reign is over. To be asked after every sync and before its acknowledgement."""
+        """Whether this lease is over. To be asked after every sync and before its acknowledgement."""
         return newest_claim(self._folder) != self.term
 
     def beat(self) -> None:
-        """Say that this holder moves. Cheap and not durable: a beat that fails can only cost the reign."""
+        """Say that this holder moves. Cheap and not durable: a beat that fails can only cost the lease."""
         if self._alive is None or self.fenced():
             return
         self._beats += 1
@@ -92,11 +92,11 @@ class Turn:
         self._since = 0.0
         _make_folders(folder)
 
-    def look(self, now: float) -> Reign | None:
-        """A reign, once the lock is free or its holder has not moved for `stale_s`; `now` is monotonic."""
+    def look(self, now: float) -> WriterLease | None:
+        """The lease, once the lock is free or its holder has not moved for `stale_s`; `now` is monotonic."""
         lock = _take_lock(self.folder)
         if lock is not None:
-            return _reign_with(self.folder, lock)
+            return _hold(self.folder, lock)
         _restore_claims(self.folder)
         seen = newest_claim(self.folder), _heartbeat(self.folder)
         if seen != self._seen:
@@ -106,16 +106,16 @@ class Turn:
         # Exactly the next term: if another standby was faster, its claim counts as a sign of life.
         if not claim(self.folder, seen[0] + 1):
             return None
-        return Reign(self.folder, seen[0] + 1, None, f"term {seen[0]} did not move for {now - self._since:.1f} s")
+        return WriterLease(self.folder, seen[0] + 1, None, f"term {seen[0]} did not move for {now - self._since:.1f} s")
 
 
-def acquire(folder: Path) -> Reign:
+def acquire(folder: Path) -> WriterLease:
     """The next term, or a ConfigError if a syncer holds the lock."""
     _make_folders(folder)
     lock = _take_lock(folder)
     if lock is None:
         raise served(folder, _holder(folder))
-    return _reign_with(folder, lock)
+    return _hold(folder, lock)
 
 
 def served(folder: Path, holder: str) -> ConfigError:
@@ -184,12 +184,12 @@ def _restore_claims(folder: Path) -> None:
         claim(folder, term)
 
 
-def _reign_with(folder: Path, lock: int) -> Reign:
+def _hold(folder: Path, lock: int) -> WriterLease:
     try:
         _restore_claims(folder)
         while not claim(folder, term := newest_claim(folder) + 1):
             pass
-        return Reign(folder, term, lock, "no other syncer is there")
+        return WriterLease(folder, term, lock, "no other syncer is there")
     except BaseException:
         os.close(lock)
         raise

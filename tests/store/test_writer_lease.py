@@ -15,13 +15,13 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Passed, Reigned
 from atoll.store.disk import DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import Journal, read, seal
-from atoll.store.terms import Reign, Turn, acquire, claim, newest_claim, unclaimed_terms
+from atoll.store.writer_lease import Turn, WriterLease, acquire, claim, newest_claim, unclaimed_terms
 
 STALE_S = 10.0
 
 HOLDER = """
 import pathlib, sys
-from atoll.store.terms import acquire
+from atoll.store.writer_lease import acquire
 acquire(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -103,7 +103,7 @@ def test_a_claim_that_was_overtaken_takes_the_next_term(folder: Path, monkeypatc
             assert claim(where, 2)
         return newest
 
-    monkeypatch.setattr("atoll.store.terms.newest_claim", overtaken)
+    monkeypatch.setattr("atoll.store.writer_lease.newest_claim", overtaken)
     assert acquire(folder).term == 3
 
 
@@ -193,7 +193,7 @@ def test_a_standby_overtaken_between_its_look_and_its_claim_waits(
         return newest
 
     with monkeypatch.context() as patch:
-        patch.setattr("atoll.store.terms.newest_claim", overtaken)
+        patch.setattr("atoll.store.writer_lease.newest_claim", overtaken)
         assert turn.look(10.0) is None
     assert turn.look(10.1) is None
     assert newest_claim(folder) == 2 and held.fenced()
@@ -262,7 +262,7 @@ def _lives_of_two(folder: Path, paused_before: str) -> list[int]:
     return acknowledged
 
 
-def _take_over(folder: Path) -> Reign:
+def _take_over(folder: Path) -> WriterLease:
     turn = Turn(folder, STALE_S)
     assert turn.look(0.0) is None
     reign = turn.look(STALE_S)

@@ -17,7 +17,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.batch import next_batch
 from atoll.protocol.records import AnyRecord
 from atoll.store.disk import NoRoom
-from atoll.store.terms import Deposed
+from atoll.store.writer_lease import Deposed
 
 ALARM_S = 5.0
 """A syncer that could not commit for this long raises an alarm."""
@@ -31,7 +31,7 @@ Entry = tuple[AnyRecord, memoryview | None]
 Append = Callable[[Sequence[Entry]], object]
 
 
-class Scribe:
+class EffectQueue:
     def __init__(
         self,
         append: Append,
@@ -54,7 +54,7 @@ class Scribe:
         self._emptied = asyncio.Event()
         self._turning = False
 
-    def put(self, effects: Iterable[fx.SyncerEffect]) -> None:
+    def enqueue(self, effects: Iterable[fx.SyncerEffect]) -> None:
         self._waiting.extend(effects)
         self._turn()
 

@@ -19,7 +19,7 @@ HEALTHY_S = 30.0
 """A courier that lived this long starts the waits anew."""
 
 
-class Partner:
+class CourierProcess:
     """One courier at a time. Nothing in here waits, except `wait` when told to."""
 
     def __init__(self, replay: str = "") -> None:
