@@ -39,9 +39,9 @@ import msgspec
 import numpy as np
 
 from atoll.config import convert
+from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.transfer import body_headers, body_session, put_body
-from atoll.fabric.way import Way, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import PROTOCOL, FromLearner, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
@@ -62,11 +62,11 @@ TICK_S = 0.002
 PAGE, TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
-def dialled(way: Way) -> dict[str, Any]:
+def dialled(address: SyncerAddress) -> dict[str, Any]:
     """How a syncer is dialled."""
     settings = {"autoping": False, "max_msg_size": Limits().control_bytes, "compress": 0}
-    url = f"{way.urls[0]}/v1/control"
-    return {"url": url, "headers": way.headers_for(url), "ssl": way.context() or True, **settings}
+    url = f"{address.urls[0]}/v1/control"
+    return {"url": url, "headers": address.headers_for(url), "ssl": address.context() or True, **settings}
 
 
 # ---- the syncer -----------------------------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ class SyncerProcess:
         self._process.wait(WAIT_S)
 
     @property
-    def way(self) -> Way:
+    def address(self) -> SyncerAddress:
         url = self._address.read_text()
         if self._keys is None:
-            return way_of(url)
+            return parse_address(url)
         token = read_tokens(self._keys).named("join").secret
-        return Way(urls=(url,), token=token, pin=fingerprint(self._keys.certificate.read_bytes()))
+        return SyncerAddress(urls=(url,), token=token, pin=fingerprint(self._keys.certificate.read_bytes()))
 
     @property
     def resident_kib(self) -> float:
@@ -143,8 +143,8 @@ class Talker:
         self._beat = Heartbeat(clock=clock)
         self._seq = itertools.count(1)
 
-    async def join(self, http: aiohttp.ClientSession, way: Way, tasks: asyncio.TaskGroup) -> None:
-        self._socket = await http.ws_connect(**dialled(way))
+    async def join(self, http: aiohttp.ClientSession, address: SyncerAddress, tasks: asyncio.TaskGroup) -> None:
+        self._socket = await http.ws_connect(**dialled(address))
         tasks.create_task(self._listen())
         await self._send(Hello(protocol=PROTOCOL, learner=self.name, session=self.session, tensors=TENSORS))
         await self._until(Welcome)
@@ -152,15 +152,15 @@ class Talker:
     async def _send(self, message: FromLearner, **told: Any) -> None:
         await self._socket.send_bytes(encode(msgspec.structs.replace(message, seq=next(self._seq), **told)))
 
-    async def begin(self, way: Way) -> None:
+    async def begin(self, address: SyncerAddress) -> None:
         """Have the run's first parameters: the first that came gives them."""
         assert self.welcome is not None
         if self.welcome.upload:
-            async with body_session(way, Limits()) as bodies:
+            async with body_session(address, Limits()) as bodies:
                 for part in make_plan(TENSORS, FRAGMENTS).fragments:
                     data = np.ones(part.size, dtype=np.float32).view(np.uint8).data
                     path, headers = (
-                        f"{way.urls[0]}/v1/initial/{self.name}/{part.index}",
+                        f"{address.urls[0]}/v1/initial/{self.name}/{part.index}",
                         body_headers(self.session, digest(data)),
                     )
                     await put_body(bodies, path, data, headers, WAIT_S, Limits())
@@ -268,11 +268,11 @@ async def measured(name: str, syncer: SyncerProcess, talkers: list[Talker], talk
 
 
 @asynccontextmanager
-async def idle(way: Way, count: int) -> AsyncIterator[None]:
+async def idle(address: SyncerAddress, count: int) -> AsyncIterator[None]:
     """Connections that asked once and were answered, as a browser or curl leaves them."""
-    where, headers = urlsplit(way.urls[0]), way.headers_for(f"{way.urls[0]}/v1/nothing")
+    where, headers = urlsplit(address.urls[0]), address.headers_for(f"{address.urls[0]}/v1/nothing")
     shown = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    context = way.context()
+    context = address.context()
     held = []
     try:
         for _ in range(count):
@@ -290,22 +290,22 @@ async def idle(way: Way, count: int) -> AsyncIterator[None]:
 
 
 async def load(options: argparse.Namespace, syncer: SyncerProcess) -> dict[str, Any]:
-    way, seconds = syncer.way, options.seconds
+    address, seconds = syncer.address, options.seconds
     talkers = [Talker(number, options.learners) for number in range(options.learners)]
     rows = []
     async with asyncio.TaskGroup() as tasks, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        await talkers[0].join(http, way, tasks)
-        await talkers[0].begin(way)
+        await talkers[0].join(http, address, tasks)
+        await talkers[0].begin(address)
         alone_kib = syncer.resident_kib
         for one in talkers[1:]:
-            await one.join(http, way, tasks)
-            await one.begin(way)
+            await one.join(http, address, tasks)
+            await one.begin(address)
         joined_kib = syncer.resident_kib
         for per_s in options.rates:
             rows.append(await measured(f"asked {per_s:,}/s", syncer, talkers, at_rate(talkers, per_s, seconds)))
         rows.append(await measured("flat out", syncer, talkers, flat_out(talkers, seconds)))
         loaded_kib = syncer.resident_kib
-        async with idle(way, options.idle):
+        async with idle(address, options.idle):
             idle_kib = syncer.resident_kib
             beside = f" beside {options.idle:,} idle"
             for per_s in options.rates:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll import cli, entry
-from atoll.fabric.way import way_of
+from atoll.fabric.address import parse_address
 
 SECRET = "f00d" * 16
 LINK = f"atoll://{SECRET}@127.0.0.1:7077/r1/{'ab' * 32}"
@@ -65,7 +65,7 @@ def test_two_different_links_are_refused_and_neither_is_told(
 
 
 def test_what_stands_for_a_link_is_read_as_one() -> None:
-    assert way_of("atoll://", {"ATOLL_LINK": LINK}) == way_of(LINK, {})
+    assert parse_address("atoll://", {"ATOLL_LINK": LINK}) == parse_address(LINK, {})
 
 
 def test_the_process_starts_anew_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

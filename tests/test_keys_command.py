@@ -16,9 +16,9 @@ from atoll.cli.app import address_of
 from atoll.cli.keys import LAST, Last
 from atoll.cli.serve import check_door, invitation
 from atoll.config import Service, convert
+from atoll.fabric.address import parse_address
 from atoll.fabric.certificates import fingerprint, hosts_of, make_server
 from atoll.fabric.tokens import NAMES
-from atoll.fabric.way import way_of
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
@@ -163,11 +163,11 @@ def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsy
     keys.write(keys.path / LAST, msgspec.json.encode(Last(("syncer.example.org:7077",), "r1", "ab" * 32)))
     assert atoll(monkeypatch, "tokens", "add", "eu", "--learner", "eu-*", "--most", "4", "--hours", "24") == 0
     token = read_tokens(keys).named("eu")
-    way = way_of(capsys.readouterr().out, {})
-    assert (way.token, way.run, way.urls) == (token.secret, "r1", ("https://syncer.example.org:7077",))
+    address = parse_address(capsys.readouterr().out, {})
+    assert (address.token, address.run, address.urls) == (token.secret, "r1", ("https://syncer.example.org:7077",))
     assert token.most == 4 and 23 * 3600 < token.expires - time.time() <= 24 * 3600
     assert atoll(monkeypatch, "tokens", "link", "eu") == 0
-    assert way_of(capsys.readouterr().out, {}) == way
+    assert parse_address(capsys.readouterr().out, {}) == address
     assert atoll(monkeypatch, "tokens", "revoke", "eu") == 0
     assert read_tokens(keys).named("eu").revoked and not read_tokens(keys).named("join").revoked
     capsys.readouterr()
@@ -202,7 +202,7 @@ def linked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     """What the link of the first token is known by."""
     capsys.readouterr()
     assert atoll(monkeypatch, "tokens", "link", *words) == 0
-    return way_of(capsys.readouterr().out, {}).pin
+    return parse_address(capsys.readouterr().out, {}).pin
 
 
 def test_a_certificate_is_followed_by_one_that_links_have_named_before(
@@ -276,9 +276,12 @@ def test_behind_a_proxy_links_name_the_certificate_that_it_shows_now(
 def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
     service = Service(host="0.0.0.0", keys=str(keys.path), advertise=("a.example.org", "[2001:db8::1]:7078"))
     lines = invitation(service, "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
-    way = way_of(lines[-1].split()[-1], {})
-    assert way.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
-    assert way.pin == fingerprint(keys.certificate.read_bytes()) and way.token == read_tokens(keys).named("join").secret
+    address = parse_address(lines[-1].split()[-1], {})
+    assert address.urls == ("https://a.example.org:7077", "https://[2001:db8::1]:7078")
+    assert (
+        address.pin == fingerprint(keys.certificate.read_bytes())
+        and address.token == read_tokens(keys).named("join").secret
+    )
     assert read_tokens(keys).named("operator").secret not in "".join(lines)
 
 
@@ -291,7 +294,7 @@ def test_a_syncer_says_how_an_evaluator_is_started(keys: KeyDir, monkeypatch: py
     atoll(monkeypatch, "tokens", "add", "scorer", "--role", "evaluator")
     secret = read_tokens(keys).named("scorer").secret
     [line] = [one for one in invitation(service, url, "r1", Path("run"), on_terminal=True) if "--evaluator" in one]
-    assert way_of(line.split()[-1], {}).token == secret
+    assert parse_address(line.split()[-1], {}).token == secret
     assert secret not in "".join(invitation(service, url, "r1", Path("run"), on_terminal=False))
 
 
@@ -314,10 +317,10 @@ def test_commands_on_the_syncers_machine_show_a_certificate_where_one_is_asked_f
     out.address.write_text("https://127.0.0.1:7077")
     for mutual in (False, True):
         out.settings.write_bytes(convert({"service": {"keys": str(keys.path), "mutual": mutual}}, "a test").toml())
-        way = way_of(address_of(out))
-        assert way.token == read_tokens(keys).named("operator").secret
-        assert way.certificate == (str(keys.path / "operator.crt") if mutual else "")
-        assert way.context() is not None
+        address = parse_address(address_of(out))
+        assert address.token == read_tokens(keys).named("operator").secret
+        assert address.certificate == (str(keys.path / "operator.crt") if mutual else "")
+        assert address.context() is not None
     os.environ.pop("ATOLL_CERT")
     (keys.path / "operator.crt").unlink()
     with pytest.raises(ConfigError, match="atoll cert --learner operator"):

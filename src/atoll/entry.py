@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 OPTION, JOIN = "--join", "ATOLL_JOIN"
 SCHEME, LINK = "atoll://", "ATOLL_LINK"
-"""A link elsewhere among the words; `atoll://` alone stands for it there (fabric/way.py)."""
+"""A link elsewhere among the words; `atoll://` alone stands for it there (fabric/address.py)."""
 
 
 def main() -> None:

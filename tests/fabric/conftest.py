@@ -150,7 +150,7 @@ class Place:
     """One server and everything a test does around it."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        self.desk = MemoryDesk()
+        self.handlers = MemoryDesk()
         self.limits = Limits()
         self._stack = stack
         self._server: Server | None = None
@@ -171,7 +171,7 @@ class Place:
 
     async def open(self, limits: Limits | None = None, port: int = 0, relay_limits: RelayLimits | None = None) -> None:
         self.limits = limits or Limits()
-        self._server = Server(self.desk, host="127.0.0.1", port=port, limits=self.limits, relay_limits=relay_limits)
+        self._server = Server(self.handlers, host="127.0.0.1", port=port, limits=self.limits, relay_limits=relay_limits)
         await self._server.start()
         self._stack.push_async_callback(self._server.stop)
 

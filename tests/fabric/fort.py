@@ -24,10 +24,10 @@ import msgspec
 import numpy as np
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 
+from atoll.fabric.address import SyncerAddress
 from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_client, make_server
 from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Token, Tokens, new_secret
-from atoll.fabric.way import Way
 from atoll.fabric.wire import Limits, digest
 from atoll.observe.dashboard import Dashboard
 from atoll.protocol.messages import Heartbeat, Pull, Refused
@@ -107,7 +107,7 @@ class Fort:
 
     def link(self, who: str = "join", *, run: str = "r1", host: str = "127.0.0.1", pin: str = "") -> str:
         secret = TOKENS[who].secret if who in TOKENS else STRANGE.secret
-        return Way(urls=(f"https://{host}:{self.port}",), run=run, token=secret, pin=pin or self.pin).link()
+        return SyncerAddress(urls=(f"https://{host}:{self.port}",), run=run, token=secret, pin=pin or self.pin).link()
 
     def join(self, name: str, who: str = "join", where: str = "") -> FakeLearner:
         with _environment(self.own):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from tests.fabric.conftest import MemoryDesk
 
+from atoll.fabric.address import SyncerAddress
+from atoll.fabric.authorizer import TokenDoor
 from atoll.fabric.certificates import fingerprint, make_server
-from atoll.fabric.guard import TokenDoor
 from atoll.fabric.server import Server
 from atoll.fabric.tls import server_context
 from atoll.fabric.tokens import Role, Token, Tokens
-from atoll.fabric.way import Way
 
 SECRET = "5ec7e7" + 58 * "0"
 
@@ -25,8 +25,8 @@ class SecuredDesk(MemoryDesk):
 
 
 class Secured:
-    def __init__(self, server: Server, desk: SecuredDesk, pin: str) -> None:
-        self.server, self.desk, self.pin = server, desk, pin
+    def __init__(self, server: Server, handlers: SecuredDesk, pin: str) -> None:
+        self.server, self.handlers, self.pin = server, handlers, pin
 
     @property
     def url(self) -> str:
@@ -37,23 +37,23 @@ class Secured:
     ) -> str:
         """`more`: another address, after the syncer's own."""
         urls = (f"https://{host}:{port or self.server.port}", *([f"https://{more}"] if more else []))
-        return Way(urls=urls, run="run", token=secret, pin=pin or self.pin).link()
+        return SyncerAddress(urls=urls, run="run", token=secret, pin=pin or self.pin).link()
 
 
 @asynccontextmanager
 async def secured_server(
-    folder: Path, *, days: float = 30.0, role: Role = "learner", desk: SecuredDesk | None = None
+    folder: Path, *, days: float = 30.0, role: Role = "learner", handlers: SecuredDesk | None = None
 ) -> AsyncIterator[Secured]:
     pair = make_server(["127.0.0.1", "localhost"], days)
     (folder / "cert.pem").write_bytes(pair.certificate)
     (folder / "key.pem").write_bytes(pair.key)
     tokens = Tokens([Token(id="join", secret=SECRET, role=role)])
-    guard, tls = TokenDoor(lambda: tokens, lambda: "run"), server_context(folder / "cert.pem", folder / "key.pem")
-    desk = desk or SecuredDesk()
-    server = Server(desk, host="127.0.0.1", port=0, guard=guard, tls=lambda: tls, names=["far.example"])
+    authorizer, tls = TokenDoor(lambda: tokens, lambda: "run"), server_context(folder / "cert.pem", folder / "key.pem")
+    handlers = handlers or SecuredDesk()
+    server = Server(handlers, host="127.0.0.1", port=0, authorizer=authorizer, tls=lambda: tls, names=["far.example"])
     await server.start()
     try:
-        yield Secured(server, desk, fingerprint(pair.certificate))
+        yield Secured(server, handlers, fingerprint(pair.certificate))
     finally:
         await server.stop()
         await asyncio.sleep(0.01)  # a closed transport lets go of its socket in a later turn of the loop

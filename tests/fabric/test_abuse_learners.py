@@ -301,7 +301,7 @@ async def test_ever_new_names_on_one_token(fort: Fort) -> None:
     await fort.unharmed(before)
     await fort.join("few-2", "few").until(Welcome)
     write_tokens(fort.keys, Tokens(TOKENS.values()).with_changed("few", names=3))
-    await fort.until(lambda: fort.stage.service.server._guard._tokens().named("few").names == 3)
+    await fort.until(lambda: fort.stage.service.server._authorizer._tokens().named("few").names == 3)
     await fort.join("few-4", "few").until(Welcome)
 
 
@@ -534,7 +534,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
         status, _ = await fort.request("GET", "/v1/status", "join")
         took = time.monotonic() - began
         assert status == 200
-        assert len(fort.stage.service.server._doorway.places.strangers) <= Limits().strangers
+        assert len(fort.stage.service.server._listener.places.strangers) <= Limits().strangers
         await fort.unharmed(before)
         newcomer = fort.join("newcomer")
         await newcomer.until(Welcome)

@@ -10,10 +10,10 @@ import aiohttp
 import msgspec
 import pytest
 from tests.fabric.conftest import MemoryDesk
-from tests.fabric.test_guard import LEARNER, REVOKED, VIEWER, asks, bearer, refusal
+from tests.fabric.test_authorizer import LEARNER, REVOKED, VIEWER, asks, bearer, refusal
 
+from atoll.fabric.authorizer import TokenDoor, Visitor
 from atoll.fabric.browser import CODE_S, CODES, COOKIE_S, OneTimeCodes, cookie_for, token_of_cookie
-from atoll.fabric.guard import TokenDoor, Visitor
 from atoll.fabric.server import Server
 from atoll.fabric.tokens import Tokens, new_secret
 from atoll.observe.dashboard.site import Dashboard
@@ -93,7 +93,7 @@ def test_a_cookie_opens_the_pages_and_nothing_else() -> None:
 async def shown(folder: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     door = TokenDoor(lambda: ALL, lambda: "r1", password=False)
     pages = Dashboard(folder / "events.jsonl")
-    server = Server(MemoryDesk(), host="127.0.0.1", port=0, guard=door, pages=pages)
+    server = Server(MemoryDesk(), host="127.0.0.1", port=0, authorizer=door, pages=pages)
     await server.start()
     jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address, as browsers keep them
     async with aiohttp.ClientSession(cookie_jar=jar) as http:

@@ -22,15 +22,15 @@ async def test_bodies_go_both_ways(place: Place) -> None:
     await place.open()
     link = (await place.joined()).link
     for data in (BODY, LARGE):
-        place.desk.buffers["learner-0", 5, 1] = bytearray(len(data))
-        place.desk.initials[0] = bytearray(len(data))
-        place.desk.fragments[0] = data
+        place.handlers.buffers["learner-0", 5, 1] = bytearray(len(data))
+        place.handlers.initials[0] = bytearray(len(data))
+        place.handlers.fragments[0] = data
         await link.put_contribution("learner-0", "s0", 5, 1, memoryview(data), digest(data), 10)
         await link.put_initial("learner-0", "s0", 0, memoryview(data), digest(data), 10)
         into = bytearray(len(data))
         assert await link.get_fragment(0, memoryview(into), 10) == (3, 7, digest(data))
-        assert into == data == place.desk.buffers["learner-0", 5, 1] == place.desk.initials[0]
-    assert place.desk.held == 0
+        assert into == data == place.handlers.buffers["learner-0", 5, 1] == place.handlers.initials[0]
+    assert place.handlers.held == 0
 
 
 async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place: Place) -> None:
@@ -45,7 +45,7 @@ async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place:
 async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Place) -> None:
     await place.open()
     link = (await place.joined()).link
-    place.desk.fragments[0] = BODY
+    place.handlers.fragments[0] = BODY
     with pytest.raises(PeerError, match="has 4096 bytes, 4095 were expected"):
         await link.get_fragment(0, memoryview(bytearray(4095)), 10)
 
@@ -53,7 +53,7 @@ async def test_a_fragment_of_another_length_or_digest_is_a_peer_error(place: Pla
 async def test_a_body_past_its_deadline_is_unreachable(place: Place) -> None:
     await place.open()
     link = (await place.joined()).link
-    place.desk.fragments[0] = BODY
+    place.handlers.fragments[0] = BODY
     with pytest.raises(Unreachable, match="not done within"):
         await link.get_fragment(0, memoryview(bytearray(4096)), 0)
 
@@ -71,8 +71,8 @@ async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Place
     await place.open(port=port)
     assert isinstance(await learner.heard(), Started)
     assert learner.link.send(Heartbeat())
-    await place.desk.until("received")
-    assert [entry[2] for entry in place.desk.told("opened")] == ["s0", "s0"]
+    await place.handlers.until("received")
+    assert [entry[2] for entry in place.handlers.told("opened")] == ["s0", "s0"]
 
 
 async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(place: Place) -> None:
@@ -94,8 +94,8 @@ async def test_closing_sends_what_is_queued(place: Place) -> None:
         assert learner.link.send(Heartbeat(clock={"a": number}))
     assert learner.link.send(Leave(reason="done"))
     await learner.link.close()
-    assert (await place.desk.until("received", 101))[2] == Leave(reason="done")
-    await place.desk.until("closed")
+    assert (await place.handlers.until("received", 101))[2] == Leave(reason="done")
+    await place.handlers.until("closed")
     assert learner.lost.empty()
 
 
@@ -155,7 +155,7 @@ async def test_redirects_are_not_followed(place: Place) -> None:
     with pytest.raises(PeerError, match="302"):
         await get_json(url, "/v1/status")
     await runner.cleanup()
-    assert place.desk.log == []
+    assert place.handlers.log == []
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:7077", "https://a:1", "http://a", "http://a:1/x", "http://a:99999"])
@@ -172,12 +172,14 @@ def test_an_address_that_is_none_is_refused_with_an_example(url: str) -> None:
 
 async def test_an_evaluator_needs_no_link(place: Place) -> None:
     await place.open()
-    place.desk.fragments[0] = BODY
+    place.handlers.fragments[0] = BODY
     assert await get_json(place.url, "/v1/manifest") == {"fragments": 1}
     into = bytearray(len(BODY))
     assert await get_fragment_once(place.url, 0, memoryview(into)) == (3, 7, digest(BODY))
     assert into == BODY
     await post_score(place.url, Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
-    assert place.desk.told("score") == [("score", Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))]
+    assert place.handlers.told("score") == [
+        ("score", Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
+    ]
     with pytest.raises(PeerError, match="Not Found"):
         await get_json(place.url, "/v1/nothing")

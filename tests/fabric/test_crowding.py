@@ -121,8 +121,8 @@ async def test_a_viewers_token_leaves_room_for_learners(fort: Fort) -> None:
 async def test_a_closed_connection_gives_its_place_back_at_once(fort: Fort) -> None:
     await fort.open(Limits())
     server = fort.stage.service.server
-    assert server._doorway is not None
-    places = server._doorway.places
+    assert server._listener is not None
+    places = server._listener.places
     before = len(places)
     for tls in (False, True):
         _, writer = await fort.raw(tls=tls)

@@ -22,8 +22,8 @@ import pytest
 from aiohttp import web
 
 from atoll.config import convert
+from atoll.fabric.address import parse_address
 from atoll.fabric.client import Link
-from atoll.fabric.way import way_of
 from atoll.fabric.wire import (
     PROTOCOL_HEADER,
     decode_from_learner,
@@ -154,7 +154,7 @@ async def syncer(tmp_path: Path) -> AsyncIterator[Syncer]:
 
 async def test_a_syncer_says_its_version_when_a_channel_opens(syncer: Syncer) -> None:
     url = f"{syncer.url}/v1/control"
-    headers = {**way_of(syncer.url, {}).headers_for(url), **UPGRADE}
+    headers = {**parse_address(syncer.url, {}).headers_for(url), **UPGRADE}
     async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as answer:
         assert answer.status == 101 and answer.headers[PROTOCOL_HEADER] == "2"
 

@@ -64,20 +64,20 @@ async def honest(place: Place, learner: Learner, over: asyncio.Event) -> int:
         beats += 1
         assert learner.link.send(Heartbeat(clock={"honest": beats})), "an honest learner lost its channel"
         async with asyncio.timeout(10):
-            while place.desk.heard.get("honest", 0) < beats:  # type: ignore[attr-defined]  # noqa: ASYNC110
+            while place.handlers.heard.get("honest", 0) < beats:  # type: ignore[attr-defined]  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
     return beats
 
 
 def listen(place: Place) -> None:
     """A desk that counts what it hears of the honest learner, and remembers nothing else."""
-    place.desk.heard = {}  # type: ignore[attr-defined]
+    place.handlers.heard = {}  # type: ignore[attr-defined]
 
     def note(*what: Any) -> None:
         if what[:2] == ("received", "honest"):
-            place.desk.heard["honest"] = what[2].clock["honest"]  # type: ignore[attr-defined]
+            place.handlers.heard["honest"] = what[2].clock["honest"]  # type: ignore[attr-defined]
 
-    place.desk.note = note  # type: ignore[method-assign]
+    place.handlers.note = note  # type: ignore[method-assign]
 
 
 async def storm(place: Place, connections: Sequence[Pieces] | Iterator[Pieces]) -> float:
@@ -103,7 +103,7 @@ async def storm(place: Place, connections: Sequence[Pieces] | Iterator[Pieces]) 
 
 async def weather(place: Place, caplog: pytest.LogCaptureFixture, count: int, seed: int) -> None:
     await place.open(LIMITS)
-    place.desk.fragments[0] = b"some bytes"
+    place.handlers.fragments[0] = b"some bytes"
     learner = await place.joined("honest", "s")
     listen(place)
     over = asyncio.Event()

@@ -62,7 +62,7 @@ class Newcomer:
 
     async def relayed(self, state: bytes) -> int:
         """The byte from which on the peer was asked to send through the syncer, and did."""
-        start = (await self.place.desk.until("wanted"))[3]
+        start = (await self.place.handlers.until("wanted"))[3]
         assert isinstance(start, int)
         await self.peer.link.put_relay(
             "t-1",
@@ -78,7 +78,7 @@ class Newcomer:
 
 async def newcomer_of(place: Place, limits: Limits = QUICK) -> Newcomer:
     await place.open(limits)
-    place.desk.tickets["t-1"] = ("newcomer", "peer")
+    place.handlers.tickets["t-1"] = ("newcomer", "peer")
     return Newcomer(place, await place.joined("newcomer", "n0"), await place.joined("peer", "p0"))
 
 
@@ -189,7 +189,7 @@ async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place:
     offer(host)
     assert await newcomer.fetch(host.url) == digest(STATE)
     assert newcomer.data == STATE and newcomer.sizes == [len(STATE)]
-    assert place.desk.told("wanted") == [] and place.relay.bytes_in == 0
+    assert place.handlers.told("wanted") == [] and place.relay.bytes_in == 0
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_s
         True,
         True,
     ]
-    assert place.desk.told("wanted") == []
+    assert place.handlers.told("wanted") == []
 
 
 async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_syncer(place: Place) -> None:

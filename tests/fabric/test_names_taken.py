@@ -43,24 +43,24 @@ async def test_a_second_process_is_refused_while_the_first_answers(place: Place)
     second = await dial(place, hello("second"))
     refused = Refused(reason="learner-0 is here already, from rack-3, pid 12: choose another --name", final=True)
     assert await first_word(second) == refused
-    assert place.desk.told("opened") == [("opened", "learner-0", "first")]
+    assert place.handlers.told("opened") == [("opened", "learner-0", "first")]
     await first.send_bytes(encode(Heartbeat(seq=2)))
-    assert await place.desk.until("received") == ("received", "learner-0", Heartbeat())
-    assert place.desk.told("closed") == [] and not reading.done()
+    assert await place.handlers.until("received") == ("received", "learner-0", Heartbeat())
+    assert place.handlers.told("closed") == [] and not reading.done()
     reading.cancel()
 
 
 async def test_any_word_of_the_first_is_an_answer(place: Place) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first"))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     second = await dial(place, hello("second"))
     answer = asyncio.ensure_future(first_word(second))
     number = 2
     while not answer.done():
         await first.send_bytes(encode(Heartbeat(seq=number)))
         number += 1
-        await place.desk.until("received", number - 2)
+        await place.handlers.until("received", number - 2)
     assert isinstance(await answer, Refused)
 
 
@@ -68,10 +68,10 @@ async def test_proof_of_succession_frees_the_name_at_once(place: Place) -> None:
     """Also where the process before still has its channel, and whatever it would answer."""
     await place.open(PATIENT)
     first = await dial(place, hello("first", "p" * 32))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     second = await dial(place, hello("second", "p" * 32))
     assert await first_word(second) == Started(uploader="nobody")
-    assert place.desk.told("opened")[1] == ("opened", "learner-0", "second")
+    assert place.handlers.told("opened")[1] == ("opened", "learner-0", "second")
     async with asyncio.timeout(10):
         assert [decode_from_syncer(frame.data) async for frame in first] == [Started(uploader="nobody")]
 
@@ -79,16 +79,16 @@ async def test_proof_of_succession_frees_the_name_at_once(place: Place) -> None:
 async def test_a_closed_connection_frees_the_name_at_once(place: Place) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first", "p" * 32))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     await first.close()
-    await place.desk.until("closed")
+    await place.handlers.until("closed")
     assert await first_word(await dial(place, hello("second", "q" * 32))) == Started(uploader="nobody")
 
 
 async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(place: Place) -> None:
     await place.open(PATIENT)
     first = await dial(place, hello("first"))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     second = await dial(place, hello("second"))
     await place.until(lambda: place.server._control._channels["learner-0"].liveness._asking == 1)
     await first.close()
@@ -98,14 +98,14 @@ async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(p
 async def test_a_first_that_does_not_answer_loses_its_name(place: Place) -> None:
     await place.open(Limits(answer_s=0.1))
     await dial(place, hello("first"))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     assert await first_word(await dial(place, hello("second"))) == Started(uploader="nobody")
 
 
 async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place) -> None:
     await place.open(Limits(answer_s=0.1))
     await dial(place, hello("first"))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     others = [await dial(place, hello(f"other-{number}")) for number in range(4)]
 
     async def reads(socket: aiohttp.ClientWebSocketResponse) -> list[object]:
@@ -117,6 +117,6 @@ async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place)
             await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
     answers = [task.result()[0] for task in tasks if task.done()]
     assert all(isinstance(answer, Refused) for answer in answers)
-    assert len(place.desk.told("opened")) == 2
+    assert len(place.handlers.told("opened")) == 2
     for task in tasks:
         task.cancel()

@@ -12,9 +12,9 @@ from typing import get_args
 import pytest
 
 from atoll.fabric import nearby
+from atoll.fabric.address import parse_address
 from atoll.fabric.nearby import is_private, publish_secrets, published_secrets, secret_for, withdraw_secrets
 from atoll.fabric.tokens import Role
-from atoll.fabric.way import way_of
 from atoll.protocol.errors import ConfigError
 
 SECRETS: dict[Role, str] = {role: f"{role}-".ljust(32, "x") for role in get_args(Role)}
@@ -45,8 +45,8 @@ def test_a_request_shows_the_secret_of_the_least_role_that_its_path_takes(env: d
     }
     roles: list[Role] = ["viewer", "viewer", "learner", "learner", "evaluator", "operator"]
     assert list(shown.values()) == [SECRETS[role] for role in roles]
-    way = way_of(f"http://localhost:{PORT}", env)
-    assert way.headers_for(f"http://{HOST}:{PORT}/v1/drain") == {"Authorization": f"Bearer {SECRETS['operator']}"}
+    address = parse_address(f"http://localhost:{PORT}", env)
+    assert address.headers_for(f"http://{HOST}:{PORT}/v1/drain") == {"Authorization": f"Bearer {SECRETS['operator']}"}
     withdraw_secrets(HOST, PORT, env)
     assert published_secrets(HOST, PORT, env) == {} and not file(env).exists()
 
@@ -64,7 +64,7 @@ def test_nobody_else_can_read_them_whatever_the_umask(env: dict[str, str]) -> No
 def test_another_address_is_shown_nothing(env: dict[str, str], url: str) -> None:
     """Of the same port and another address, or the next port, anybody may be the owner."""
     publish_secrets(HOST, PORT, SECRETS, env)
-    assert way_of(url, env).headers_for(f"{url}/v1/status") == {}
+    assert parse_address(url, env).headers_for(f"{url}/v1/status") == {}
 
 
 def test_whoever_takes_the_port_of_a_dead_syncer_is_shown_nothing(env: dict[str, str]) -> None:

@@ -13,8 +13,8 @@ from tests.connect_proxy import ConnectProxy
 from tests.fabric.conftest import WAIT_S, Learner
 from tests.fabric.secured import SECRET, Secured, secured_server
 
+from atoll.fabric.address import parse_address
 from atoll.fabric.client import get_json
-from atoll.fabric.way import way_of
 from atoll.fabric.wire import Limits, digest
 from atoll.protocol.errors import ConfigError, Unreachable
 from atoll.protocol.messages import Started
@@ -89,13 +89,13 @@ async def join() -> AsyncIterator[Join]:
 def test_the_environment_names_the_proxy_and_what_is_in_the_clear_goes_to_none(
     link: str, env: dict[str, str], proxy: str
 ) -> None:
-    assert way_of(link, env).proxy == proxy
+    assert parse_address(link, env).proxy == proxy
 
 
 @pytest.mark.parametrize("value", ["https://proxy:3128", "socks5://proxy:1080", "http://proxy", "http://proxy:none"])
 def test_what_is_no_http_proxy_is_said_without_its_password(value: str) -> None:
     with pytest.raises(ConfigError, match="ATOLL_PROXY is no address of an HTTP proxy: it looks like http://"):
-        way_of(FAR, {"ATOLL_PROXY": value})
+        parse_address(FAR, {"ATOLL_PROXY": value})
 
 
 # ---- through it ------------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ async def test_control_and_bodies_go_through_and_the_proxy_reads_none_of_it(
     monkeypatch: pytest.MonkeyPatch, secured: Secured, join: Join, variable: str, host: str
 ) -> None:
     body = bytes(range(256)) * 8192
-    secured.desk.buffers["learner-0", 1, 0] = bytearray(len(body))
-    secured.desk.fragments[0] = body
+    secured.handlers.buffers["learner-0", 1, 0] = bytearray(len(body))
+    secured.handlers.fragments[0] = body
     async with ConnectProxy().open() as proxy:
         monkeypatch.setenv(variable, proxy.url)
         learner = join(secured.link(host=host))
@@ -116,7 +116,7 @@ async def test_control_and_bodies_go_through_and_the_proxy_reads_none_of_it(
         came = bytearray(len(body))
         assert await learner.link.get_fragment(0, memoryview(came), 10.0) == (3, 7, digest(body))
         await learner.link.close()
-    assert bytes(came) == body == bytes(secured.desk.buffers["learner-0", 1, 0])
+    assert bytes(came) == body == bytes(secured.handlers.buffers["learner-0", 1, 0])
     assert set(proxy.asked_for) == {f"{host}:{secured.server.port}"} and len(proxy.heads) >= 2
     assert len(proxy.seen) > 2 * len(body), "all of it went this way"
     relayed = bytes(proxy.seen) + "".join(proxy.heads).encode()

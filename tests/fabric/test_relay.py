@@ -48,7 +48,7 @@ async def recovery(
 ) -> tuple[Learner, Learner]:
     """A newcomer and its peer, under ticket t-1."""
     await place.open(limits or QUICK, relay_limits=relay_limits)
-    place.desk.tickets["t-1"] = ("newcomer", "peer")
+    place.handlers.tickets["t-1"] = ("newcomer", "peer")
     return await place.joined("newcomer", "n0"), await place.joined("peer", "p0")
 
 
@@ -95,11 +95,11 @@ async def begun_put(place: Place, sent: bytes, offset: int = 0) -> tuple[asyncio
 
 async def begun_get(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A newcomer that has asked, and reads when the test reads."""
-    before = len(place.desk.told("wanted"))
+    before = len(place.handlers.told("wanted"))
     reader, writer = await place.raw()
     lines = ["GET /v1/relay/t-1 HTTP/1.1", "Host: [::1]", *(f"{header}: {value}" for header, value in NEWCOMER.items())]
     writer.write("\r\n".join([*lines, "", ""]).encode())
-    await place.desk.until("wanted", before + 1)
+    await place.handlers.until("wanted", before + 1)
     return reader, writer
 
 
@@ -117,7 +117,7 @@ async def test_a_state_passes_through_the_syncer_bit_for_bit(place: Place) -> No
     into, server = Buffers(), place.server
     bytes_in, bytes_out = server.bytes_in, server.bytes_out
     async with fetching(newcomer, into) as got:
-        assert await place.desk.until("wanted") == ("wanted", "t-1", "newcomer", 0)
+        assert await place.handlers.until("wanted") == ("wanted", "t-1", "newcomer", 0)
         await send(peer, STATE, 0)
     assert got.result() == digest(STATE) and into.data == STATE and into.sizes == [len(STATE)]
     assert (server.bytes_in - bytes_in, server.bytes_out - bytes_out) == (len(STATE), len(STATE))
@@ -129,7 +129,7 @@ async def test_one_ticket_after_another_goes_over_the_same_connections(place: Pl
     for number, state in enumerate((STATE, OTHER, STATE[:1]), 1):
         into = Buffers()
         async with fetching(newcomer, into):
-            await place.desk.until("wanted", number)
+            await place.handlers.until("wanted", number)
             await send(peer, state, 0)
         assert into.data == state
 
@@ -138,12 +138,12 @@ async def test_a_peer_that_breaks_off_is_resumed_and_no_byte_passes_twice(place:
     newcomer, peer = await recovery(place)
     into, received = Buffers(), newcomer.link.bytes_in
     async with fetching(newcomer, into):
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         for number, stop in enumerate((2 * MIB + 7, 3 * MIB), 2):
-            at = start(place.desk.told("wanted")[-1])
+            at = start(place.handlers.told("wanted")[-1])
             _, writer = await begun_put(place, STATE[at:stop], at)
             writer.close()
-            assert start(await place.desk.until("wanted", number)) == stop
+            assert start(await place.handlers.until("wanted", number)) == stop
         await send(peer, STATE, 3 * MIB)
     assert into.data == STATE and into.sizes == [len(STATE)]
     assert newcomer.link.bytes_in - received == place.relay.bytes_in == place.relay.bytes_out == len(STATE)
@@ -153,13 +153,13 @@ async def test_a_peer_with_another_state_makes_the_newcomer_start_over(place: Pl
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with fetching(newcomer, into):
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         _, writer = await begun_put(place, STATE[: 2 * MIB])
         writer.close()
-        assert start(await place.desk.until("wanted", 2)) == 2 * MIB
+        assert start(await place.handlers.until("wanted", 2)) == 2 * MIB
         with pytest.raises(PeerError, match="the newcomer is gone"):
             await send(peer, OTHER, 2 * MIB)
-        assert start(await place.desk.until("wanted", 3)) == 0
+        assert start(await place.handlers.until("wanted", 3)) == 0
         await send(peer, OTHER, 0)
     assert into.data == OTHER and into.sizes == [len(STATE)]
 
@@ -168,10 +168,10 @@ async def test_a_peer_whose_state_is_shorter_than_what_came_sends_it_whole(place
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with fetching(newcomer, into):
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         _, writer = await begun_put(place, STATE[: 2 * MIB])
         writer.close()
-        at = start(await place.desk.until("wanted", 2))
+        at = start(await place.handlers.until("wanted", 2))
         await send(peer, OTHER[:MIB], at)
     assert into.data == OTHER[:MIB] and into.sizes == [len(STATE), MIB]
 
@@ -183,7 +183,7 @@ async def test_a_state_of_another_digest_than_named_is_a_peer_error(place: Place
     newcomer, peer = await recovery(place)
     async with asyncio.timeout(WAIT_S):
         got = asyncio.create_task(fetch(newcomer, Buffers()))
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         await send(peer, STATE, 0, name=digest(OTHER))
         with pytest.raises(PeerError, match=f"digest {digest(STATE)}, its source named {digest(OTHER)}"):
             await got
@@ -194,19 +194,19 @@ async def test_a_state_above_the_limit_is_a_peer_error_before_anything_is_alloca
     into = Buffers()
     async with asyncio.timeout(WAIT_S):
         got = asyncio.create_task(fetch(newcomer, into, most_bytes=len(STATE) - 1))
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         with pytest.raises(PeerError, match="the newcomer is gone"):
             await send(peer, STATE * 4, 0)
         with pytest.raises(PeerError, match=f"at most {len(STATE) - 1} are taken"):
             await got
-    assert into.sizes == [] and len(place.desk.told("wanted")) == 1
+    assert into.sizes == [] and len(place.handlers.told("wanted")) == 1
 
 
 async def test_a_newcomer_whose_peer_never_comes_gives_up_after_five_tries(place: Place) -> None:
     newcomer, _ = await recovery(place, relay_limits=RelayLimits(peer_s=0.01))
     with pytest.raises(Unreachable, match=r"no peer sent its state within 0\.01 s"):
         await fetch(newcomer, Buffers())
-    assert len(place.desk.told("wanted")) == 5 and place.relay._streams == {}
+    assert len(place.handlers.told("wanted")) == 5 and place.relay._streams == {}
 
 
 async def test_a_deadline_covers_every_try_and_says_how_far_it_came(place: Place) -> None:
@@ -286,7 +286,7 @@ async def test_a_second_request_replaces_the_first_before_the_peer_came(place: P
     async with fetching(newcomer, into):
         answer = await older.readuntil(b"}")
         assert b" 409 " in answer and b"replaced by a newer request" in answer
-        await place.desk.until("wanted", 2)
+        await place.handlers.until("wanted", 2)
         await send(peer, STATE, 0)
     assert into.data == STATE
 
@@ -298,7 +298,7 @@ async def test_a_second_request_replaces_the_first_in_the_middle_and_the_peer_is
     into = Buffers()
     async with fetching(newcomer, into):
         assert len(await older.read()) < len(STATE)
-        await place.desk.until("wanted", 2)
+        await place.handlers.until("wanted", 2)
         writer.write(STATE[MIB : MIB + 1])
         assert b"replaced by a newer request" in await sender.readuntil(b"}")
         await send(peer, STATE, 0)
@@ -336,7 +336,7 @@ async def test_a_newcomer_without_the_right_to_a_state_is_refused(
     await recovery(place)
     found, text = await place.request("GET", path, headers=headers)
     assert (found, says in error(text)) == (status, True)
-    assert place.desk.told("wanted") == [] and place.relay._streams == {}
+    assert place.handlers.told("wanted") == [] and place.relay._streams == {}
 
 
 SMALL = STATE[:100]
@@ -362,11 +362,11 @@ async def test_a_peer_that_may_not_send_this_is_refused_and_the_newcomer_waits_o
     newcomer, peer = await recovery(place)
     into = Buffers()
     async with fetching(newcomer, into):
-        await place.desk.until("wanted")
+        await place.handlers.until("wanted")
         found, text = await place.request("PUT", "/v1/relay/t-1", SMALL, headers)
         assert (found, says in error(text)) == (status, True)
         await send(peer, STATE, 0)
-    assert into.data == STATE and len(place.desk.told("wanted")) == 1
+    assert into.data == STATE and len(place.handlers.told("wanted")) == 1
 
 
 async def test_a_state_nobody_waits_for_is_refused(place: Place) -> None:
@@ -386,15 +386,15 @@ async def test_a_second_peer_at_the_same_time_is_refused(place: Place) -> None:
 
 async def test_streams_are_bounded_and_those_whose_newcomer_is_gone_do_not_count(place: Place) -> None:
     await recovery(place, relay_limits=RelayLimits(streams=1))
-    place.desk.tickets["t-2"] = ("newcomer", "peer")
+    place.handlers.tickets["t-2"] = ("newcomer", "peer")
     _, writer = await begun_get(place)
     status, text = await place.request("GET", "/v1/relay/t-2", headers=NEWCOMER)
     assert status == 429 and "1 states are being passed on already" in error(text)
-    assert len(place.desk.told("wanted")) == 1
+    assert len(place.handlers.told("wanted")) == 1
     writer.close()
     await place.until(lambda: not place.relay._streams["t-1"].listening())
     waiting = asyncio.create_task(place.request("GET", "/v1/relay/t-2", headers=NEWCOMER))
-    await place.desk.until("wanted", 2)
+    await place.handlers.until("wanted", 2)
     await place.until(lambda: list(place.relay._streams) == ["t-2"])
     place.relay.close("over")
     assert (await waiting)[0] == 503

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.desk import Channel
+from atoll.fabric.handlers import Channel
 from atoll.fabric.outbox import Outbox
 from atoll.fabric.sequence import Sequences
 from atoll.fabric.wire import Limits, decode_from_syncer, encode
@@ -69,13 +69,15 @@ async def test_a_link_numbers_what_it_says_also_over_reconnects(place: Place) ->
     await place.open()
     learner = await place.joined()
     assert learner.link.send(Heartbeat())
-    await place.desk.until("received")
+    await place.handlers.until("received")
     before = learner.link._seq
-    place.desk.channels["learner-0"].drop("a bad line")
+    place.handlers.channels["learner-0"].drop("a bad line")
     await learner.lost_it()
-    await place.desk.until("opened", 2)
+    await place.handlers.until("opened", 2)
     assert learner.link._seq > before
-    assert await place.desk.until("received") == ("received", "learner-0", Heartbeat()), "numbers belong to the wire"
+    assert await place.handlers.until("received") == ("received", "learner-0", Heartbeat()), (
+        "numbers belong to the wire"
+    )
 
 
 async def test_a_successor_of_a_dead_courier_begins_above_it(place: Place) -> None:
@@ -83,7 +85,7 @@ async def test_a_successor_of_a_dead_courier_begins_above_it(place: Place) -> No
     first = await place.joined()
     for _ in range(100):
         first.link.send(Heartbeat())
-    await place.desk.until("received", 100)
+    await place.handlers.until("received", 100)
     await place.joined()  # the same learner and session, from a link of its own
     assert place.server.bad_frames == 0
 
@@ -101,7 +103,7 @@ async def test_a_message_that_was_said_before_costs_the_channel(place: Place, ag
     socket = await spoke(place, hello(7), encode(Heartbeat(seq=9)), again)
     assert says in (await refused(socket)).reason
     assert place.server.bad_frames == 1
-    assert place.desk.told("received") == [("received", "learner-0", Heartbeat())]
+    assert place.handlers.told("received") == [("received", "learner-0", Heartbeat())]
 
 
 @pytest.mark.parametrize(
@@ -117,40 +119,40 @@ async def test_a_hello_that_was_said_before_opens_nothing_and_the_owner_stays(
 ) -> None:
     await place.open()
     owner = await spoke(place, hello(7), encode(Heartbeat(seq=9)))
-    await place.desk.until("received")
+    await place.handlers.until("received")
     assert says in (await refused(await spoke(place, again))).reason
-    assert place.server.bad_frames == 1 and len(place.desk.told("opened")) == 1
+    assert place.server.bad_frames == 1 and len(place.handlers.told("opened")) == 1
     await owner.send_bytes(encode(Heartbeat(seq=10)))
-    await place.desk.until("received", 2)
+    await place.handlers.until("received", 2)
 
 
 async def test_another_session_counts_for_itself(place: Place) -> None:
     await place.open()
     await spoke(place, hello(7))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     await spoke(place, hello(1, session="s1"), encode(Heartbeat(seq=2)))
-    await place.desk.until("received")
+    await place.handlers.until("received")
     assert place.server.bad_frames == 0
 
 
 async def test_what_the_older_channel_still_says_is_passed_over(place: Place) -> None:
     await place.open()
     older = await spoke(place, hello(7))
-    await place.desk.until("opened")
+    await place.handlers.until("opened")
     await spoke(place, hello(20))
-    await place.desk.until("opened", 2)
+    await place.handlers.until("opened", 2)
     await older.send_bytes(encode(Heartbeat(seq=8)))
     async with asyncio.timeout(10):
         async for _ in older:
             pass
-    assert place.server.bad_frames == 0 and place.desk.told("received") == []
+    assert place.server.bad_frames == 0 and place.handlers.told("received") == []
 
 
 async def test_a_hello_that_the_desk_refuses_takes_no_number(place: Place) -> None:
     await place.open(Limits(sessions=2))
     owner = await spoke(place, hello(7))
-    await place.desk.until("opened")
-    place.desk.refuse = "not now"
+    await place.handlers.until("opened")
+    place.handlers.refuse = "not now"
     assert (await refused(await spoke(place, hello(30)))).reason == "not now"
     await owner.send_bytes(encode(Heartbeat(seq=8)))
-    await place.desk.until("received")
+    await place.handlers.until("received")

@@ -24,7 +24,7 @@ async def ready(place: Place, limits: Limits | None = None) -> None:
     """A joined learner that is asked for a body of 4096 bytes."""
     await place.open(limits)
     await place.joined()
-    place.desk.buffers["learner-0", 5, 1] = bytearray(len(BODY))
+    place.handlers.buffers["learner-0", 5, 1] = bytearray(len(BODY))
 
 
 def error(text: str) -> str:
@@ -35,13 +35,13 @@ def error(text: str) -> str:
 
 async def begin(place: Place, sent: bytes, path: str = PATH) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A PUT whose body stops after `sent`, once the server asked its desk for the buffer."""
-    asked = len(place.desk.told("asked"))
+    asked = len(place.handlers.told("asked"))
     reader, writer = await place.raw()
     head = [f"PUT {path} HTTP/1.1", "Host: [::1]", f"Content-Length: {len(BODY)}"]
     head += [f"{name}: {value}" for name, value in HEADERS.items()]
     writer.write("\r\n".join([*head, "", ""]).encode() + sent)
     await writer.drain()
-    await place.desk.until("asked", asked + 1)
+    await place.handlers.until("asked", asked + 1)
     return reader, writer
 
 
@@ -49,9 +49,9 @@ async def test_a_whole_body_arrives(place: Place) -> None:
     await ready(place)
     before = place.server.bytes_in
     assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
-    assert place.desk.buffers["learner-0", 5, 1] == BODY
-    assert place.desk.told("arrived") == [("arrived", "learner-0", 5, 1, digest(BODY))]
-    assert place.desk.told("aborted") == []
+    assert place.handlers.buffers["learner-0", 5, 1] == BODY
+    assert place.handlers.told("arrived") == [("arrived", "learner-0", 5, 1, digest(BODY))]
+    assert place.handlers.told("aborted") == []
     assert place.server.bytes_in - before == len(BODY)
 
 
@@ -61,8 +61,8 @@ async def test_a_body_of_another_size_is_refused_naming_both(place: Place, body:
     status, text = await place.request("PUT", PATH, body, HEADERS)
     assert status == 400
     assert f"{len(body)} bytes" in error(text) and "exactly 4096 bytes" in error(text)
-    assert place.desk.told("arrived") == []
-    assert len(place.desk.told("aborted")) == 1
+    assert place.handlers.told("arrived") == []
+    assert len(place.handlers.told("aborted")) == 1
 
 
 async def test_a_body_without_a_length_is_refused(place: Place) -> None:
@@ -78,8 +78,8 @@ async def test_a_body_of_another_digest_is_refused(place: Place) -> None:
     await ready(place)
     status, text = await place.request("PUT", PATH, BODY[::-1], HEADERS)
     assert status == 422 and digest(BODY) in error(text)
-    assert place.desk.told("arrived") == []
-    assert len(place.desk.told("aborted")) == 1
+    assert place.handlers.told("arrived") == []
+    assert len(place.handlers.told("aborted")) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ async def test_a_body_nobody_asked_for_is_refused(
     await ready(place)
     found, text = await place.request("PUT", path, BODY, headers)
     assert (found, says in error(text)) == (status, True)
-    assert place.desk.told("arrived") == []
+    assert place.handlers.told("arrived") == []
 
 
 async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: Place) -> None:
     await ready(place)
     _, writer = await begin(place, BODY[:100])
     writer.close()
-    aborted = await place.desk.until("aborted")
+    aborted = await place.handlers.until("aborted")
     assert aborted[:4] == ("aborted", "learner-0", 5, 1)
     assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
 
@@ -122,17 +122,17 @@ async def test_a_body_that_trickles_is_cut_off(place: Place, limits: Limits) -> 
     async with asyncio.timeout(10):
         answer = await reader.readuntil(b"}")
     assert b" 408 " in answer and b"too slowly: 100 of 4096 bytes" in answer
-    assert len(place.desk.told("aborted")) == 1
+    assert len(place.handlers.told("aborted")) == 1
 
 
 async def test_bodies_beyond_the_budget_of_a_learner_wait(place: Place) -> None:
     await ready(place, Limits(budget_bytes=len(BODY) + 1))
-    place.desk.buffers["learner-0", 6, 1] = bytearray(len(BODY))
+    place.handlers.buffers["learner-0", 6, 1] = bytearray(len(BODY))
     _, writer = await begin(place, BODY[:100])
     status, text = await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS)
     assert status == 429 and "budget of 4097" in error(text)
     writer.write(BODY[100:])
-    await place.desk.until("arrived")
+    await place.handlers.until("arrived")
     assert (await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS))[0] == 204
 
 
@@ -142,8 +142,8 @@ async def test_the_same_body_twice_at_once_is_refused_and_the_first_goes_on(plac
     status, text = await place.request("PUT", PATH, BODY, HEADERS)
     assert status == 409 and "already" in error(text)
     writer.write(BODY[100:])
-    await place.desk.until("arrived")
-    assert place.desk.told("aborted") == []
+    await place.handlers.until("arrived")
+    assert place.handlers.told("aborted") == []
 
 
 async def test_a_body_of_an_older_session_counts_for_nothing(place: Place) -> None:
@@ -151,16 +151,16 @@ async def test_a_body_of_an_older_session_counts_for_nothing(place: Place) -> No
     _, writer = await begin(place, BODY[:100])
     await place.joined(session="s1")
     writer.write(BODY[100:])
-    assert "another session" in str((await place.desk.until("aborted"))[4])
-    assert place.desk.told("arrived") == []
+    assert "another session" in str((await place.handlers.until("aborted"))[4])
+    assert place.handlers.told("arrived") == []
 
 
 async def test_initial_parameters_arrive(place: Place) -> None:
     await ready(place)
-    place.desk.initials[2] = bytearray(len(BODY))
+    place.handlers.initials[2] = bytearray(len(BODY))
     assert (await place.request("PUT", "/v1/initial/learner-0/2", BODY, HEADERS))[0] == 204
-    assert place.desk.initials[2] == BODY
-    assert place.desk.told("initial") == [("initial", "learner-0", 2, digest(BODY))]
+    assert place.handlers.initials[2] == BODY
+    assert place.handlers.told("initial") == [("initial", "learner-0", 2, digest(BODY))]
 
 
 async def test_an_unknown_fragment_is_not_found(place: Place) -> None:
@@ -171,18 +171,18 @@ async def test_an_unknown_fragment_is_not_found(place: Place) -> None:
 
 async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place: Place) -> None:
     await place.open(Limits(send_s=0.1))
-    place.desk.fragments[0] = bytes(64 << 20)
+    place.handlers.fragments[0] = bytes(64 << 20)
     _, leaving = await place.raw()
     leaving.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     await leaving.drain()
     leaving.close()
-    await place.desk.until("released", 1)
+    await place.handlers.until("released", 1)
     _, stalling = await place.raw()
     stalling.transport.pause_reading()  # type: ignore[attr-defined]
     stalling.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     await stalling.drain()
-    await place.desk.until("released", 2)
-    assert place.desk.held == 0
+    await place.handlers.until("released", 2)
+    assert place.handlers.held == 0
 
 
 async def test_status_manifest_and_scores(place: Place) -> None:
@@ -191,7 +191,7 @@ async def test_status_manifest_and_scores(place: Place) -> None:
     assert await place.request("GET", "/v1/manifest") == (200, '{"fragments": 0}')
     body = b'{"round": 4, "loss": 2.5, "cpu_s": 0.1}'
     assert (await place.request("POST", "/v1/scores", body))[0] == 204
-    assert place.desk.told("score") == [("score", Score(round=4, loss=2.5, cpu_s=0.1))]
+    assert place.handlers.told("score") == [("score", Score(round=4, loss=2.5, cpu_s=0.1))]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_a_bad_score_is_refused(place: Place, body: bytes, status: int) ->
     await place.open()
     found, text = await place.request("POST", "/v1/scores", io.BytesIO(body))
     assert found == status and error(text)
-    assert place.desk.told("score") == []
+    assert place.handlers.told("score") == []
 
 
 async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
@@ -271,6 +271,6 @@ async def test_a_port_in_use_is_a_one_line_error_with_the_fix(place: Place) -> N
 
 def test_a_port_that_cannot_be_and_a_bind_beyond_this_machine_are_refused(place: Place) -> None:
     with pytest.raises(ConfigError, match="port = 70000"):
-        Server(place.desk, host="127.0.0.1", port=70000)
+        Server(place.handlers, host="127.0.0.1", port=70000)
     with pytest.raises(ConfigError, match="binding to 0"):
-        Server(place.desk, host="0.0.0.0", port=0)
+        Server(place.handlers, host="0.0.0.0", port=0)

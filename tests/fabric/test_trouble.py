@@ -11,9 +11,9 @@ import pytest
 from tests.fabric.conftest import Place
 from tests.fabric.secured import SECRET, Secured, secured_server
 
+from atoll.fabric.address import SyncerAddress
 from atoll.fabric.client import get_fragment_once, get_json
 from atoll.fabric.trouble import told
-from atoll.fabric.way import Way
 from atoll.fabric.wire import digest
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 
@@ -33,10 +33,10 @@ async def complaint(link: str) -> str:
 
 @pytest.mark.parametrize("size", [1, 4096, 1 << 20, (5 << 20) + 3])
 async def test_a_fragment_of_any_size_comes_over_tls(secured: Secured, size: int) -> None:
-    secured.desk.fragments[0] = bytes(index % 251 for index in range(4096)) * (size // 4096) + b"x" * (size % 4096)
+    secured.handlers.fragments[0] = bytes(index % 251 for index in range(4096)) * (size // 4096) + b"x" * (size % 4096)
     came = bytearray(size)
     assert (await get_fragment_once(secured.link(), 0, memoryview(came), 10.0))[2] == digest(came)
-    assert bytes(came) == secured.desk.fragments[0]
+    assert bytes(came) == secured.handlers.fragments[0]
 
 
 async def test_a_wrong_token_is_told_in_the_syncers_words(secured: Secured) -> None:
@@ -57,7 +57,7 @@ async def test_nobody_there_is_told_in_the_systems_words(secured: Secured) -> No
 
 async def test_tls_to_a_plain_port_is_told(place: Place, secured: Secured) -> None:
     await place.open()
-    link = Way(urls=(f"https://127.0.0.1:{place.server.port}",), token=SECRET, pin=secured.pin).link()
+    link = SyncerAddress(urls=(f"https://127.0.0.1:{place.server.port}",), token=SECRET, pin=secured.pin).link()
     assert "it answers, but not in TLS: is that the port of a plain HTTP server?" in await complaint(link)
 
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from atoll.fabric import tasks
-from atoll.fabric.desk import Desk
+from atoll.fabric.handlers import Handlers
 from atoll.fabric.server import Server
 from atoll.observe.dashboard import NAME, Dashboard, history, lanes, pages, site, viewers
 from atoll.observe.dashboard.history import History, rounds_behind
@@ -42,7 +42,7 @@ class Place:
     def __init__(self, folder: Path, status: RunStatus) -> None:
         self.status = status
         self.dashboard = Dashboard(folder / "events.jsonl")
-        self.server = Server(cast(Desk, NoDesk()), host="127.0.0.1", port=0, pages=self.dashboard)
+        self.server = Server(cast(Handlers, NoDesk()), host="127.0.0.1", port=0, pages=self.dashboard)
 
     async def open(self) -> None:
         await self.server.start()

@@ -17,10 +17,10 @@ from tests.fabric.secured import SECRET, Secured, SecuredDesk, secured_server
 from tests.observe.conftest import a_status
 
 from atoll import cli
+from atoll.fabric.address import parse_address
 from atoll.fabric.dial import Dialled
 from atoll.fabric.link import Bottleneck, Line
 from atoll.fabric.server import Server
-from atoll.fabric.way import way_of
 from atoll.observe.doctor import carry, door, machine, software, speed, syncer
 from atoll.observe.doctor.carry import Link, Load
 from atoll.observe.doctor.check import Check
@@ -31,7 +31,7 @@ from atoll.simulate.bandwidth_profiles import profile
 from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32
-WAY = way_of(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
+WAY = parse_address(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
 HERE = Address("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
 GONE = Address("https://b.example:2", None, "Connection refused")
 LOAD = Load(parameters=100e6, step_s=0.4)
@@ -149,13 +149,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
-    async with secured_server(tmp_path, desk=Run("training")) as place:
+    async with secured_server(tmp_path, handlers=Run("training")) as place:
         yield place
 
 
 async def checked(link: str, *model: float) -> dict[str, Check]:
     """By name; the doctor has an event loop of its own."""
-    return {check.name: check for check in await asyncio.to_thread(lambda: list(syncer.checks(way_of(link), *model)))}
+    return {
+        check.name: check for check in await asyncio.to_thread(lambda: list(syncer.checks(parse_address(link), *model)))
+    }
 
 
 async def test_the_whole_way_is_measured(secured: Secured) -> None:
@@ -181,7 +183,7 @@ async def test_the_whole_way_is_measured(secured: Secured) -> None:
 
 
 async def test_a_run_that_has_not_begun_is_measured_for_a_model_that_is_named(tmp_path: Path) -> None:
-    async with secured_server(tmp_path, desk=Run("waiting")) as place:
+    async with secured_server(tmp_path, handlers=Run("waiting")) as place:
         found = await checked(place.link())
         assert "--parameters N and --step SECONDS would say" in found["carries"].value
         assert "100M parameters" in (await checked(place.link(), 1e8, 0.4))["carries"].value
@@ -194,7 +196,7 @@ async def test_an_address_of_a_standby_is_a_warning(secured: Secured) -> None:
 
 
 async def test_a_certificate_with_few_days_left_is_a_warning(tmp_path: Path) -> None:
-    async with secured_server(tmp_path, days=3.0, desk=Run("training")) as place:
+    async with secured_server(tmp_path, days=3.0, handlers=Run("training")) as place:
         found = (await checked(place.link()))["certificate"]
     assert found.verdict == "warn" and "counts for 3 more days" in found.value
 
@@ -205,7 +207,7 @@ async def test_a_wrong_token_fails_in_the_syncers_words(secured: Secured) -> Non
 
 
 async def test_a_viewers_token_does_not_measure(tmp_path: Path) -> None:
-    async with secured_server(tmp_path, role="viewer", desk=Run("training")) as place:
+    async with secured_server(tmp_path, role="viewer", handlers=Run("training")) as place:
         found = await checked(place.link())
     assert "the token 'join' is for a viewer, and this takes a learner" in found["syncer"].value
 

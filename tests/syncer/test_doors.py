@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
 
 def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
     doors = doors_of(Service(), lambda: "r1", secrets=tmp_path / "secrets")
-    assert doors.guard is not None and doors.tls is None
+    assert doors.authorizer is not None and doors.tls is None
     assert (
         set(doors.secrets) == {"viewer", "learner", "evaluator", "operator"} and len(set(doors.secrets.values())) == 4
     )
@@ -148,12 +148,16 @@ def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Pat
 
 def test_keys_bring_both(keys: KeyDir) -> None:
     doors = doors_of(Service(keys=str(keys.path)), lambda: "r1")
-    assert doors.guard is not None and doors.tls is not None and "is not there" not in doors.guard.gone("join", "")
+    assert (
+        doors.authorizer is not None
+        and doors.tls is not None
+        and "is not there" not in doors.authorizer.gone("join", "")
+    )
 
 
 def test_behind_a_proxy_that_ends_tls_tokens_are_asked_for_all_the_same(keys: KeyDir) -> None:
     doors = doors_of(Service(keys=str(keys.path), front="front.crt"), lambda: "r1")
-    assert doors.guard is not None and doors.tls is None
+    assert doors.authorizer is not None and doors.tls is None
 
 
 def test_mutual_tls_needs_an_authority(keys: KeyDir) -> None:

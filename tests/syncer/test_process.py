@@ -19,7 +19,7 @@ from atoll.syncer.service import SyncerService
 from .conftest import WAIT_S, Stage
 
 KILLED = {
-    "accept": ("atoll.fabric.doorway", "Doorway", "_accept"),
+    "accept": ("atoll.fabric.listener", "Listener", "_accept"),
     "sweep": ("atoll.fabric.server", "Server", "_sweep"),
     "journal": ("atoll.syncer.effect_queue", "EffectQueue", "run"),
 }
@@ -73,8 +73,8 @@ async def until_it_falls(folder: Path, act: Callable[[Stage, SyncerService], Awa
 
 async def test_a_port_whose_listener_is_gone_ends_the_run(tmp_path: Path) -> None:
     async def shut_down(stage: Stage, service: SyncerService) -> None:
-        assert service.server._doorway is not None and service.server._doorway._listener is not None
-        service.server._doorway._listener.shutdown(socket.SHUT_RDWR)
+        assert service.server._listener is not None and service.server._listener._listener is not None
+        service.server._listener._listener.shutdown(socket.SHUT_RDWR)
 
     with pytest.raises(ExceptionGroup) as caught:
         await until_it_falls(tmp_path, shut_down)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
+from atoll.fabric.address import parse_address
 from atoll.fabric.client import get_fragment_once, get_json, post_score
-from atoll.fabric.way import way_of
 from atoll.fabric.wire import Score, digest
 from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
@@ -357,7 +357,7 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(("127.0.0.1", port))
-    shown = way_of(url(stage), {}).headers_for(f"{url(stage)}/v1/fragments/0")
+    shown = parse_address(url(stage), {}).headers_for(f"{url(stage)}/v1/fragments/0")
     asked = "GET /v1/fragments/0 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {Authorization}\r\n\r\n"
     slow.sendall(asked.format(**shown).encode())
     await until(lambda: parameters.held()[0].readers == 1)

@@ -7,7 +7,7 @@ from tests.connect_proxy import FAR, ConnectProxy
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.joining import link_of, make_keys
 
-from atoll.fabric.way import way_of
+from atoll.fabric.address import parse_address
 from atoll.observe.verify import verify_run
 
 pytestmark = pytest.mark.system
@@ -34,5 +34,5 @@ def test_a_learner_contributes_through_a_proxy_that_reads_nothing(run: Run) -> N
     assert report.ok, report.problem
     assert set(proxy.asked_for) == {f"{FAR}:{port}"}, "a name that only the proxy can resolve"
     assert len(proxy.seen) > 5 * (2 << 20), "bodies went this way too"
-    token = way_of(link, {}).token
+    token = parse_address(link, {}).token
     assert token and token.encode() not in bytes(proxy.seen) + "".join(proxy.heads).encode()

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from tests.system.conftest import SCRIPTS, Run, heed_interrupts, members
 
+from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.tokens import new_secret
-from atoll.fabric.way import Way, way_of
 from atoll.store.keys import KeyDir
 from atoll.syncer.doors import read_tokens
 
@@ -32,25 +32,25 @@ def beside() -> Iterator[list[subprocess.Popen[bytes]]]:
         one.wait()
 
 
-async def asked(way: Way, path: str, method: str = "GET") -> tuple[int, bytes]:
-    url = f"{way.urls[0]}{path}"
-    shown, tls = way.headers_for(url), way.context()
+async def asked(address: SyncerAddress, path: str, method: str = "GET") -> tuple[int, bytes]:
+    url = f"{address.urls[0]}{path}"
+    shown, tls = address.headers_for(url), address.context()
     async with aiohttp.ClientSession() as http, http.request(method, url, headers=shown, ssl=tls) as it:
         head = "\n".join(f"{name}: {value}" for name, value in it.headers.items())
         return it.status, head.encode() + await it.read()
 
 
-async def looked_at(way: Way) -> bytes:
+async def looked_at(address: SyncerAddress) -> bytes:
     """The first that a viewer of the dashboard is told."""
-    headers = {**way.headers_for(f"{way.urls[0]}/v1/live"), "Origin": way.urls[0]}
+    headers = {**address.headers_for(f"{address.urls[0]}/v1/live"), "Origin": address.urls[0]}
     async with (
         aiohttp.ClientSession() as http,
-        http.ws_connect(f"{way.urls[0]}/v1/live", headers=headers, ssl=way.context()) as socket,
+        http.ws_connect(f"{address.urls[0]}/v1/live", headers=headers, ssl=address.context()) as socket,
     ):
         return str((await socket.receive(timeout=10)).data).encode()
 
 
-async def answered(boss: Way, wrong: Way) -> tuple[dict[str, tuple[int, bytes]], bytes, bytes]:
+async def answered(boss: SyncerAddress, wrong: SyncerAddress) -> tuple[dict[str, tuple[int, bytes]], bytes, bytes]:
     answers = {path: await asked(boss, path) for path in PAGES}
     live, (_, stranger) = await looked_at(boss), await asked(wrong, "/v1/status")
     await asyncio.sleep(0.2)  # TLS closes in its own time, and aiohttp does not wait for it
@@ -79,12 +79,12 @@ def test_no_secret_leaves_the_folder_of_keys(run: Run, beside: list[subprocess.P
     run.start("syncer", "--out", run.out, "--keys", keys.path, "--bind", "127.0.0.1", "--port", "0", "--learners", "1")
     run.address()
     link = run.command("tokens", "--keys", keys.path, "link", "join").stdout.strip()
-    way, secrets = way_of(link, {}), secrets_of(keys)
+    address, secrets = parse_address(link, {}), secrets_of(keys)
 
     # A learner, as a person starts it, and one with a token that nobody knows.
     atoll = run.folder / "atoll"
     atoll.write_text("from atoll.entry import main\nmain()\n")
-    wrong = Way(urls=way.urls, run=way.run, token=new_secret(), pin=way.pin)
+    wrong = SyncerAddress(urls=address.urls, run=address.run, token=new_secret(), pin=address.pin)
     secrets.append(wrong.token.encode())
     for name, shown in (("learner-0", link), ("stranger", wrong.link())):
         with (run.folder / f"{name}.log").open("wb") as log:
@@ -105,7 +105,7 @@ def test_no_secret_leaves_the_folder_of_keys(run: Run, beside: list[subprocess.P
     seen = {str(path): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
     assert any(b"line.py" in words for words in seen.values())
     assert leaks(secrets, **seen) == []
-    boss = Way(urls=way.urls, token=read_tokens(keys).named("operator").secret, pin=way.pin)
+    boss = SyncerAddress(urls=address.urls, token=read_tokens(keys).named("operator").secret, pin=address.pin)
     answers, live, stranger = asyncio.run(answered(boss, wrong))
     assert [answers[path][0] for path in ("/", "/metrics", "/v1/status")] == [200, 200, 200]
     assert leaks(secrets, **{path: body for path, (_, body) in answers.items()}) == []
@@ -150,7 +150,7 @@ def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(ru
     seen = {str(path): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
     assert any(str(run.out).encode() in words for words in seen.values())
     assert leaks(secrets, **seen) == []
-    boss = way_of(url, {})
+    boss = parse_address(url, {})
     answers = asyncio.run(answered_in_the_clear(boss))
     assert [answers[path][0] for path in ("/", "/metrics", "/v1/status", "/v1/fragments/0")] == [200] * 4
     assert leaks(secrets, **{path: body for path, (_, body) in answers.items()}) == []
@@ -173,5 +173,5 @@ def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(ru
     assert leaks(secrets, **files, stdout=run.stdout.encode(), stderr=run.stderr.encode()) == []
 
 
-async def answered_in_the_clear(boss: Way) -> dict[str, tuple[int, bytes]]:
+async def answered_in_the_clear(boss: SyncerAddress) -> dict[str, tuple[int, bytes]]:
     return {path: await asked(boss, path) for path in PAGES}

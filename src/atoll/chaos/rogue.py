@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from atoll.chaos.attacks import ATTACKS, Attack
 from atoll.chaos.truth import ROGUE
+from atoll.fabric.address import parse_address
 from atoll.fabric.client import Link
-from atoll.fabric.way import way_of
 from atoll.fabric.wire import digest, encode
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, make_plan
@@ -88,7 +88,9 @@ class Rogue:
             while True:
                 try:
                     url = f"{self._link.url}/v1/control"
-                    async with session.ws_connect(url, headers=way_of(self._link.url).headers_for(url)) as socket:
+                    async with session.ws_connect(
+                        url, headers=parse_address(self._link.url).headers_for(url)
+                    ) as socket:
                         hello = self.machine.hello()
                         await socket.send_bytes(encode(replace(hello, seq=time.monotonic_ns())))
                         await socket.receive(timeout=BODY_S)

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from atoll.cli.commands import app as app
 from atoll.config import convert, merged
+from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
-from atoll.fabric.way import SCHEME, Way, way_of, without_secrets
 from atoll.observe.closing import print_closing
 from atoll.observe.story import last_sample, story
 from atoll.observe.summary import summarise
@@ -85,7 +85,7 @@ def address_of(run: RunDir) -> str:
     if service.mutual and "ATOLL_CERT" not in os.environ:
         _show_certificate(keys)
     pin = fingerprint(keys.certificate.read_bytes()) if url.startswith("https") else ""
-    return Way(urls=(url,), token=token.secret, pin=pin).link()
+    return SyncerAddress(urls=(url,), token=token.secret, pin=pin).link()
 
 
 def _local_address(run: RunDir, url: str) -> str:
@@ -96,7 +96,7 @@ def _local_address(run: RunDir, url: str) -> str:
         return url
     if not (run.secrets.is_dir() and syncer_holding(run.journal)):
         return url
-    return Way(urls=(url,), token=local_tokens(run.secrets).named("operator").secret).link()
+    return SyncerAddress(urls=(url,), token=local_tokens(run.secrets).named("operator").secret).link()
 
 
 def _show_certificate(keys: KeyDir) -> None:
@@ -113,7 +113,7 @@ def where(run: str) -> str:
     if run.startswith("https://"):
         return _secured_address(run.rstrip("/"))
     if is_address(run):
-        way_of(run)
+        parse_address(run)
         return run
     return address_of(RunDir(Path(run).absolute()))
 
@@ -135,7 +135,7 @@ def is_address(run: str) -> bool:
 def _secured_address(url: str) -> str:
     """The link that opens an https address: the one in ATOLL_JOIN, or that of a run here whose syncer listens there."""
     joined = os.environ.get("ATOLL_JOIN", "")
-    if joined.startswith(SCHEME) and url in way_of(joined).urls:
+    if joined.startswith(SCHEME) and url in parse_address(joined).urls:
         return joined
     for run in find_runs():
         if run.address.exists() and run.address.read_text().strip() == url:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from atoll.cli.app import app, where
 from atoll.cli.lists import number
-from atoll.fabric.way import SCHEME, Way, way_of
+from atoll.fabric.address import SCHEME, SyncerAddress, parse_address
 from atoll.observe.doctor import Check, examine
 from atoll.observe.figures import plain
 from atoll.observe.tables import table
@@ -59,8 +59,8 @@ def doctor(
 
       atoll doctor --join LINK --parameters 1B --step 0.8
     """
-    way, size = _way(join, syncer), number("--parameters", parameters) if parameters is not None else None
-    if way is None and (size is not None or step is not None):
+    address, size = _address(join, syncer), number("--parameters", parameters) if parameters is not None else None
+    if address is None and (size is not None or step is not None):
         raise ConfigError("--parameters and --step say what a link is to carry: name it by --join LINK or --syncer")
     for option, value in (("--parameters", size), ("--step", step)):
         if value is not None and not value > 0:
@@ -72,7 +72,7 @@ def doctor(
         def announce(what: str) -> None:
             status.update(f"looking at {what}")
 
-        for check in examine(out, way, announce, parameters=size, step_s=step):
+        for check in examine(out, address, announce, parameters=size, step_s=step):
             found.append(check)
             if not json_:
                 console.print(_row(check))
@@ -87,15 +87,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _way(join: str | None, syncer: str | None) -> Way | None:
+def _address(join: str | None, syncer: str | None) -> SyncerAddress | None:
     """A syncer that is named outweighs a link that lies in the environment."""
     if syncer is None and join is None:
         return None
     if syncer is None and join is not None and not join.startswith(SCHEME):
         raise ConfigError("--join takes a join link, atoll://…: an address or a folder goes with --syncer")
-    way = way_of(where(syncer) if syncer is not None else join or "")
-    way.context()  # files that cannot be used are named now
-    return way
+    address = parse_address(where(syncer) if syncer is not None else join or "")
+    address.context()  # files that cannot be used are named now
+    return address
 
 
 def _show_needs(console: Console, check: Check) -> None:

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from atoll.cli.app import app
 from atoll.cli.commands import App
+from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.tokens import NAMES, Role, Token, new_secret
-from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.figures import span
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
@@ -158,7 +158,7 @@ def link(
 
 def join_link(last: Last, token: Token) -> str:
     urls = tuple(f"{'https' if last.pin else 'http'}://{host}" for host in last.hosts)
-    return Way(urls=urls, run=last.run, token=token.secret, pin=last.pin).link()
+    return SyncerAddress(urls=urls, run=last.run, token=token.secret, pin=last.pin).link()
 
 
 def local_link(run: RunDir, name: str) -> str:
@@ -169,7 +169,7 @@ def local_link(run: RunDir, name: str) -> str:
             f"with --keys the link is that of atoll tokens --keys DIR link {name}"
         )
     token = local_tokens(run.secrets).named(name)
-    return Way(urls=(run.address.read_text(),), token=token.secret).link()
+    return SyncerAddress(urls=(run.address.read_text(),), token=token.secret).link()
 
 
 def remember(keys: KeyDir, last: Last) -> None:

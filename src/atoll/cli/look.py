@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.cli.app import address_of, app, find_run, find_run_or_address, is_address, short, where
+from atoll.fabric.address import without_secrets
 from atoll.fabric.client import get_json
 from atoll.fabric.nearby import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
-from atoll.fabric.way import without_secrets
 from atoll.observe.closing import print_closing
 from atoll.observe.export import export_best, export_run
 from atoll.observe.figures import plain

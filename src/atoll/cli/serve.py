@@ -19,8 +19,8 @@ from atoll.cli.app import app, close, document_of, find_run, short, waiting_for_
 from atoll.cli.cert import own_address
 from atoll.cli.keys import Last, join_link, pins_of, remember
 from atoll.config import Config, Service, convert, merged
+from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
-from atoll.fabric.way import SCHEME, Way, check_bind, host_port, way_of
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
@@ -243,7 +243,7 @@ def _asked_for(service: Service, port: int) -> tuple[tuple[str, ...], str]:
     pin = pins_of(KeyDir.open(Path(service.keys)), service.front)
     named = service.advertise or (_own_host(service.host),)
     hosts = tuple(host if _has_port(host) else host_port(host, port) for host in named)
-    way_of(Way(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})
+    parse_address(SyncerAddress(urls=tuple(f"https://{host}" for host in hosts), pin=pin).link(), {})
     return hosts, pin
 
 
@@ -311,9 +311,9 @@ def learn(
             os.environ[variable] = str(value.absolute())
     if proxy is not None:
         os.environ["ATOLL_PROXY"] = proxy
-    way = way_of(where)
-    way.context()  # what cannot be used is said now
-    os.environ["ATOLL_SYNCER"] = where if where.startswith(SCHEME) else ",".join(way.urls)
+    address = parse_address(where)
+    address.context()  # what cannot be used is said now
+    os.environ["ATOLL_SYNCER"] = where if where.startswith(SCHEME) else ",".join(address.urls)
     os.environ.pop("ATOLL_JOIN", None)
     if name is not None:
         os.environ["ATOLL_LEARNER"] = checked_name(name)

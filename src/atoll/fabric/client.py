@@ -22,6 +22,7 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from atoll.fabric.address import SyncerAddress, checked_url, parse_address
 from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
 from atoll.fabric.handshake import Socket
 from atoll.fabric.outbox import Outbox
@@ -38,7 +39,6 @@ from atoll.fabric.transfer import (
     reason_of,
     showing,
 )
-from atoll.fabric.way import Way, checked_url, way_of
 from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
@@ -60,8 +60,8 @@ class Link:
         limits: Limits | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._way = way_of(where)
-        self._urls = list(self._way.urls)
+        self._address = parse_address(where)
+        self._urls = list(self._address.urls)
         self.bytes_in = 0
         self.bytes_out = 0
         self._hello = hello
@@ -89,7 +89,7 @@ class Link:
     @property
     def private(self) -> bool:
         """Its syncer asks for something at the door; then learners do not talk past it."""
-        return self._way.private
+        return self._address.private
 
     @property
     def up(self) -> bool:
@@ -97,7 +97,7 @@ class Link:
 
     async def run(self) -> None:
         self._idle.clear()
-        self._control = _control_session(self._way, self._limits)
+        self._control = _control_session(self._address, self._limits)
         try:
             while not self._closing.is_set():
                 reason = await self._connected()
@@ -192,7 +192,7 @@ class Link:
 
     def _for_bodies(self) -> aiohttp.ClientSession:
         if self._bodies is None:
-            self._bodies = body_session(self._way, self._limits)
+            self._bodies = body_session(self._address, self._limits)
         return self._bodies
 
     async def _pause(self) -> None:
@@ -209,7 +209,7 @@ class Link:
         try:
             socket = await self._dial()
         except TimeoutError:
-            return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._way.through}"
+            return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._address.through}"
         except Denied as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
@@ -297,12 +297,12 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
     return f"the syncer closed the control channel{': ' + why if why else ''}"
 
 
-def _control_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
+def _control_session(address: SyncerAddress, limits: Limits) -> aiohttp.ClientSession:
     return open_session(
-        connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=way.context() or True),
+        connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=address.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        middlewares=[showing(way), _plain_answers(way)],
-        proxy=way.proxy or None,
+        middlewares=[showing(address), _plain_answers(address)],
+        proxy=address.proxy or None,
         ws_response_class=Socket,
     )
 
@@ -311,7 +311,7 @@ class Denied(PeerError):
     """The syncer does not let us in, and dialling again with the same token cannot help."""
 
 
-def _plain_answers(way: Way) -> aiohttp.ClientMiddlewareType:
+def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
     """A WebSocket's handshake would follow a redirect, and would not say why it was refused."""
 
     async def answer(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -324,7 +324,7 @@ def _plain_answers(way: Way) -> aiohttp.ClientMiddlewareType:
                 reason = await reason_of(response)
             finally:
                 response.close()  # also when nobody waits for the reason any more
-            if way.headers_for(str(request.url)).get("Authorization") != request.headers.get("Authorization"):
+            if address.headers_for(str(request.url)).get("Authorization") != request.headers.get("Authorization"):
                 raise PeerError(reason)  # its secrets were published since it was dialled: the next dial shows them
             raise Denied(reason)
         return response

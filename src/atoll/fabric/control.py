@@ -25,8 +25,8 @@ from typing import cast
 
 from aiohttp import WSMessage, WSMsgType, web
 
-from atoll.fabric.desk import Channel, Desk
-from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Visitor
+from atoll.fabric.handlers import Channel, Handlers
 from atoll.fabric.handshake import ServedSocket
 from atoll.fabric.intake import Rejected
 from atoll.fabric.liveness import Liveness
@@ -45,13 +45,15 @@ LATER = "more was said in hellos than is read at once: come again in a few secon
 
 
 class Control:
-    def __init__(self, desk: Desk, limits: Limits, guard: Guard | None = None, owners: Owners | None = None) -> None:
+    def __init__(
+        self, handlers: Handlers, limits: Limits, authorizer: Authorizer | None = None, owners: Owners | None = None
+    ) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.bad_frames = 0
-        self._desk = desk
+        self._handlers = handlers
         self._limits = limits
-        self._guard: Guard = guard or OpenDoor()
+        self._authorizer: Authorizer = authorizer or OpenDoor()
         self._channels: dict[str, Channel] = {}
         self._owners = owners or Owners()
         self._sequences = Sequences(limits.sessions)
@@ -129,12 +131,12 @@ class Control:
             self._check_owner(channel, visitor)
             await self._check_free(channel)
         except PeerError as error:
-            self._desk.turned_away(channel.learner, one_line(error))
+            self._handlers.turned_away(channel.learner, one_line(error))
             self._reject(channel, error, final=True)
             return False
         try:
             self._sequences.check(channel, hello)
-            self._desk.opened(channel, unnumbered(hello))
+            self._handlers.opened(channel, unnumbered(hello))
         except PeerError as error:
             self._reject(channel, error)
         if channel.closing:
@@ -150,7 +152,7 @@ class Control:
     def _check_owner(self, channel: Channel, visitor: Visitor) -> None:
         learner, token = channel.learner, channel.token
         there = {name for name, other in self._channels.items() if other.token == token and not other.closing}
-        self._guard.may_join(visitor, learner, there, self._owners)
+        self._authorizer.may_join(visitor, learner, there, self._owners)
         if learner not in self._channels and len(self._channels) >= self._limits.learners:
             raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
 
@@ -167,7 +169,7 @@ class Control:
     def sweep(self) -> None:
         """Send away whose token counts no more."""
         for channel in list(self._channels.values()):
-            if not channel.closing and (reason := self._guard.gone(channel.token, channel.mark)):
+            if not channel.closing and (reason := self._authorizer.gone(channel.token, channel.mark)):
                 self._reject(channel, PeerError(reason), final=True)
 
     async def _read(self, socket: web.WebSocketResponse, channel: Channel, flood: Flood) -> None:
@@ -179,7 +181,7 @@ class Control:
                 if not channel.closing:
                     self._sequences.check(channel, message)
                     self._sequences.note(channel, message)
-                    self._desk.received(channel, unnumbered(message))
+                    self._handlers.received(channel, unnumbered(message))
             except PeerError as error:
                 self._reject(channel, error)
 
@@ -191,7 +193,7 @@ class Control:
     def _shut(self, channel: Channel) -> None:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
-            self._desk.closed(channel, channel.reason or "the connection broke")
+            self._handlers.closed(channel, channel.reason or "the connection broke")
 
     async def _write(self, socket: web.WebSocketResponse, channel: Channel, outbox: Outbox) -> None:
         try:

@@ -12,8 +12,8 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from atoll.fabric.address import SyncerAddress, host_port
 from atoll.fabric.trouble import told
-from atoll.fabric.way import Way, host_port
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import Unreachable
 
@@ -36,16 +36,16 @@ class Dialled:
         return hashlib.sha256(self.certificate).hexdigest()
 
 
-async def dial(way: Way, url: str, deadline_s: float) -> Dialled:
+async def dial(address: SyncerAddress, url: str, deadline_s: float) -> Dialled:
     """Unreachable says at which step it failed."""
     writer: asyncio.StreamWriter | None = None
     clock = asyncio.get_running_loop().time
     begun = clock()
     try:
         async with asyncio.timeout(deadline_s):
-            writer = await _reached(way, url)
+            writer = await _reached(address, url)
             reached = clock()
-            context = way.context()
+            context = address.context()
             if context is None:
                 return Dialled(reached - begun)
             await writer.start_tls(context, server_hostname=urlsplit(url).hostname, ssl_handshake_timeout=deadline_s)
@@ -54,7 +54,7 @@ async def dial(way: Way, url: str, deadline_s: float) -> Dialled:
             der = tls.getpeercert(binary_form=True) or b""
             return Dialled(reached - begun, clock() - reached, cipher[0] if cipher else "", der)
     except TimeoutError:
-        raise Unreachable(f"no answer within {deadline_s:g} s{way.through}") from None
+        raise Unreachable(f"no answer within {deadline_s:g} s{address.through}") from None
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         raise Unreachable(told(error)) from None
     finally:
@@ -62,25 +62,25 @@ async def dial(way: Way, url: str, deadline_s: float) -> Dialled:
             writer.transport.abort()
 
 
-async def _reached(way: Way, url: str) -> asyncio.StreamWriter:
+async def _reached(address: SyncerAddress, url: str) -> asyncio.StreamWriter:
     target = urlsplit(url)
     assert target.hostname and target.port, "a way has whole addresses only"
-    if not way.proxy:
+    if not address.proxy:
         return (await asyncio.open_connection(target.hostname, target.port))[1]
-    proxy = urlsplit(way.proxy)
+    proxy = urlsplit(address.proxy)
     try:
         reader, writer = await asyncio.open_connection(proxy.hostname, proxy.port, limit=_HEAD_BYTES)
     except OSError as error:
-        raise Unreachable(f"the proxy {way.proxy_shown} cannot be reached: {told(error)}") from None
+        raise Unreachable(f"the proxy {address.proxy_shown} cannot be reached: {told(error)}") from None
     try:
-        writer.write(_connect(host_port(target.hostname, target.port), way.proxy))
+        writer.write(_connect(host_port(target.hostname, target.port), address.proxy))
         answer = (await reader.readuntil(_END)).split(b"\r\n")[0].decode("latin-1").split(maxsplit=1)
     except BaseException:
         writer.transport.abort()
         raise
     if len(answer) < 2 or not answer[1].startswith("2"):
         writer.transport.abort()
-        raise Unreachable(one_line(f"the proxy {way.proxy_shown} does not let us through: {' '.join(answer[1:])}"))
+        raise Unreachable(one_line(f"the proxy {address.proxy_shown} does not let us through: {' '.join(answer[1:])}"))
     return writer
 
 

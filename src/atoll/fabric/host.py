@@ -3,7 +3,7 @@
     GET /v1/state/{ticket}   a body; headers Atoll-Size, Atoll-Digest; Range: bytes=START- for what is left of it
 
 Rules:
-- beyond this machine only with TLS and tokens (`guard`); connections as `doorway` lets them in;
+- beyond this machine only with TLS and tokens (`authorizer`); connections as `listener` lets them in;
 - asked by a name that is not its own, it answers nothing else (`hostnames`);
 - every error is {"error": "one line"};
 - a web page (an Origin header) is refused, unless the port says that it may read;
@@ -25,14 +25,14 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from atoll.fabric.doorway import Doorway, Tls
-from atoll.fabric.guard import VISITOR, Guard, OpenDoor, Visitor
+from atoll.fabric.address import address_of_name, check_bind, host_port
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Visitor
 from atoll.fabric.hostnames import check_host, own_names
 from atoll.fabric.intake import Rejected
+from atoll.fabric.listener import Listener, Tls
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.tasks import Mistakes, Vital
 from atoll.fabric.transfer import pieces
-from atoll.fabric.way import address_of_name, check_bind, host_port
 from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 
@@ -56,31 +56,31 @@ class Port:
         port: int,
         limits: Limits,
         *,
-        guard: Guard | None = None,
+        authorizer: Authorizer | None = None,
         tls: Tls | None = None,
         names: Collection[str] = (),
     ) -> None:
         """`names`: those by which it may be asked, beside its addresses and this machine's name."""
-        check_bind(host, secured=guard is not None and tls is not None)
+        check_bind(host, secured=authorizer is not None and tls is not None)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port = {port} is not between 0 and 65535: choose another with --port, or 0 for any")
         self.host = address_of_name(host)
         self.port = port
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls
-        self._guard: Guard = guard or OpenDoor()
+        self._authorizer: Authorizer = authorizer or OpenDoor()
         self.vital = Vital()
         """What it starts that must not end: its owner watches it."""
         self.mistakes = Mistakes()
         """Of ours, each of which cost somebody a connection."""
         self._names = frozenset({self.host, *own_names(), *names})
         self._runner: web.AppRunner | None = None
-        self._doorway: Doorway | None = None
+        self._listener: Listener | None = None
 
     @property
     def turned_away(self) -> int:
         """Connections that found no place."""
-        return self._doorway.turned_away if self._doorway is not None else 0
+        return self._listener.turned_away if self._listener is not None else 0
 
     def _pages_may(self, request: web.Request) -> bool:
         """Whether a web page may ask this."""
@@ -109,22 +109,22 @@ class Port:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        self._doorway = Doorway(limits, self._tls, server, _force_close, self.vital, self.mistakes)
+        self._listener = Listener(limits, self._tls, server, _force_close, self.vital, self.mistakes)
         try:
-            self.port = await self._doorway.open(self.host, self.port)
+            self.port = await self._listener.open(self.host, self.port)
         except ConfigError:
             await self._runner.cleanup()
             raise
 
     async def _close(self) -> None:
-        if self._doorway is not None:
-            await self._doorway.close()
+        if self._listener is not None:
+            await self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def _admit(self, request: web.Request) -> Visitor:
         """Rejected for whoever may not ask this, or asks by a name that is not ours."""
-        visitor = self._guard.admit(request)
+        visitor = self._authorizer.admit(request)
         reached = request.get_extra_info("sockname")
         check_host(request.headers.getall("Host", []), {*self._names, *([str(reached[0])] if reached else [])})
         return visitor
@@ -143,14 +143,14 @@ class Port:
     async def _answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        assert self._doorway is not None
+        assert self._listener is not None
         try:
             request[VISITOR] = self._admit(request)
         except Rejected as error:
             self._refused(request, str(error))
-            return _turned_away(error, password=self._guard.password)
+            return _turned_away(error, password=self._authorizer.password)
         visitor = request[VISITOR]
-        if not self._doorway.admit(request.protocol, visitor.token, viewer=visitor.role == "viewer"):
+        if not self._listener.admit(request.protocol, visitor.token, viewer=visitor.role == "viewer"):
             return _turned_away(Rejected(429, "this token has too many connections open: try again later"))
         try:
             if "Origin" in request.headers and not self._pages_may(request):

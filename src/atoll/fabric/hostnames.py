@@ -12,8 +12,8 @@ import socket
 from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
 
+from atoll.fabric.address import is_loopback
 from atoll.fabric.intake import Rejected
-from atoll.fabric.way import is_loopback
 from atoll.fabric.wire import one_line
 
 

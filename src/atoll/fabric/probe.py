@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from atoll.fabric.authorizer import VISITOR
 from atoll.fabric.calls import next_chunk
-from atoll.fabric.guard import VISITOR
 from atoll.fabric.intake import Rejected
 from atoll.fabric.wire import MIB, Limits
 from atoll.protocol.errors import Unreachable

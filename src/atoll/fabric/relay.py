@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 
 from atoll.fabric.calls import next_chunk
-from atoll.fabric.desk import Desk
+from atoll.fabric.handlers import Handlers
 from atoll.fabric.host import Pace, State, range_start, state_response
 from atoll.fabric.intake import Rejected
 from atoll.fabric.state import OFFSET_HEADER, PEER_S, SIZE_HEADER, resumed_at
@@ -129,12 +129,12 @@ class Stream:
 class Relay:
     """Every stream of a syncer, by ticket. Who may ask and who may send, the desk knows."""
 
-    def __init__(self, desk: Desk, limits: Limits, relay_limits: RelayLimits) -> None:
+    def __init__(self, handlers: Handlers, limits: Limits, relay_limits: RelayLimits) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.most_bytes = 0
         """The most that ever lay in one stream."""
-        self._desk, self._limits, self._relay_limits = desk, limits, relay_limits
+        self._handlers, self._limits, self._relay_limits = handlers, limits, relay_limits
         self._streams: dict[str, Stream] = {}
 
     def close(self, reason: str) -> None:
@@ -162,7 +162,7 @@ class Relay:
         others = sum(stream.listening() for key, stream in self._streams.items() if key != ticket)
         if others >= limits.streams:
             raise Rejected(429, f"{others} states are being passed on already: try again later")
-        self._desk.relay_wanted(ticket, learner, start)
+        self._handlers.relay_wanted(ticket, learner, start)
         if (older := self._streams.get(ticket)) is not None:
             older.end(409, "replaced by a newer request for the same state")
         self._streams[ticket] = Stream(start, limits.window_bytes, lambda: _connected(request))
@@ -198,7 +198,7 @@ class Relay:
 
     async def send(self, request: web.Request, learner: str) -> web.Response:
         ticket, state = request.match_info["ticket"], _described(request)
-        self._desk.relay_allowed(ticket, learner)
+        self._handlers.relay_allowed(ticket, learner)
         stream = self._waiting(ticket, state)
         stream.open(state)
         try:

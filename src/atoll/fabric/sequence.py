@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from atoll.fabric.desk import Channel
+from atoll.fabric.handlers import Channel
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import FromLearner
 

@@ -29,13 +29,13 @@ from typing import NoReturn, TypeVar
 
 from aiohttp import web
 
+from atoll.fabric.authorizer import VISITOR, Authorizer, TokenDoor
 from atoll.fabric.browser import CODES_PATH, ENTER, PAGE, PAGE_HEADERS, cookie_name
 from atoll.fabric.control import Control
-from atoll.fabric.desk import Channel, Desk, Served
-from atoll.fabric.doorway import Tls
-from atoll.fabric.guard import VISITOR, Guard, TokenDoor
+from atoll.fabric.handlers import Channel, Handlers, Served
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Rejected
+from atoll.fabric.listener import Tls
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
 from atoll.fabric.probe import Probe
@@ -53,7 +53,7 @@ from atoll.fabric.wire import (
 from atoll.protocol.budget import Budgets
 from atoll.protocol.errors import PeerError
 
-__all__ = ["Channel", "Desk", "Served", "Server"]
+__all__ = ["Channel", "Handlers", "Served", "Server"]
 
 T = TypeVar("T")
 SWEEP_S = 1.0
@@ -64,24 +64,24 @@ _NUMBER = "[0-9]{1,12}"
 class Server(Port):
     def __init__(
         self,
-        desk: Desk,
+        handlers: Handlers,
         *,
         host: str,
         port: int,
         limits: Limits | None = None,
         relay_limits: RelayLimits | None = None,
         pages: Pages | None = None,
-        guard: Guard | None = None,
+        authorizer: Authorizer | None = None,
         tls: Tls | None = None,
         owners: Owners | None = None,
         names: Collection[str] = (),
     ) -> None:
-        super().__init__(host, port, limits or Limits(), guard=guard, tls=tls, names=names)
-        self._desk = desk
+        super().__init__(host, port, limits or Limits(), authorizer=authorizer, tls=tls, names=names)
+        self._handlers = handlers
         self._pages = pages
         self._intake = Intake(self._limits)
-        self._control = Control(desk, self._limits, guard, owners)
-        self._relay = Relay(desk, self._limits, relay_limits or RelayLimits())
+        self._control = Control(handlers, self._limits, authorizer, owners)
+        self._relay = Relay(handlers, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
         self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
@@ -129,7 +129,7 @@ class Server(Port):
             if self._tls is not None:
                 self._tls()  # whoever renews a certificate is told what became of it, also when nobody dials
             if self._pages is not None:
-                self._pages.sweep(self._guard.gone)
+                self._pages.sweep(self._authorizer.gone)
 
     async def stop(self) -> None:
         """Close every channel in good order (2 s at most), then everything else."""
@@ -159,7 +159,7 @@ class Server(Port):
         return channel
 
     def _refused(self, request: web.Request, reason: str) -> None:
-        self._desk.turned_away(request.remote or "?", reason)
+        self._handlers.turned_away(request.remote or "?", reason)
 
     async def _contribution(self, request: web.Request) -> web.Response:
         channel = self._member(request)
@@ -168,7 +168,7 @@ class Server(Port):
         key = (learner, round, attempt)
         if self._intake.taken(key):
             raise Rejected(409, "the same contribution is being received already")
-        into = self._desk.expect_contribution(learner, session, round, attempt)
+        into = self._handlers.expect_contribution(learner, session, round, attempt)
         reason = "the syncer is stopping"
         digest = ""
         try:
@@ -182,21 +182,21 @@ class Server(Port):
             raise
         finally:
             if not digest:
-                self._desk.contribution_aborted(learner, round, attempt, reason)
-        self._desk.contribution_arrived(learner, round, attempt, digest)
+                self._handlers.contribution_aborted(learner, round, attempt, reason)
+        self._handlers.contribution_arrived(learner, round, attempt, digest)
         return web.Response(status=204)
 
     async def _initial(self, request: web.Request) -> web.Response:
         channel = self._member(request)
         fragment = int(request.match_info["fragment"])
-        into = self._desk.expect_initial(channel.learner, channel.session, fragment)
+        into = self._handlers.expect_initial(channel.learner, channel.session, fragment)
         digest = await self._intake.receive(request, channel.learner, ("initial", channel.learner, fragment), into)
-        self._desk.initial_arrived(channel.learner, fragment, digest)
+        self._handlers.initial_arrived(channel.learner, fragment, digest)
         return web.Response(status=204)
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
         try:
-            served = self._desk.fragment(int(request.match_info["fragment"]))
+            served = self._handlers.fragment(int(request.match_info["fragment"]))
         except PeerError as error:
             return error_response(404, error)
         try:
@@ -242,16 +242,16 @@ class Server(Port):
 
     def _browser_routes(self) -> list[web.RouteDef]:
         """Where tokens are asked for, and there is something to look at."""
-        guard = self._guard
-        if not isinstance(guard, TokenDoor) or self._pages is None:
+        authorizer = self._authorizer
+        if not isinstance(authorizer, TokenDoor) or self._pages is None:
             return []
 
         async def make_code(request: web.Request) -> web.Response:
-            return web.json_response({"path": guard.make_code(request[VISITOR].token)})
+            return web.json_response({"path": authorizer.make_code(request[VISITOR].token)})
 
         async def enter(request: web.Request) -> web.Response:
             response = web.Response(text=PAGE, content_type="text/html", headers=PAGE_HEADERS)
-            if cookie := guard.take_code(request.match_info["code"], request[VISITOR]):
+            if cookie := authorizer.take_code(request.match_info["code"], request[VISITOR]):
                 name = cookie_name(request.headers.get("Host", ""))
                 response.set_cookie(name, cookie, httponly=True, samesite="Strict", secure=request.secure)
             return response
@@ -261,27 +261,27 @@ class Server(Port):
     # ---- JSON -----------------------------------------------------------------------------------------------------
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._desk.status(), content_type="application/json")
+        return web.Response(body=self._handlers.status(), content_type="application/json")
 
     async def _manifest(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._desk.manifest(), content_type="application/json")
+        return web.Response(body=self._handlers.manifest(), content_type="application/json")
 
     async def _score(self, request: web.Request) -> web.Response:
         now, size = asyncio.get_running_loop().time(), len(await self._body(request))
         if not self._scores.take(request[VISITOR].token, now, size):
             raise Rejected(429, f"more than {self._limits.score_rate} bytes of scores a second: try again later")
-        self._desk.score(await self._read(request, decode_score))
+        self._handlers.score(await self._read(request, decode_score))
         return web.Response(status=204)
 
     async def _settings(self, request: web.Request) -> web.Response:
-        changed = self._desk.change(await self._read(request, decode_words))
+        changed = self._handlers.change(await self._read(request, decode_words))
         return web.json_response({"changed": changed})
 
     async def _drain(self, request: web.Request) -> web.Response:
         names = await self._read(request, decode_words)
         if len(names) != 1:
             raise Rejected(400, "name one learner to drain")
-        return web.json_response({"drained": self._desk.drain(names[0])})
+        return web.json_response({"drained": self._handlers.drain(names[0])})
 
     async def _body(self, request: web.Request) -> bytes:
         try:

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.browser import CODES_PATH
 from atoll.fabric.calls import next_chunk, open_session, request
-from atoll.fabric.doorway import PLAIN
-from atoll.fabric.way import Way, way_of
+from atoll.fabric.listener import PLAIN
 from atoll.fabric.wire import (
     DIGEST_HEADER,
     MIB,
@@ -39,24 +39,26 @@ _ANSWERS_S = 3.0
 """An address that has not answered within this is passed over where there are others."""
 
 
-def body_session(way: Way, limits: Limits) -> aiohttp.ClientSession:
+def body_session(address: SyncerAddress, limits: Limits) -> aiohttp.ClientSession:
     """Connections for bodies, apart from the control channel's."""
     return open_session(
-        connector=aiohttp.TCPConnector(limit=16, keepalive_timeout=limits.keepalive_s / 2, ssl=way.context() or True),
+        connector=aiohttp.TCPConnector(
+            limit=16, keepalive_timeout=limits.keepalive_s / 2, ssl=address.context() or True
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
-        middlewares=[showing(way)],
-        proxy=way.proxy or None,
+        middlewares=[showing(address)],
+        proxy=address.proxy or None,
         auto_decompress=False,
         raise_for_status=False,
     )
 
 
-def showing(way: Way) -> aiohttp.ClientMiddlewareType:
+def showing(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
     """Every request shows the syncer what the way to it says. Not by headers of the session: aiohttp shows those to
     a proxy too, token and all, when it asks it for a tunnel."""
 
     async def show(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        request.headers.update(way.headers_for(str(request.url)))
+        request.headers.update(address.headers_for(str(request.url)))
         return await handler(request)
 
     return show
@@ -153,9 +155,9 @@ async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_
 
 async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
     """One fragment without a link: version, round, digest."""
-    way = way_of(where)
-    async with body_session(way, Limits()) as session:
-        return await get_body(session, fragment_url(await _answering(session, way), index), into, deadline_s)
+    address = parse_address(where)
+    async with body_session(address, Limits()) as session:
+        return await get_body(session, fragment_url(await _answering(session, address), index), into, deadline_s)
 
 
 @asynccontextmanager
@@ -163,23 +165,23 @@ async def once(
     where: str, method: str, path: str, deadline_s: float, data: bytes | None = None
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """One request on a connection of its own, to the first address that answers."""
-    way = way_of(where)
+    address = parse_address(where)
     headers = {"Content-Type": "application/json"} if data is not None else None
-    async with body_session(way, Limits()) as session:
-        url = await _answering(session, way)
+    async with body_session(address, Limits()) as session:
+        url = await _answering(session, address)
         async with asked(session, method, url + path, deadline_s, headers=headers, data=data) as response:
             yield response
 
 
-async def _answering(session: aiohttp.ClientSession, way: Way) -> str:
+async def _answering(session: aiohttp.ClientSession, address: SyncerAddress) -> str:
     """Of several addresses the first at which somebody speaks for the run."""
-    for url in way.urls[:-1]:
+    for url in address.urls[:-1]:
         try:
             async with asked(session, "GET", f"{url}/v1/status", _ANSWERS_S):
                 return url
         except Unreachable:
             continue
-    return way.urls[-1]
+    return address.urls[-1]
 
 
 def fragment_url(url: str, index: int) -> str:

@@ -59,7 +59,7 @@ def deciding_figure(
     if loss is not None:
         return Figure(LOSS, loss, "min")
     declared = ((name, metrics.get(name), direction) for name, direction in directions.items())
-    return next((Figure(name, value, way) for name, value, way in declared if value is not None), None)
+    return next((Figure(name, value, address) for name, value, address in declared if value is not None), None)
 
 
 class BestModel:

@@ -34,7 +34,7 @@ from itertools import count, islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from atoll.fabric.way import way_of
+from atoll.fabric.address import parse_address
 from atoll.protocol.bounds import LONGEST, is_name
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.succession import tell_taken
@@ -95,10 +95,10 @@ def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.enviro
 
 def run_or_address(syncer: str) -> str:
     """What a join link, or a syncer's address, names a run by; may be part of a path."""
-    way = way_of(syncer)
-    if is_name(way.run):
-        return way.run
-    parts = urlsplit(way.urls[0])
+    address = parse_address(syncer)
+    if is_name(address.run):
+        return address.run
+    parts = urlsplit(address.urls[0])
     return f"{re.sub(r'[^A-Za-z0-9.]+', '-', parts.hostname or '').strip('-.')}-{parts.port}"
 
 

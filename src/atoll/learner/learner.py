@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.fabric.way import without_secrets
+from atoll.fabric.address import without_secrets
 from atoll.learner.address import find_syncer
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Datasets, Samples, Source, collect

@@ -125,7 +125,7 @@ class Evaluator:
             sample=text,
             final=final,
             metrics=found.metrics,
-            directions={name: way for name, way in self._directions.items() if name in found.metrics},
+            directions={name: address for name, address in self._directions.items() if name in found.metrics},
             unit=self._unit,
             has_loss=found.has_loss,
         )

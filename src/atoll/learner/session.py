@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from atoll.fabric.way import way_of
+from atoll.fabric.address import parse_address
 from atoll.learner.courier_process import CourierProcess
 from atoll.learner.data import Source
 from atoll.learner.earlier import Earlier, OwnState, find_earlier
@@ -187,7 +187,7 @@ class RunSession:
 
     def _named_run(self) -> str:
         """What the join link says; empty: nothing."""
-        return "" if self._courier.replays else way_of(self._joining.url).run
+        return "" if self._courier.replays else parse_address(self._joining.url).run
 
     def _say_joined(self) -> None:
         """Once: a learner that trains before it has the run's parameters joins later."""

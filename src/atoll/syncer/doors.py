@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from atoll.config import Service
-from atoll.fabric.doorway import Tls
-from atoll.fabric.guard import Guard, TokenDoor
+from atoll.fabric.authorizer import Authorizer, TokenDoor
 from atoll.fabric.hostnames import host_name
+from atoll.fabric.listener import Tls
 from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
@@ -30,7 +30,7 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    guard: Guard | None = None
+    authorizer: Authorizer | None = None
     tls: Tls | None = None
     notice: Callable[[], str] = str
     """What the operator should see to; empty: nothing."""
@@ -52,16 +52,16 @@ def doors_of(
         by_role = {token.role: token.secret for token in own.all}
         return Doors(door, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
-    guard = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
+    authorizer = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
     names = names_of(keys, service)
     if service.front:
-        return Doors(guard, names=names)
+        return Doors(authorizer, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
     from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
 
     tls = LiveTls(keys, say, mutual=service.mutual)
-    return Doors(guard, tls, tls.notice, names)
+    return Doors(authorizer, tls, tls.notice, names)
 
 
 def names_of(keys: KeyDir, service: Service) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.fabric.desk import Channel
+from atoll.fabric.handlers import Channel
 from atoll.fabric.wire import one_line, understood
 from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from atoll.config import Outer
-from atoll.fabric.desk import Served
+from atoll.fabric.handlers import Served
 from atoll.fabric.wire import digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements

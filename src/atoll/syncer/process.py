@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import Any, cast
 
 from atoll.config import Config
+from atoll.fabric.address import host_port
 from atoll.fabric.tasks import Vital
-from atoll.fabric.way import host_port
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic

@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from atoll.config import Config, Outer
-from atoll.fabric.desk import Channel, Served
-from atoll.fabric.guard import TokenDoor
+from atoll.fabric.authorizer import TokenDoor
+from atoll.fabric.handlers import Channel, Served
 from atoll.fabric.nearby import publish_secrets, withdraw_secrets
 from atoll.fabric.owners import Owners
 from atoll.fabric.pages import Pages
@@ -64,7 +64,7 @@ from atoll.telemetry.versions import versions
 
 
 class SyncerService:
-    """A `fabric.Desk`. Belongs to one event loop."""
+    """The `Handlers` of the fabric's server. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SyncerService:
             port=port,
             limits=msgspec.structs.replace(limits or Limits(), answer_s=config.protocol.heartbeat_s),
             pages=pages,
-            guard=doors.guard,
+            authorizer=doors.authorizer,
             tls=doors.tls,
             owners=known,
             names=doors.names,
@@ -169,8 +169,8 @@ class SyncerService:
 
     def dashboard_path(self) -> str:
         """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
-        guard = self._doors.guard
-        return guard.make_code("viewer") if self._doors.secrets and isinstance(guard, TokenDoor) else "/"
+        authorizer = self._doors.authorizer
+        return authorizer.make_code("viewer") if self._doors.secrets and isinstance(authorizer, TokenDoor) else "/"
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""

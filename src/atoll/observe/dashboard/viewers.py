@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from atoll.fabric.guard import NOBODY, VISITOR
+from atoll.fabric.authorizer import NOBODY, VISITOR
 from atoll.fabric.intake import Rejected
 from atoll.fabric.outbox import Outbox
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from atoll.fabric.way import Way
+from atoll.fabric.address import SyncerAddress
 from atoll.observe.doctor import disk, machine, network, software, syncer
 from atoll.observe.doctor.check import Check, Clocks
 
@@ -21,7 +21,7 @@ Announce = Callable[[str], None]
 
 def examine(
     folder: Path,
-    way: Way | None = None,
+    address: SyncerAddress | None = None,
     announce: Announce = lambda what: None,
     *,
     parameters: float | None = None,
@@ -44,8 +44,8 @@ def examine(
     yield from disk.checks(folder)
     announce("the network")
     yield network.ports()
-    yield network.card((way.proxy or way.urls[0]) if way is not None else None)
-    if way is not None:
-        announce(f"the way to {way.urls[0]}")
-        yield from syncer.checks(way, parameters, step_s)
+    yield network.card((address.proxy or address.urls[0]) if address is not None else None)
+    if address is not None:
+        announce(f"the way to {address.urls[0]}")
+        yield from syncer.checks(address, parameters, step_s)
     yield machine.clock(clocks, Clocks.now())

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import FEW_DAYS, days_left
 from atoll.fabric.dial import Dialled, dial
-from atoll.fabric.way import BY_AUTHORITY, Way
 from atoll.observe.doctor.check import Check, brief
 from atoll.observe.figures import listing
 from atoll.protocol.errors import Unreachable
@@ -35,21 +35,21 @@ class Address:
         return self.url.partition("://")[2]
 
 
-async def knock(way: Way) -> list[Address]:
+async def knock(address: SyncerAddress) -> list[Address]:
     """At every address, one after the other: each is timed alone."""
     found = []
-    for url in way.urls:
+    for url in address.urls:
         try:
-            found.append(Address(url, await dial(way, url, DEADLINE_S)))
+            found.append(Address(url, await dial(address, url, DEADLINE_S)))
         except Unreachable as error:
             found.append(Address(url, None, str(error)))
     return found
 
 
-def judge_addresses(way: Way, found: Sequence[Address]) -> Check:
+def judge_addresses(address: SyncerAddress, found: Sequence[Address]) -> Check:
     there = [one for one in found if one.dialled is not None]
     figures: dict[str, Any] = {
-        "proxy": way.proxy_shown,
+        "proxy": address.proxy_shown,
         "addresses": [
             {"url": one.url, "reach_s": round(one.dialled.reach_s, 6)}
             if one.dialled is not None
@@ -59,7 +59,7 @@ def judge_addresses(way: Way, found: Sequence[Address]) -> Check:
     }
     answers = "; ".join(f"{one.shown} answers in {brief(one.dialled.reach_s)}" for one in there if one.dialled)
     silent = "; ".join(f"{one.shown}: {one.trouble}" for one in found if one.dialled is None)
-    value = "; ".join(part for part in (answers, silent) if part) + (way.through if there else "")
+    value = "; ".join(part for part in (answers, silent) if part) + (address.through if there else "")
     if not there:
         advice = "Is the run over, the port right, a firewall in between, the link of another run?"
         return Check("addresses", "fail", value, advice, figures)
@@ -69,23 +69,27 @@ def judge_addresses(way: Way, found: Sequence[Address]) -> Check:
     return Check("addresses", "ok", value, figures=figures)
 
 
-def judge_certificate(way: Way, found: Sequence[Address]) -> Check:
+def judge_certificate(address: SyncerAddress, found: Sequence[Address]) -> Check:
     """Whoever answered has shown the right one: others are not spoken to."""
     there = [one for one in found if one.dialled is not None]
-    known = f"the fingerprint that the link names, {way.pin[:16]}…" if way.pin != BY_AUTHORITY else "by its authority"
+    known = (
+        f"the fingerprint that the link names, {address.pin[:16]}…"
+        if address.pin != BY_AUTHORITY
+        else "by its authority"
+    )
     left = min(days_left(one.dialled.certificate) for one in there if one.dialled is not None)
     value = f"{known}; counts for {left:.0f} more days"
-    figures = {"pinned": way.pin != BY_AUTHORITY, "days_left": round(left, 2)}
+    figures = {"pinned": address.pin != BY_AUTHORITY, "days_left": round(left, 2)}
     if left < FEW_DAYS:
         advice = "When it has expired nobody gets in: renew it while the run goes on (atoll cert --next, --renew)."
         return Check("certificate", "warn", value, advice, figures)
     return Check("certificate", "ok", value, figures=figures)
 
 
-def clear(way: Way) -> Check:
+def clear(address: SyncerAddress) -> Check:
     """No TLS: then it is this machine, or `way_of` would have refused."""
     return Check(
-        "certificate", "ok", f"none: {listing(way.urls)} is this machine, in the clear", figures={"tls": False}
+        "certificate", "ok", f"none: {listing(address.urls)} is this machine, in the clear", figures={"tls": False}
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import aiohttp
 import msgspec
 
+from atoll.fabric.address import SyncerAddress
 from atoll.fabric.transfer import body_session, get_json_at
-from atoll.fabric.way import Way
 from atoll.fabric.wire import Limits
 from atoll.observe.doctor import carry, door, speed
 from atoll.observe.doctor.carry import CODECS, Link, Load
@@ -41,16 +41,16 @@ class Manifest(msgspec.Struct, frozen=True):
     plan: Plan
 
 
-def checks(way: Way, parameters: float | None = None, step_s: float | None = None) -> Iterator[Check]:
+def checks(address: SyncerAddress, parameters: float | None = None, step_s: float | None = None) -> Iterator[Check]:
     """`parameters` and `step_s`: of a model that is to be trained, instead of the run's own."""
     with asyncio.Runner() as runner:
-        found = runner.run(_knock(way))
-        yield door.judge_addresses(way, found)
+        found = runner.run(_knock(address))
+        yield door.judge_addresses(address, found)
         there = next((one for one in found if one.dialled is not None), None)
         if there is None:
             return
-        yield door.judge_certificate(way, found) if way.pin else door.clear(way)
-        session = runner.run(_session(way))
+        yield door.judge_certificate(address, found) if address.pin else door.clear(address)
+        session = runner.run(_session(address))
         try:
             yield from _through(runner, session, there, parameters, step_s)
         except (PeerError, Unreachable) as error:
@@ -99,14 +99,14 @@ def carries(status: RunStatus, link: Link, parameters: float | None, step_s: flo
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")
 
 
-async def _knock(way: Way) -> list[door.Address]:
-    found = await door.knock(way)
+async def _knock(address: SyncerAddress) -> list[door.Address]:
+    found = await door.knock(address)
     await asyncio.sleep(0.01)  # a closed connection lets go of its socket in a later turn of the loop
     return found
 
 
-async def _session(way: Way) -> aiohttp.ClientSession:
-    return body_session(way, Limits())
+async def _session(address: SyncerAddress) -> aiohttp.ClientSession:
+    return body_session(address, Limits())
 
 
 async def _closed(session: aiohttp.ClientSession) -> None:

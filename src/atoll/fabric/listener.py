@@ -51,7 +51,7 @@ class Entry:
     timer: asyncio.TimerHandle | None = None
 
 
-class Doorway:
+class Listener:
     def __init__(
         self,
         limits: Limits,
@@ -222,7 +222,7 @@ class Doorway:
 
 
 class Watched(asyncio.Protocol):
-    """A connection's protocol; the doorway hears first when the connection is made, and tells it that it is lost."""
+    """A connection's protocol; the listener hears first when the connection is made, and tells it that it is lost."""
 
     def __init__(self, inner: Connection, made: Callable[[], None], lost: Callable[[Exception | None], None]) -> None:
         self._inner, self._made, self._lost = inner, made, lost

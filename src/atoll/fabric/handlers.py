@@ -85,7 +85,7 @@ class Served:
     """Told how to cut the reader off: one that is too slow must not keep versions that are long past."""
 
 
-class Desk(Protocol):
+class Handlers(Protocol):
     """The service behind a server; every call comes on the event loop and must return soon.
 
     A PeerError raised by any of them is told to the peer in one line and costs nobody else anything.

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from atoll.fabric.guard import NOBODY, OpenDoor, TokenDoor, Visitor
+from atoll.fabric.authorizer import NOBODY, OpenDoor, TokenDoor, Visitor
 from atoll.fabric.intake import Rejected
 from atoll.fabric.owners import Owners
 from atoll.fabric.tokens import Token, Tokens, roles_for

@@ -15,11 +15,11 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
+from atoll.fabric.address import RUN_HEADER
 from atoll.fabric.browser import ENTER, OneTimeCodes, cookie_for, opens, token_of_cookie
 from atoll.fabric.intake import Rejected
 from atoll.fabric.owners import Owners
 from atoll.fabric.tokens import Role, Token, Tokens, roles_for
-from atoll.fabric.way import RUN_HEADER
 from atoll.protocol.errors import PeerError
 
 
@@ -43,7 +43,7 @@ VISITOR = web.RequestKey("visitor", Visitor)
 """Where a request keeps who it is."""
 
 
-class Guard(Protocol):
+class Authorizer(Protocol):
     @property
     def password(self) -> bool:
         """Whether a browser that shows nothing is to ask for a password."""

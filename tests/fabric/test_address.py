@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.way import Way, check_bind, host_port, is_loopback, way_of, without_secrets
+from atoll.fabric.address import SyncerAddress, check_bind, host_port, is_loopback, parse_address, without_secrets
 from atoll.protocol.errors import ConfigError
 
 SECRET = "f00d" * 16
@@ -24,7 +24,7 @@ hosts = st.one_of(
 addresses = st.builds(host_port, hosts, st.integers(1, 65535)).map(lambda host: f"https://{host}")
 tokens = st.text(string.ascii_letters + string.digits + "_-", min_size=16, max_size=128)
 ways = st.builds(
-    Way,
+    SyncerAddress,
     urls=st.lists(addresses, min_size=1, max_size=3).map(tuple),
     run=st.text(string.ascii_letters + string.digits + "._-", max_size=64),
     token=st.one_of(st.just(""), tokens),
@@ -38,24 +38,24 @@ ways = st.builds(
 def complaint(text: str) -> str:
     """Empty: it is a way."""
     try:
-        way_of(text, {})
+        parse_address(text, {})
     except ConfigError as error:
         return str(error)
     return ""
 
 
 @given(ways)
-def test_a_link_says_what_was_put_into_it(way: Way) -> None:
-    assert way_of(way.link(), {}) == way
+def test_a_link_says_what_was_put_into_it(address: SyncerAddress) -> None:
+    assert parse_address(address.link(), {}) == address
 
 
-@given(ways.filter(lambda way: way.token), st.data())
-def test_a_spoiled_link_is_an_error_of_one_line_without_its_token(way: Way, data: st.DataObject) -> None:
-    link = way.link()
+@given(ways.filter(lambda address: address.token), st.data())
+def test_a_spoiled_link_is_an_error_of_one_line_without_its_token(address: SyncerAddress, data: st.DataObject) -> None:
+    link = address.link()
     at = data.draw(st.integers(0, len(link) - 1))
     spoiled = link[:at] + data.draw(st.text(max_size=3)) + link[at + data.draw(st.integers(0, 2)) :]
     said = complaint(spoiled)
-    assert len(said.splitlines()) <= 1 and way.token not in said
+    assert len(said.splitlines()) <= 1 and address.token not in said
 
 
 @given(st.text(max_size=200))
@@ -95,7 +95,7 @@ def test_whatever_is_pasted_is_a_way_or_a_config_error(text: str) -> None:
 )
 def test_what_is_no_link_is_said_without_its_secret(bad: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        way_of(bad, {})
+        parse_address(bad, {})
     assert SECRET not in str(caught.value) and "short@" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -106,36 +106,44 @@ def test_what_is_no_link_is_said_without_its_secret(bad: str) -> None:
 def test_plain_http_goes_nowhere_but_to_this_machine(host: str) -> None:
     for text in (f"http://{host}:7077", f"atoll://{host}:7077/r1", f"atoll://{SECRET}@{host}:7077/r1"):
         with pytest.raises(ConfigError, match="in the clear: use its join link"):
-            way_of(text, {})
+            parse_address(text, {})
 
 
 def test_plain_addresses_of_this_machine() -> None:
-    assert way_of("http://127.0.0.1:7077,http://[::1]:7078/", {}).urls == ("http://127.0.0.1:7077", "http://[::1]:7078")
-    way = way_of("atoll://localhost:7077/r1", {})
-    assert (way.urls, way.run, way.private, way.context()) == (("http://127.0.0.1:7077",), "r1", False, None)
+    assert parse_address("http://127.0.0.1:7077,http://[::1]:7078/", {}).urls == (
+        "http://127.0.0.1:7077",
+        "http://[::1]:7078",
+    )
+    address = parse_address("atoll://localhost:7077/r1", {})
+    assert (address.urls, address.run, address.private, address.context()) == (
+        ("http://127.0.0.1:7077",),
+        "r1",
+        False,
+        None,
+    )
 
 
 def test_what_every_request_shows() -> None:
-    way = way_of(LINK, {})
+    address = parse_address(LINK, {})
     shown = {"Authorization": f"Bearer {SECRET}", "Atoll-Run": "r1"}
-    assert way.headers_for("https://syncer.example.org:7077/v1/status") == shown
-    assert way_of("http://127.0.0.1:7", {}).headers_for("http://127.0.0.1:7/v1/status") == {}
+    assert address.headers_for("https://syncer.example.org:7077/v1/status") == shown
+    assert parse_address("http://127.0.0.1:7", {}).headers_for("http://127.0.0.1:7/v1/status") == {}
 
 
 def test_a_way_shows_its_token_to_the_syncers_own_addresses_alone() -> None:
     """Bodies of a peer are fetched on the same session."""
-    way = way_of(f"atoll://{SECRET}@syncer.example.org:443,127.0.0.1:7077/r1/{PIN}", {})
+    address = parse_address(f"atoll://{SECRET}@syncer.example.org:443,127.0.0.1:7077/r1/{PIN}", {})
     for own in ("https://syncer.example.org/v1/control", "https://127.0.0.1:7077/v1/control"):
-        assert way.headers_for(own)["Authorization"] == f"Bearer {SECRET}"
+        assert address.headers_for(own)["Authorization"] == f"Bearer {SECRET}"
     for other in ("http://127.0.0.1:7077/v1/state/x", "https://127.0.0.1:7078/x", "https://syncer.example.org.evil/"):
-        assert way.headers_for(other) == {}
+        assert address.headers_for(other) == {}
 
 
 def test_a_way_can_be_printed() -> None:
-    way = way_of(LINK, {"ATOLL_PROXY": "http://me:password@proxy:3128"})
-    for text in (repr(way), str(way), f"{way}", without_secrets(LINK)):
+    address = parse_address(LINK, {"ATOLL_PROXY": "http://me:password@proxy:3128"})
+    for text in (repr(address), str(address), f"{address}", without_secrets(LINK)):
         assert SECRET not in text and "password" not in text
-    assert "syncer.example.org:7077" in repr(way) and "syncer.example.org:7077" in without_secrets(LINK)
+    assert "syncer.example.org:7077" in repr(address) and "syncer.example.org:7077" in without_secrets(LINK)
 
 
 @pytest.mark.parametrize(
@@ -156,21 +164,21 @@ def test_a_way_can_be_printed() -> None:
     ],
 )
 def test_proxies_come_from_the_environment(link: str, env: dict[str, str], proxy: str) -> None:
-    assert way_of(link, env).proxy == proxy
+    assert parse_address(link, env).proxy == proxy
 
 
 @pytest.mark.parametrize("proxy", ["socks5://proxy:1", "http://", "http://me:password@proxy:99999"])
 def test_a_proxy_that_is_none_is_said_without_its_password(proxy: str) -> None:
     with pytest.raises(ConfigError, match="HTTPS_PROXY is no address") as caught:
-        way_of(LINK, {"HTTPS_PROXY": proxy})
+        parse_address(LINK, {"HTTPS_PROXY": proxy})
     assert "password" not in str(caught.value)
 
 
 def test_files_come_from_the_environment() -> None:
-    way = way_of(LINK, {"ATOLL_CA": "ca.crt", "ATOLL_CERT": "me.crt", "ATOLL_KEY": "me.key"})
-    assert (way.authority, way.certificate, way.key) == ("ca.crt", "me.crt", "me.key")
+    address = parse_address(LINK, {"ATOLL_CA": "ca.crt", "ATOLL_CERT": "me.crt", "ATOLL_KEY": "me.key"})
+    assert (address.authority, address.certificate, address.key) == ("ca.crt", "me.crt", "me.key")
     with pytest.raises(ConfigError, match="cannot be used"):
-        way.context()
+        address.context()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

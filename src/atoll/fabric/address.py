@@ -42,7 +42,7 @@ _LINK = re.compile(
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class SyncerAddress(msgspec.Struct, frozen=True, kw_only=True):
     urls: tuple[str, ...]
     run: str = ""
     token: str = ""
@@ -101,13 +101,13 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         return f"{SCHEME}{self.token + '@' if self.token else ''}{hosts}/{self.run}{'/' + self.pin if self.pin else ''}"
 
 
-def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
+def parse_address(text: str, env: Mapping[str, str] = os.environ) -> SyncerAddress:
     """The way that a link, or plain addresses with commas between them, name."""
     text = text.strip()
     if text == SCHEME:  # see `entry`: it was on a command line, where everybody could read it
         text = env.get("ATOLL_LINK", "").strip()
     if not text.startswith(SCHEME):
-        return Way(urls=tuple(checked_url(one) for one in text.split(",")))
+        return SyncerAddress(urls=tuple(checked_url(one) for one in text.split(",")))
     found = _LINK.fullmatch(text)
     if found is None:
         raise ConfigError(
@@ -116,7 +116,7 @@ def way_of(text: str, env: Mapping[str, str] = os.environ) -> Way:
         )
     pin = (found["pin"] or "").lower()
     urls = tuple(_url(host, secure=bool(pin)) for host in found["hosts"].split(","))
-    return Way(
+    return SyncerAddress(
         urls=urls,
         run=found["run"] or "",
         token=found["token"] or "",

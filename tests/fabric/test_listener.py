@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atoll.fabric.certificates import fingerprint, make_server
-from atoll.fabric.doorway import TOGETHER, Doorway
+from atoll.fabric.listener import TOGETHER, Listener
 from atoll.fabric.tls import client_context, server_context
 from atoll.fabric.wire import Limits
 from atoll.protocol.errors import ConfigError
@@ -50,7 +50,7 @@ class House:
 
     async def opened(self, limits: Limits, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> int:
         shown = None if tls is None else lambda: tls
-        self.door = Doorway(limits, shown, lambda: Guest(self), self._close)
+        self.door = Listener(limits, shown, lambda: Guest(self), self._close)
         self.port = await self.door.open(host, 0)
         return self.port
 
@@ -191,7 +191,7 @@ async def test_one_that_cannot_be_closed_costs_nobody_else_anything(
         came.add(guest := Guest(house))
         return guest
 
-    house.door = Doorway(Limits(strangers=1, header_s=0.2), None, come, broken)
+    house.door = Listener(Limits(strangers=1, header_s=0.2), None, come, broken)
     house.port = await house.door.open("127.0.0.1", 0)
     for number in (1, 2, 3):
         await house.knock()
@@ -301,7 +301,7 @@ async def test_it_listens_on_ipv6(house: House) -> None:
     ],
 )
 async def test_an_address_that_is_not_ours_is_named(house: House, host: str, why: str) -> None:
-    house.door = Doorway(Limits(), None, lambda: Guest(house), house._close)
+    house.door = Listener(Limits(), None, lambda: Guest(house), house._close)
     with pytest.raises(ConfigError, match=why) as caught:
         await house.door.open(host, 0)
     assert "--bind" in str(caught.value)
@@ -310,7 +310,7 @@ async def test_an_address_that_is_not_ours_is_named(house: House, host: str, why
 async def test_a_port_that_is_taken_is_named(house: House) -> None:
     port = await house.opened(Limits())
     with pytest.raises(ConfigError, match=rf"port {port} is in use on 127.0.0.1"):
-        await Doorway(Limits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)
+        await Listener(Limits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)
 
 
 async def test_one_that_comes_while_it_closes_is_no_mistake_of_ours(house: House) -> None:
