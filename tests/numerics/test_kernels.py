@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,12 +149,12 @@ from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filt
 from atoll.protocol.messages import TensorSpec
 
 def kinds():
-    return {name: len(k.signatures) for name, k in vars(kernels).items() if hasattr(k, "signatures")
+    return {name: len(k.compiled.signatures) for name, k in vars(kernels).items() if isinstance(k, kernels.Kernel)
             and name != "nearest_bf16"}  # compiled into those that call it
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1}, before
+assert set(before.values()) == {1} and len(before) == 11, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -182,3 +185,28 @@ def test_read_only_is_the_same_memory_and_leaves_the_original_writable() -> None
     view = kernels.read_only(values)
     values[0] = 5
     assert view[0] == 5 and not view.flags.writeable and values.flags.writeable
+
+
+def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
+    words = "import sys, atoll.cli.train, atoll.numerics.merge; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", words], check=True, timeout=100)
+
+
+def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels.warm()
+    files = [kernel.index_file for kernel in kernels._KERNELS]
+    assert len(files) == 12 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    source, numba, kept = tmp_path / "kernels.py", tmp_path / "numba.py", tmp_path / "__pycache__"
+    kept.mkdir()
+    for file in (source, numba, *(kept / one.name for one in files)):
+        file.touch()
+    monkeypatch.setattr(kernels, "__file__", str(source))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: SimpleNamespace(origin=str(numba)))
+    assert kernels.are_compiled()
+    for newer in (source, numba):
+        os.utime(newer, (2e9, 2e9))
+        assert not kernels.are_compiled(), f"{newer.name} is newer than what was made of it"
+        os.utime(newer, (1e9, 1e9))
+    assert kernels.are_compiled()
+    (kept / files[3].name).unlink()
+    assert not kernels.are_compiled()

@@ -17,6 +17,7 @@ from atoll.config import convert, merged
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
+from atoll.numerics import kernels
 from atoll.observe.closing import print_closing
 from atoll.observe.story import last_sample, story
 from atoll.observe.summary import summarise
@@ -52,6 +53,13 @@ def waiting_for_learners(document: dict[str, Any], seconds: float | None) -> dic
     if seconds is None and not (isinstance(said, dict) and "wait_for_learners_s" in said):
         seconds = WAIT_S
     return merged(document, {"protocol": {"wait_for_learners_s": seconds}})
+
+
+def compile_kernels(console: Console) -> None:
+    """Before processes start that would each do it."""
+    if not kernels.are_compiled():
+        with console.status("compiling the kernels (only the first time)"):
+            kernels.warm()
 
 
 def close(out: RunDir, console: Console, as_json: bool = False, again: str = "atoll train") -> None:

@@ -15,10 +15,9 @@ from atoll.chaos.performance import Performance
 from atoll.chaos.plan import KINDS, Plan
 from atoll.chaos.standby import follow, order
 from atoll.chaos.verdict import Finding
-from atoll.cli.app import app, document_of, find_run, short, write_summary
+from atoll.cli.app import app, compile_kernels, document_of, find_run, short, write_summary
 from atoll.config import Config, convert
 from atoll.launch.local import WORKLOAD, script_arguments
-from atoll.numerics import kernels
 from atoll.observe import dashboard
 from atoll.observe.screen import choose
 from atoll.observe.summary import summarise
@@ -80,8 +79,7 @@ def chaos(
     arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
     run_dir = RunDir.create(out, force=force)
     console = Console(stderr=json_)
-    with console.status("compiling the kernels (only the first time)"):
-        kernels.warm()
+    compile_kernels(console)
     beside = [RunDir.open(one) for one in calm or ()]
     if not beside and found.verdict.needs_calm:
         peace = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)

@@ -13,10 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from atoll.chaos import plan as plans
 from atoll.chaos.plan import Plan
-from atoll.cli.app import app, short
+from atoll.cli.app import app, compile_kernels, short
 from atoll.cli.compare_methods import METHODS, Method, Outcome, comparable, run_method
 from atoll.cli.lists import names
-from atoll.numerics import kernels
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import write_atomic
@@ -60,8 +59,7 @@ def compare(
     folder = (out or unused_path(time.localtime())).absolute()
     places = {method: RunDir.create(folder / method, force=force) for method in chosen}
     console = Console(stderr=True)
-    with console.status("compiling the kernels (only the first time)"):
-        kernels.warm()
+    compile_kernels(console)
     outcomes, failures = _run_all(asked, places, checkpoint_every, console)
     document = {"plan": str(plan), "seed": asked.seed, "seconds": asked.seconds, "methods": outcomes} | (
         {"failed": failures} if failures else {}

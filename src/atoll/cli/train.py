@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, document_of, find_run, short, waiting_for_learners, write_summary
+from atoll.cli.app import app, close, compile_kernels, document_of, find_run, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.children import LIMIT
 from atoll.launch.data_parallel import DataParallelRun
@@ -386,8 +386,7 @@ def _train(
     *,
     options: LaunchOptions,
 ) -> None:
-    with console.status("compiling the kernels (only the first time)"):
-        kernels.warm()
+    compile_kernels(console)
     if resume is None and not (config.protocol.steps or config.protocol.tokens):
         text = "No --steps and no --tokens: it trains until its scripts end; Ctrl-C ends it in good order."
         console.print(text, style="dim", soft_wrap=True, highlight=False)

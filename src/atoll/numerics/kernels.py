@@ -8,14 +8,20 @@ Rules they keep:
 
 A kernel is compiled once per kind of array, and a read-only array is another kind than a writable one: callers hand
 every input through `read_only`, so that there is one kind of each and `warm` has met them all.
+
+numba takes more than a second of processor time to load, and most processes only pass by here on their way to
+something else (the command line, a supervisor): it is imported by the first call of a kernel, and not before.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TypeVar, cast
+from functools import cached_property, update_wrapper
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,13 +34,58 @@ BLOCK = 16_384
 LANES = 64
 """Partial sums of a norm: lane j takes the elements j, j + 64, j + 128, …; the lanes are added in order at the end."""
 
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 A = TypeVar("A", bound=np.generic)
+_KERNELS: list[Kernel[..., Any]] = []
 
 
-def kernel(function: F) -> F:
-    """Compiled on first use, kept on disk, run without the interpreter lock."""
-    return cast(F, numba.njit(cache=True, nogil=True)(function))
+class Kernel(Generic[P, R]):
+    """A loop that is compiled on first use, kept on disk, and run without the interpreter lock."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        update_wrapper(self, function)
+        _KERNELS.append(self)
+
+    @cached_property
+    def compiled(self) -> Any:
+        import numba
+
+        return numba.njit(cache=True, nogil=True)(self._function)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """By which numba knows a kernel that another one calls."""
+        import numba
+
+        return numba.typeof(self.compiled)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = self.compiled(*args, **kwargs)
+        return result
+
+    @property
+    def index_file(self) -> Path:
+        """Where numba keeps it, unless this folder cannot be written or NUMBA_CACHE_DIR names another."""
+        line, python = self._function.__code__.co_firstlineno, f"py{sys.version_info[0]}{sys.version_info[1]}"
+        name = f"{Path(__file__).stem}.{self._function.__qualname__}-{line}.{python}{sys.abiflags}.nbi"
+        return Path(__file__).parent / "__pycache__" / name
+
+
+def kernel(function: Callable[P, R]) -> Kernel[P, R]:
+    return Kernel(function)
+
+
+def are_compiled() -> bool:
+    """Whether all of them lie on disk, newer than their source and than numba; asked without loading numba. Where it
+    cannot be told the answer is no, and `warm` finds out."""
+    numba = find_spec("numba")
+    if numba is None or numba.origin is None:
+        return False
+    newest = max(Path(__file__).stat().st_mtime, Path(numba.origin).stat().st_mtime)
+    files = [kernel.index_file for kernel in _KERNELS]
+    return all(file.exists() and file.stat().st_mtime >= newest for file in files)
 
 
 def read_only(array: NDArray[A]) -> NDArray[A]:

@@ -34,10 +34,10 @@ import json, os, time
 begun = time.perf_counter()
 from atoll.numerics import kernels
 kernels.warm()
-place = kernels.nesterov._cache.cache_path
+place = kernels.nesterov.compiled._cache.cache_path
 print(json.dumps({
     "warm_s": round(time.perf_counter() - begun, 2), "cache": place, "writable": os.access(place, os.W_OK),
-    "compiled": sum(kernels.nesterov.stats.cache_misses.values()),
+    "compiled": sum(kernels.nesterov.compiled.stats.cache_misses.values()),
 }))
 """
 
