@@ -62,7 +62,7 @@ class Run:
         out = RunDir.create(Path(self._folder.name) / "run")
         self._run_store = RunStore(out, acquire(out.journal))
         self.service = SyncerService(
-            convert(document, "the test"), run=f"run-{id(self):x}", events=log, books=self._run_store
+            convert(document, "the test"), run=f"run-{id(self):x}", events=log, run_store=self._run_store
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -157,9 +157,9 @@ def test_a_run_goes_on_behind_claims_that_were_removed(tmp_path: Path) -> None:
     run.journal.close()
     shutil.rmtree(run.dir.journal / "terms")
     plan_resume(run.dir)
-    books = RunStore(run.dir, acquire(run.dir.journal))
-    assert books.term == 2 and books.recovered is not None and books.recovered.history.committed == 5
-    books.close()
+    run_store = RunStore(run.dir, acquire(run.dir.journal))
+    assert run_store.term == 2 and run_store.recovered is not None and run_store.recovered.history.committed == 5
+    run_store.close()
 
 
 def test_a_run_goes_on_before_garbage_behind_its_last_record(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_a_run_goes_on_before_garbage_behind_its_last_record(tmp_path: Path) -> 
     with (run.dir.journal / "segment-000001.log").open("ab") as segment:
         segment.write(b"what another program wrote to the wrong file" * 10)
     plan_resume(run.dir)
-    books = RunStore(run.dir, acquire(run.dir.journal))
-    assert books.recovered is not None and books.recovered.history.committed == 5
-    assert "ended in 440 bytes" in books.recovered.remarks[0]
-    books.close()
+    run_store = RunStore(run.dir, acquire(run.dir.journal))
+    assert run_store.recovered is not None and run_store.recovered.history.committed == 5
+    assert "ended in 440 bytes" in run_store.recovered.remarks[0]
+    run_store.close()
     assert verify_run(run.dir.path).ok
 
 
@@ -373,10 +373,10 @@ def test_a_new_run_can_be_served_and_cut_and_comes_back(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     new, found = new_run(old, 4, tmp_path / "new")
     for term in (2, 3):
-        books = RunStore(new, acquire(new.journal))
-        assert books.term == term and books.recovered is not None
-        assert books.recovered.history.run == found.run and books.recovered.history.committed == 4
-        books.close()
+        run_store = RunStore(new, acquire(new.journal))
+        assert run_store.term == term and run_store.recovered is not None
+        assert run_store.recovered.history.run == found.run and run_store.recovered.history.committed == 4
+        run_store.close()
 
 
 def test_the_learners_states_come_along(tmp_path: Path) -> None:
@@ -433,8 +433,8 @@ def test_the_old_run_is_left_as_it_was_to_the_byte(tmp_path: Path) -> None:
     old = cut_run(tmp_path / "old")
     before = every_byte(old.dir.path)
     new, _ = new_run(old, 2, tmp_path / "new")
-    books = RunStore(new, acquire(new.journal))
-    books.close()
+    run_store = RunStore(new, acquire(new.journal))
+    run_store.close()
     assert every_byte(old.dir.path) == before and len(before) > 20
 
 

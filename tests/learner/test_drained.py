@@ -29,10 +29,10 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path, self.events, self._news = path, list[dict[str, Any]](), asyncio.Event()
         out = RunDir.create(path / "run")
-        self.books = RunStore(out, acquire(out.journal))
+        self.run_store = RunStore(out, acquire(out.journal))
         rules = {"learners": 2, "fragments": 2, "sync_every": 4, "codec": "fp32", "tokens": 100_000_000}
         config = convert({"protocol": rules}, "the test")
-        self.service = SyncerService(config, run="drained", events=EventLog(self._note), books=self.books)
+        self.service = SyncerService(config, run="drained", events=EventLog(self._note), run_store=self.run_store)
 
     def _note(self, line: bytes) -> None:
         self.events.append(json.loads(line))
@@ -76,4 +76,4 @@ async def test_a_drained_learner_leaves_with_code_0_and_nothing_is_lost(tmp_path
     run.service.end("the test is over")
     assert await asyncio.wait_for(stays.wait(), WAIT_S) == 0
     await asyncio.wait_for(serving, WAIT_S)
-    run.books.close()
+    run.run_store.close()

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 FLUSH_BYTES = 1 << 16
+NAMES: dict[str, str] = {}
+"""What events were called before they were renamed, for comparisons with older traces (tools/traces.py)."""
 
 
 class Trace:
@@ -20,7 +22,8 @@ class Trace:
     def add(self, at: float, who: str, event: Any, effects: Sequence[Any]) -> None:
         """What a machine was told, and what it wants done."""
         buffer = self._buffer
-        self._encode((at, who, type(event).__name__, event, effects), buffer, -1)
+        name = type(event).__name__
+        self._encode((at, who, NAMES.get(name, name), event, effects), buffer, -1)
         if len(buffer) > FLUSH_BYTES:
             self._hash.update(buffer)
             buffer.clear()

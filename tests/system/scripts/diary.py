@@ -31,7 +31,7 @@ held: dict[int, int] = {}
 
 def adopted(learner: atoll.Learner) -> list[dict[str, object]]:
     """Versions that lie whole in its memory since the last look. Version 0 may be its own: nobody told of it."""
-    found, box = [], learner._stay.shared.box
+    found, box = [], learner._session.shared.box
     for fragment, version in enumerate(box.base_version.tolist() if box is not None else ()):
         values = box.base(fragment).copy()
         if version > held.get(fragment, 0) and int(box.base_version[fragment]) == version:
