@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from tests.fabric.fort import Fort, fort_in
 
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import Host
 from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.server import Channel, Served, Server
@@ -127,7 +127,7 @@ class Learner:
     def __init__(self, url: str, name: str, session: str, limits: Limits) -> None:
         self.messages: asyncio.Queue[FromSyncer] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
-        self.link = Link(
+        self.link = SyncerConnection(
             url,
             hello=lambda: Hello(protocol=PROTOCOL, learner=name, session=session, proof=f"restarts of {name}"),
             on_open=lambda: None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import Limits
 from atoll.protocol.messages import PROTOCOL, Hello
 
@@ -116,7 +116,7 @@ async def comes(what: Callable[[], bool]) -> None:
 async def test_a_busy_courier_does_not_take_its_syncer_for_dead(answers: bool) -> None:
     lost: list[str] = []
     syncer = Syncer(asyncio.get_running_loop(), answers=answers)
-    link = Link(
+    link = SyncerConnection(
         syncer.url,
         hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
         on_open=lambda: None,

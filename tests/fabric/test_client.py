@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from atoll.fabric.client import Link, get_fragment_once, get_json, post_score
+from atoll.fabric.client import SyncerConnection, get_fragment_once, get_json, post_score
 from atoll.fabric.wire import Limits, Score, digest
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Started
@@ -113,7 +113,7 @@ async def test_an_error_in_a_callback_is_ours_and_ends_run(place: Place) -> None
     def wrong(message: object) -> None:
         raise KeyError("ours")
 
-    link = Link(
+    link = SyncerConnection(
         place.url,
         hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
         on_open=lambda: None,
@@ -141,7 +141,7 @@ async def test_redirects_are_not_followed(place: Place) -> None:
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     lost: asyncio.Queue[str] = asyncio.Queue()
-    link = Link(
+    link = SyncerConnection(
         url,
         hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
         on_open=lambda: None,
@@ -161,7 +161,7 @@ async def test_redirects_are_not_followed(place: Place) -> None:
 @pytest.mark.parametrize("url", ["", "127.0.0.1:7077", "https://a:1", "http://a", "http://a:1/x", "http://a:99999"])
 def test_an_address_that_is_none_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ConfigError, match=r"it looks like http://127\.0\.0\.1:7077"):
-        Link(
+        SyncerConnection(
             url,
             hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
             on_open=lambda: None,

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from atoll.config import convert
 from atoll.fabric.address import parse_address
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import (
     PROTOCOL_HEADER,
     decode_from_learner,
@@ -202,7 +202,7 @@ class NewLearner:
         self.t, self.heard, self.lost = 0, 0, asyncio.Event()
         self.finished = asyncio.Event()
         self.reads: dict[int, int] = {}
-        self.link = Link(
+        self.link = SyncerConnection(
             url,
             hello=self.machine.hello,
             on_open=lambda: None,

@@ -20,7 +20,7 @@ from aiohttp.base_protocol import BaseProtocol
 
 from atoll.fabric import transfer
 from atoll.fabric.calls import next_chunk
-from atoll.fabric.client import Link, get_fragment_once, get_json, post_score
+from atoll.fabric.client import SyncerConnection, get_fragment_once, get_json, post_score
 from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, VERSION_HEADER, Limits, Score, digest
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Hello
@@ -32,7 +32,7 @@ LARGE = memoryview(bytes(8 << 20))
 """More than the buffers of a connection take: who does not read it holds its sender up."""
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Call = Callable[[str, Link], Awaitable[object]]
+Call = Callable[[str, SyncerConnection], Awaitable[object]]
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def into() -> memoryview:
     return memoryview(bytearray(len(BODY)))
 
 
-async def state(url: str, link: Link) -> object:
+async def state(url: str, link: SyncerConnection) -> object:
     return await link.get_state(
         "ticket", lambda size: memoryview(bytearray(size)), learner="a", session="s", most_bytes=1 << 20, deadline_s=2.0
     )
 
 
-def relay(url: str, link: Link) -> Awaitable[object]:
+def relay(url: str, link: SyncerConnection) -> Awaitable[object]:
     return link.put_relay("ticket", [LARGE], offset=0, digest="0" * 32, learner="a", session="s", deadline_s=DEADLINE_S)
 
 
@@ -194,8 +194,8 @@ async def quiet() -> AsyncIterator[None]:
     assert complaints == []
 
 
-def a_link(url: str, lost: asyncio.Queue[str] | None = None) -> Link:
-    return Link(
+def a_link(url: str, lost: asyncio.Queue[str] | None = None) -> SyncerConnection:
+    return SyncerConnection(
         url,
         hello=lambda: Hello(protocol=PROTOCOL, learner="a", session="s"),
         on_open=lambda: None,

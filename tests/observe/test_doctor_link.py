@@ -19,10 +19,10 @@ from tests.observe.conftest import a_status
 from atoll import cli
 from atoll.fabric.address import parse_address
 from atoll.fabric.dial import Dialled
-from atoll.fabric.link import Bottleneck, Line
 from atoll.fabric.server import Server
+from atoll.fabric.tcp_relay import Bottleneck, TcpRelay
 from atoll.observe.doctor import carry, door, machine, software, speed, syncer
-from atoll.observe.doctor.carry import Link, Load
+from atoll.observe.doctor.carry import Load, MeasuredLink
 from atoll.observe.doctor.check import Check
 from atoll.observe.doctor.door import Address
 from atoll.observe.doctor.speed import Moved, Trip
@@ -35,7 +35,7 @@ WAY = parse_address(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
 HERE = Address("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
 GONE = Address("https://b.example:2", None, "Connection refused")
 LOAD = Load(parameters=100e6, step_s=0.4)
-FAST = Link(1e9, 1e9, 0.01)
+FAST = MeasuredLink(1e9, 1e9, 0.01)
 
 
 # ---- judgements ------------------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ FAST = Link(1e9, 1e9, 0.01)
             "ok",
             "this link carries H = 24, P = 24 with bf16 at 0.40 s a step and 100M parameters; fp32 too",
         ),
-        (carry.judge(LOAD, Link(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
-        (carry.judge(LOAD, Link(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
-        (carry.judge(LOAD, Link(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
+        (carry.judge(LOAD, MeasuredLink(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
+        (carry.judge(LOAD, MeasuredLink(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
+        (carry.judge(LOAD, MeasuredLink(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
         (syncer.carries(a_status(), FAST, None, 0.4), "ok", "not known yet"),
         (syncer.carries(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
     ],
@@ -82,14 +82,14 @@ def test_needs_are_those_of_the_bandwidth_calculator() -> None:
     (need,) = (one for one in carry.needs(LOAD, FAST) if one.codec == "bf16" and one.sync_every == 24)
     assert need.up_bits_per_s == pytest.approx(1e8 * 16 / 9.6)
     assert need.down_bits_per_s == pytest.approx(1e9 * load_gbit(spread) / (24 * 0.4)) == pytest.approx(1e8 * 32 / 9.6)
-    slow = Link(100e6, 100e6, 0.01)
+    slow = MeasuredLink(100e6, 100e6, 0.01)
     assert carry.kept_up_with(LOAD, slow) == pytest.approx(effective_h(spread, 0.08)) == pytest.approx(100)
     near = msgspec.structs.replace(spread, latency_s=0.005)
     assert carry.away_steps(LOAD, slow) == pytest.approx(away_steps(near, 0.1)) == pytest.approx(2.01 / 0.4)
 
 
 def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
-    found = carry.judge(LOAD, Link(100e6, 100e6, 0.01))
+    found = carry.judge(LOAD, MeasuredLink(100e6, 100e6, 0.01))
     assert [(one["sync_every"], one["codec"], one["carried"]) for one in found.figures["needs"]] == [
         (24, "fp32", False),
         (24, "bf16", False),
@@ -103,7 +103,7 @@ def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
     assert found.next == (
         "Nobody waits, but fragments are synced every 100 steps. It carries sync_every = 192 with bf16."
     )
-    hopeless = carry.judge(LOAD, Link(1e5, 1e5, 0.01))
+    hopeless = carry.judge(LOAD, MeasuredLink(1e5, 1e5, 0.01))
     assert hopeless.next.endswith("Not even H = 1536 fits: this model needs another link.")
 
 
@@ -258,7 +258,7 @@ async def test_something_that_is_no_syncer_fails(plain: Server, answer: bytes, m
 
 async def test_a_slow_link_is_measured_as_what_it_is(monkeypatch: pytest.MonkeyPatch, secured: Secured) -> None:
     monkeypatch.setattr(speed, "LONGEST", 64 << 20)
-    line = Line("127.0.0.1", secured.server.port)
+    line = TcpRelay("127.0.0.1", secured.server.port)
     line.delay_s = 0.005  # more would fill the small buffer of the line before the bottleneck is
     line.share(Bottleneck(2.5e6), Bottleneck(5e6))
     await line.start()

@@ -364,7 +364,7 @@ def test_what_was_on_its_way_when_the_run_was_over_is_passed_over() -> None:
     register = fx.Received("learner-0", Register(datasets=TEXT, epochs=0, batch=BATCH))
     world.inject(register)
     machine = world.islands["learner-0"].machine
-    machine.handle(world.now, fx.Cut("it says the rest when it leaves"))
+    machine.handle(world.now, fx.Disconnected("it says the rest when it leaves"))
     said = machine.make_goodbye("x")[0]
     report = fx.Received("learner-0", msgspec.structs.replace(said, position=BATCH))
     world.inject(report)

@@ -45,7 +45,7 @@ def test_once_taken_they_are_not_sought_again() -> None:
     machine.handle(1.0, fx.Arrived(Helped(ticket="t", peer="b", size=1, digest="d")))
     machine.handle(1.0, fx.StateCame("t"))
     machine.handle(1.0, fx.Taken("t"))
-    machine.handle(2.0, fx.Cut("the line broke"))
+    machine.handle(2.0, fx.Disconnected("the line broke"))
     assert machine.hello().frozen == "run's" and not sought(machine, WELCOME)
 
 
@@ -53,5 +53,5 @@ def test_without_them_they_are_sought_again_after_a_reconnect() -> None:
     machine = learner("other")
     sought(machine, WELCOME)
     machine.handle(1.0, fx.Arrived(Fresh(reason="nobody helps")))
-    machine.handle(2.0, fx.Cut("the line broke"))
+    machine.handle(2.0, fx.Disconnected("the line broke"))
     assert [seek.frozen for seek in sought(machine, WELCOME)] == [True]

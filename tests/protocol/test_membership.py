@@ -10,7 +10,7 @@ from tests.protocol.world import World
 from atoll.protocol.effects import (
     Adopted,
     Arrived,
-    Cut,
+    Disconnected,
     Expel,
     Fetched,
     Greeted,
@@ -378,7 +378,7 @@ def test_a_new_life_has_taken_none_of_its_samples() -> None:
     welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0, 0), gathering=0)
     learner.handle(0.0, Arrived(welcome))
     learner.handle(1.0, Stepped(t=9, steps=(9, 9), tokens=(90, 90), tokens_total=90, dropped=(0, 0), position=36))
-    learner.handle(2.0, Cut("connection reset"))
+    learner.handle(2.0, Disconnected("connection reset"))
     learner.handle(9.0, Arrived(replace(welcome, incarnation=2)))
     learner.handle(9.1, Fetched(0, 0))
     assert [report.position for report in reports(learner.handle(9.2, Adopted(0, 0, 9)))] == [0]
@@ -398,7 +398,7 @@ def test_a_life_that_begins_while_it_joins_is_told_of_once_the_step_under_way_is
     if not late:
         learner.handle(0.0, Arrived(welcome))
     said = learner.handle(1.0, Stepped(t=3, steps=(3,), tokens=(30,), tokens_total=30, dropped=(0,)))
-    learner.handle(1.1, Cut("connection reset"))
+    learner.handle(1.1, Disconnected("connection reset"))
     said += learner.handle(1.2, Arrived(replace(welcome, incarnation=2)))  # step 4 is under way, …
     said += learner.handle(1.5, Stepped(t=4, steps=(0,), tokens=(0,), tokens_total=40, dropped=(0,)))  # … forgotten
     said += learner.handle(2.0, Stepped(t=5, steps=(1,), tokens=(10,), tokens_total=50, dropped=(0,)))

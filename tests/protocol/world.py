@@ -84,7 +84,7 @@ class World(simulated.World):
             island.connection = None
             if self.reign.channels.pop(name, None) is not None:
                 self._tell(fx.Lost(name, reason))
-            island.hear(fx.Cut(reason))
+            island.hear(fx.Disconnected(reason))
 
     def hold_up(self, name: str, seconds: float) -> None:
         """What it says from now on comes in a burst after this time, as behind a packet that is sent again."""
@@ -129,7 +129,7 @@ class World(simulated.World):
         for island in self.islands.values():
             if island.connection is not None:
                 island.connection = None
-                island.hear(fx.Cut("the syncer died"))
+                island.hear(fx.Disconnected("the syncer died"))
 
     def _redial(self, name: str) -> None:
         if self.islands[name].alive and not self.islands[name].linked:

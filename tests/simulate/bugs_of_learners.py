@@ -9,11 +9,11 @@ from tests.simulate.planting import Plain, always, mutant
 
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
+from atoll.protocol.connection_state import ConnectionState
 from atoll.protocol.copies import Copies
 from atoll.protocol.hearing import Hearing
 from atoll.protocol.helping import Copy, Helping
 from atoll.protocol.learner import Learner
-from atoll.protocol.line import Line
 from atoll.protocol.pulls import Pulls, Standing
 from atoll.protocol.versions import Versions
 
@@ -52,7 +52,7 @@ mutant("quarantine leaves the broken inner optimizer", (Learner, "_recover", _no
 
 def _same_life(plain: Plain) -> Any:
     def broken(self: Learner, now: float, welcome: msg.Welcome) -> None:
-        self._line.incarnation = welcome.incarnation if self.incarnation else 0
+        self._connection.incarnation = welcome.incarnation if self.incarnation else 0
         plain(self, now, welcome)
 
     return broken
@@ -150,14 +150,14 @@ mutant("the copy that a version holds is not named", (Versions, "copy_in", alway
 
 
 def _no_heartbeat(plain: Plain) -> Any:
-    def broken(self: Line, now: float, message: msg.FromLearner) -> None:
+    def broken(self: ConnectionState, now: float, message: msg.FromLearner) -> None:
         if not isinstance(message, msg.Heartbeat):
             plain(self, now, message)
 
     return broken
 
 
-mutant("heartbeats are never sent", (Line, "say", _no_heartbeat))
+mutant("heartbeats are never sent", (ConnectionState, "say", _no_heartbeat))
 
 
 def _ends_at_once(plain: Plain) -> Any:
@@ -165,7 +165,7 @@ def _ends_at_once(plain: Plain) -> Any:
         """The run is over, so it leaves, whether it holds the finished model or not."""
         if self._final is not None and self.phase != "finished":
             self._report(now)
-            self._line.say(now, msg.Leave(reason="the run is over"))
+            self._connection.say(now, msg.Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
     return broken

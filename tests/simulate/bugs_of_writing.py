@@ -11,10 +11,10 @@ from atoll.protocol import counters, history, ledger, records
 from atoll.protocol import effects as fx
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.attendance import Attendance
+from atoll.protocol.connection_state import ConnectionState
 from atoll.protocol.cut import Cuts
 from atoll.protocol.ending import End
 from atoll.protocol.leases import Leases
-from atoll.protocol.line import Line
 from atoll.protocol.membership import Membership
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.versions import Versions
@@ -72,7 +72,7 @@ mutant("a cut forgets the samples that came back", (history.History, "restore", 
 
 
 def _any_term(plain: Plain) -> Any:
-    def broken(self: Line, message: Any) -> bool:
+    def broken(self: ConnectionState, message: Any) -> bool:
         self.term = min(self.term, message.term)
         return bool(plain(self, message))
 
@@ -90,7 +90,7 @@ def _unfenced(plain: Plain) -> Any:
     return broken
 
 
-mutant("a learner heeds a term that is over", (Line, "heeds", _any_term))
+mutant("a learner heeds a term that is over", (ConnectionState, "heeds", _any_term))
 mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
 
 

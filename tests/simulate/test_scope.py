@@ -85,7 +85,7 @@ def test_a_copy_behaves_like_what_it_was_copied_from() -> None:
     state = a_state()
     machine = state.parties["learner-0"].island.machine
     before, copy = form(machine), clone(machine)
-    copy.handle(state.now, fx.Cut("connection reset"))
+    copy.handle(state.now, fx.Disconnected("connection reset"))
     assert form(machine) == before != form(copy)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from atoll.config import Config, convert
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.pages import Pages
 from atoll.fabric.wire import Limits, digest
 from atoll.numerics.fragments import Plan, make_plan
@@ -59,7 +59,7 @@ class FakeLearner:
         self.dropped = [0] * len(self.plan.fragments)
         self._news = asyncio.Event()
         hello = Hello(protocol=protocol, learner=name, session=self.session, tensors=tensors)
-        self.link = Link(
+        self.link = SyncerConnection(
             url,
             hello=lambda: hello,
             on_open=lambda: None,

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from atoll.fabric.link import Line
+from atoll.fabric.tcp_relay import TcpRelay
 
 
 def ip(*words: str) -> None:
@@ -88,7 +88,7 @@ class Loopback:
     """Everybody on this machine; each but the first dials through a line of its own."""
 
     def __init__(self, names: list[str]) -> None:
-        self._names, self._lines = names, dict[str, Line]()
+        self._names, self._lines = names, dict[str, TcpRelay]()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class Loopback:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
 
-async def _started(host: str, port: int) -> Line:
-    line = Line(host, port)
+async def _started(host: str, port: int) -> TcpRelay:
+    line = TcpRelay(host, port)
     await line.start()
     return line

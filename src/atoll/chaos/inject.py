@@ -2,8 +2,8 @@
 
 Every fault is an event `fault` (number, what, target, seconds, size) when it begins and `mended` (number) when it is
 over: the ground truth that the verdict, the dashboard and the report hold against what the run itself says. Learners
-dial through a line of their own (fabric/link.py), so their network can be broken without root; the syncer's journal
-lies on a disk that can be told to be full or slow (trouble.py). Works with whatever script the learners run.
+dial through a TCP relay of their own (fabric/tcp_relay.py), so their network can be broken without root; the syncer's
+journal lies on a disk that can be told to be full or slow (trouble.py). Works with whatever script the learners run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from atoll.chaos.plan import KINDS, Fault, Plan
 from atoll.chaos.trouble import Trouble
-from atoll.fabric.link import Line
 from atoll.fabric.nearby import publish_secrets, published_secrets, withdraw_secrets
+from atoll.fabric.tcp_relay import TcpRelay
 from atoll.launch.children import Child, open_log
 from atoll.launch.local import LocalRun
 from atoll.telemetry.status import RunStatus
@@ -35,7 +35,7 @@ class Injector:
 
     def __init__(self, plan: Plan, trouble: Path) -> None:
         self.plan, self.trouble = plan, trouble
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, TcpRelay] = {}
         self.done = 0
         """Faults that have begun."""
         self.began_at: float | None = None
@@ -56,10 +56,10 @@ class Injector:
             await self._line(name, url)
         return {name: line.url for name, line in self.lines.items()}
 
-    async def _line(self, name: str, url: str) -> Line:
+    async def _line(self, name: str, url: str) -> TcpRelay:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None
-        line = self.lines[name] = Line(address.hostname, address.port, seed=self.plan.seed)
+        line = self.lines[name] = TcpRelay(address.hostname, address.port, seed=self.plan.seed)
         await line.start()
         publish_secrets(line.host, line.port, published_secrets(address.hostname, address.port))
         return line
@@ -201,7 +201,9 @@ class Injector:
 
     # ---- lines -----------------------------------------------------------------------------------------------------
 
-    async def _on_lines(self, fault: Fault, worse: Callable[[Line], None], well: Callable[[Line], None]) -> None:
+    async def _on_lines(
+        self, fault: Fault, worse: Callable[[TcpRelay], None], well: Callable[[TcpRelay], None]
+    ) -> None:
         lines = [self.lines[name] for name in fault.targets]
         for line in lines:
             worse(line)
@@ -212,8 +214,8 @@ class Injector:
                 well(line)
 
     async def _delay(self, fault: Fault) -> None:
-        def set_to(seconds: float) -> Callable[[Line], None]:
-            def change(line: Line) -> None:
+        def set_to(seconds: float) -> Callable[[TcpRelay], None]:
+            def change(line: TcpRelay) -> None:
                 line.delay_s, line.jitter_s = seconds, seconds / 2
 
             return change
@@ -227,7 +229,7 @@ class Injector:
         await self._on_lines(fault, lambda line: line.limit(1.0), _free)
 
     async def _reset(self, fault: Fault) -> None:
-        await self._on_lines(fault, Line.reset, lambda line: None)
+        await self._on_lines(fault, TcpRelay.reset, lambda line: None)
 
     async def _silent(self, fault: Fault) -> None:
         await self._on_lines(fault, lambda line: line.silence(True), lambda line: line.silence(False))
@@ -297,7 +299,7 @@ async def _awaited(last: Callable[[], Awaitable[None]]) -> None:
     await last()
 
 
-def _free(line: Line) -> None:
+def _free(line: TcpRelay) -> None:
     """What crept along is given up: nobody waits for the rest of it."""
     line.limit(None)
     line.reset()

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from atoll.chaos.attacks import ATTACKS, Attack
 from atoll.chaos.truth import ROGUE
 from atoll.fabric.address import parse_address
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import digest, encode
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, make_plan
@@ -61,12 +61,12 @@ class Rogue:
         self._holds: dict[int, int] = {}
         self._waits = self._over = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._link = Link(
+        self._link = SyncerConnection(
             url,
             hello=self.machine.hello,
             on_open=lambda: None,
             on_message=lambda message: self._tell(fx.Arrived(message)),
-            on_lost=lambda reason: self._tell(fx.Cut(reason)),
+            on_lost=lambda reason: self._tell(fx.Disconnected(reason)),
         )
 
     async def run(self) -> None:

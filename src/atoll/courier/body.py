@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from atoll.courier.slots import Incoming, Outgoing
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import digest_aside
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
@@ -45,7 +45,7 @@ class Bodies:
     def __init__(
         self,
         box: Mailbox,
-        link: Link,
+        link: SyncerConnection,
         settings: Settings,
         start: Start,
         tell: Callable[[fx.LearnerEvent], None],

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from atoll.courier.body import Bodies, load_kernels
 from atoll.courier.states import StateEffect, States
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
 from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
@@ -76,7 +76,7 @@ class Courier:
         self._parent = os.getppid()
         self._start: Start | None = None
         self._machine: Learner | None = None
-        self._link: Link | None = None
+        self._link: SyncerConnection | None = None
         self._box: Mailbox | None = None
         self._bodies: Bodies | None = None
         self._states: States | None = None
@@ -184,7 +184,7 @@ class Courier:
     def _dial(self) -> None:
         assert self._start is not None
         assert self._tasks is not None
-        self._link = Link(
+        self._link = SyncerConnection(
             self._start.url,
             hello=self._hello,
             on_open=lambda: None,
@@ -196,7 +196,7 @@ class Courier:
         )
         self._tasks.create_task(self._connect(self._link))
 
-    async def _connect(self, link: Link) -> None:
+    async def _connect(self, link: SyncerConnection) -> None:
         """Once the kernels are there: a pull that has to wait for them would hold up the event loop, and whoever is
         part of a run and says nothing for some seconds is taken for dead."""
         assert self._kernels is not None
@@ -282,7 +282,7 @@ class Courier:
     def _lost(self, reason: str) -> None:
         self._held.clear()
         if self._box is not None:
-            self._handle(fx.Cut(reason))
+            self._handle(fx.Disconnected(reason))
             return
         self._channel.send(DialFailed(reason))
         if self._loop.time() - self._said_at >= SAY_S:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.fabric.client import Link
+from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import Host
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, Channel, Start, StateCopy, TakeOrder
 from atoll.mailbox.memory import mapped, reserve
@@ -57,7 +57,7 @@ class States:
     def __init__(
         self,
         channel: Channel,
-        link: Link,
+        link: SyncerConnection,
         start: Start,
         tell: Callable[[fx.LearnerEvent], None],
         say: Callable[[str], None],

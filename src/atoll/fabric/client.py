@@ -43,10 +43,10 @@ from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
 
-__all__ = ["Link", "checked_url", "get_fragment_once", "get_json", "post_score"]
+__all__ = ["SyncerConnection", "checked_url", "get_fragment_once", "get_json", "post_score"]
 
 
-class Link:
+class SyncerConnection:
     """One learner's connection to its syncer. Belongs to one event loop; `run` is started once."""
 
     def __init__(

@@ -21,7 +21,7 @@ from atoll.store.journal import Position, read
 from atoll.store.rundir import RunDir
 
 
-class Way:
+class ParameterWalk:
     """From cut to cut to the end of the journal. `cuts`: the oldest first, each at its place in the journal."""
 
     def __init__(self, run: RunDir, cuts: Sequence[StoredCut], findings: Findings) -> None:

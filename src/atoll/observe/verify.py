@@ -25,7 +25,7 @@ from atoll.observe.audit import Audit
 from atoll.observe.best import check_best
 from atoll.observe.figures import CAUSES, count, percent, span
 from atoll.observe.findings import Findings, Progress, Wrong
-from atoll.observe.parameters import Way, difference
+from atoll.observe.parameters import ParameterWalk, difference
 from atoll.observe.rebuild import Rebuilt
 from atoll.observe.shelf import Shelf
 from atoll.protocol.errors import AtollError, ConfigError
@@ -100,7 +100,7 @@ class Verification:
         self._begun: Begun | None = None
         self._audit: Audit | None = None
         """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
-        self._way: Way | None = None
+        self._way: ParameterWalk | None = None
         self._end = ORIGIN
         self._records = self._torn_bytes = 0
         self._read_whole = False
@@ -234,7 +234,7 @@ class Verification:
             return None
         if not cuts:
             raise Wrong(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
-        self._way = Way(self._run, cuts, self._findings)
+        self._way = ParameterWalk(self._run, cuts, self._findings)
         self._way.go_to(self._end)
         return self._way.model
 

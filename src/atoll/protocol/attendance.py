@@ -13,12 +13,12 @@ from operator import gt
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.beginning import Beginning
 from atoll.protocol.clock import SYNCER
-from atoll.protocol.course import Course
 from atoll.protocol.effects import Expel
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Welcome
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
+from atoll.protocol.phase import RunPhase
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import wrong_hello
 from atoll.protocol.settings import Settings
@@ -28,7 +28,7 @@ class Attendance:
     def __init__(
         self,
         settings: Settings,
-        course: Course,
+        run_phase: RunPhase,
         members: Membership,
         accounts: Accounts,
         rounds: Rounds,
@@ -36,7 +36,7 @@ class Attendance:
         beginning: Beginning,
         out: Outbox,
     ) -> None:
-        self.settings, self.course, self.members, self.accounts = settings, course, members, accounts
+        self.settings, self.run_phase, self.members, self.accounts = settings, run_phase, members, accounts
         self.rounds, self.peers, self.beginning, self.out = rounds, peers, beginning, out
         self.history = out.history
 
@@ -44,7 +44,7 @@ class Attendance:
 
     def greet(self, now: float, hello: Hello, token: str) -> None:
         before = self.members.learners.get(hello.learner)
-        if self.course.phase == "finished" and (before is None or before.session != hello.session):
+        if self.run_phase.phase == "finished" and (before is None or before.session != hello.session):
             self.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
         if (wrong := wrong_hello(hello, self.history.run, self.settings.fragments)) is not None:
@@ -127,10 +127,10 @@ class Attendance:
 
     def _tell_again(self, learner: Learner) -> None:
         """For all we know it did not hear it."""
-        if self.course.phase == "ending":
-            self.out.send(learner.name, Ending(reason=self.course.reason))
-        elif self.course.phase == "finished":
-            self.out.send(learner.name, Finish(reason=self.course.reason, versions=tuple(self.rounds.versions)))
+        if self.run_phase.phase == "ending":
+            self.out.send(learner.name, Ending(reason=self.run_phase.reason))
+        elif self.run_phase.phase == "finished":
+            self.out.send(learner.name, Finish(reason=self.run_phase.reason, versions=tuple(self.rounds.versions)))
         elif learner.draining:
             self.out.send(learner.name, Drain(reason=learner.draining))
 

@@ -10,11 +10,11 @@ then nobody trains, so that the first rounds have everybody in them and the run'
 from __future__ import annotations
 
 from atoll.protocol.assembling import Assembling
-from atoll.protocol.course import Course
 from atoll.protocol.cut import Cuts
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Hello, Started
 from atoll.protocol.outbox import Outbox
+from atoll.protocol.phase import RunPhase
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.upload import Upload
@@ -23,14 +23,14 @@ from atoll.protocol.upload import Upload
 class Beginning:
     def __init__(
         self,
-        course: Course,
+        run_phase: RunPhase,
         members: Membership,
         rounds: Rounds,
         cuts: Cuts,
         assembling: Assembling,
         out: Outbox,
     ) -> None:
-        self.course, self.members, self.rounds, self.cuts = course, members, rounds, cuts
+        self.run_phase, self.members, self.rounds, self.cuts = run_phase, members, rounds, cuts
         self.assembling, self.out = assembling, out
         self._uploader: str | None = None
         self._uploader_holds = False
@@ -41,13 +41,13 @@ class Beginning:
 
     def greeted(self, hello: Hello) -> None:
         """One more that could be asked."""
-        if self.course.phase == "empty" and self._is_better(hello):
+        if self.run_phase.phase == "empty" and self._is_better(hello):
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
             self._upload.asked()
 
     def asks(self, learner: Learner) -> bool:
         """Whether this one is to give the first parameters."""
-        return self.course.phase == "empty" and self._uploader == learner.name and self._whole_at is None
+        return self.run_phase.phase == "empty" and self._uploader == learner.name and self._whole_at is None
 
     def lost(self, learner: Learner) -> Learner | None:
         """This one is gone; who is asked in its place, and has to be told."""
@@ -61,7 +61,7 @@ class Beginning:
     def overdue(self, now: float, wakes: list[float]) -> Learner | None:
         """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
         there = {one.name for one in self.members.connected()}
-        if self.course.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
+        if self.run_phase.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
             return None
         heir, until = None, self._upload.until(now)
         if now >= until:
@@ -84,7 +84,7 @@ class Beginning:
 
     def initialised(self, now: float, uploader: str) -> None:
         """They came whole."""
-        if self.course.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
+        if self.run_phase.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
             return
         self._whole_at = now
         settings = self.members.settings
@@ -101,11 +101,11 @@ class Beginning:
     @property
     def awaited(self) -> int:
         """So many of them are waited for: all else that training needs is here."""
-        return self.missing if self.course.phase == "empty" and self._whole_at is not None else 0
+        return self.missing if self.run_phase.phase == "empty" and self._whole_at is not None else 0
 
     def turn(self, now: float, wakes: list[float]) -> None:
         """Begin, where everybody is here or was waited for."""
-        if self.course.phase != "empty" or self._whole_at is None:
+        if self.run_phase.phase != "empty" or self._whole_at is None:
             return
         settings = self.members.settings
         until = self._whole_at + settings.wait_for_learners_s
@@ -122,7 +122,7 @@ class Beginning:
         assert uploader is not None, "the first parameters are somebody's"
         self.cuts.first()
         self.out.persist(StartedRecord(uploader))
-        self.course.phase = "running"
+        self.run_phase.phase = "running"
         self.assembling.started(now)
         self.rounds.versions = [0] * len(self.rounds.versions)
         self.out.note("initial", f"{uploader} gave the first parameters")

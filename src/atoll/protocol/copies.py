@@ -95,7 +95,7 @@ class Copies:
         if waits is not None and waits.round <= number:
             del self.waiting[fragment]
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """The connection is gone, and with it every pull."""
         self.waiting.clear()
         self._sent.clear()
@@ -103,5 +103,5 @@ class Copies:
     def forget(self) -> None:
         for fragment in list(self._at_hand):
             self.drop(fragment)
-        self.cut()
+        self.disconnect()
         self.offer = -1

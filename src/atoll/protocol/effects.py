@@ -373,7 +373,7 @@ class Arrived(Fact, frozen=True):
     message: FromSyncer
 
 
-class Cut(Fact, frozen=True):
+class Disconnected(Fact, frozen=True):
     """Event: the control channel is down; it is being dialled again."""
 
     reason: str
@@ -706,7 +706,7 @@ class Stop(Fact, frozen=True):
 
 LearnerEvent = (
     Arrived
-    | Cut
+    | Disconnected
     | Stepped
     | Told
     | Registered

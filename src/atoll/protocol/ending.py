@@ -10,13 +10,13 @@ end says how much of the budget is spent: tokens that came after the last round 
 from __future__ import annotations
 
 from atoll.protocol.assembling import Assembling
-from atoll.protocol.course import Course
 from atoll.protocol.drain import Drain
 from atoll.protocol.effects import Finished
 from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
+from atoll.protocol.phase import RunPhase
 from atoll.protocol.records import Ended
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.settings import Settings
@@ -26,30 +26,30 @@ class End:
     def __init__(
         self,
         settings: Settings,
-        course: Course,
+        run_phase: RunPhase,
         members: Membership,
         rounds: Rounds,
         peers: Peers,
         assembling: Assembling,
         out: Outbox,
     ) -> None:
-        self.settings, self.course, self.members, self.rounds = settings, course, members, rounds
+        self.settings, self.run_phase, self.members, self.rounds = settings, run_phase, members, rounds
         self.peers, self.assembling, self.out, self.history = peers, assembling, out, out.history
         self.drain = Drain(settings, members, rounds)
         self._idle_since = 0.0
         """The last moment at which somebody made steps, or nobody was there."""
-        self._was_over = course.phase == "finished"
+        self._was_over = run_phase.phase == "finished"
         """An earlier term came to the end and could not say so to everybody."""
 
     def turn(self, now: float, wakes: list[float]) -> None:
         """Begin to end, or go on with it, where it is time."""
-        if self.course.phase == "running" and (reason := self._reason(now, wakes)) is not None:
+        if self.run_phase.phase == "running" and (reason := self._reason(now, wakes)) is not None:
             self.begin(now, reason)
-        if self.course.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
-            self._finish(self.course.reason)
+        if self.run_phase.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
+            self._finish(self.run_phase.reason)
 
     def _took_last_cut(self, now: float, wakes: list[float]) -> bool:
-        return self.rounds.cuts.end_with_one(now, self.rounds.committed, self.course.reason, wakes)
+        return self.rounds.cuts.end_with_one(now, self.rounds.committed, self.run_phase.reason, wakes)
 
     def _reason(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""
@@ -87,13 +87,13 @@ class End:
 
     def begin(self, now: float, reason: str) -> None:
         """Learners are told to stop. A run without parameters has nothing to collect, and is over at once."""
-        if self.course.phase == "empty":
+        if self.run_phase.phase == "empty":
             self._finish(reason)
-        if self.course.phase != "running":
+        if self.run_phase.phase != "running":
             return
         if not self.history.ended:
             self.out.persist(Ended(reason, step=self.rounds.step))
-        self.course.phase, self.course.reason = "ending", reason
+        self.run_phase.phase, self.run_phase.reason = "ending", reason
         self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.drain.begin(now)
         self.peers.end("the run ends")
@@ -102,7 +102,7 @@ class End:
 
     def _finish(self, reason: str) -> None:
         self.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent()))
-        self.course.phase, self.course.reason = "finished", reason
+        self.run_phase.phase, self.run_phase.reason = "finished", reason
         self.out.note("finishing", f"the run is over: {reason}")
         for learner in self.members.connected():
             self.out.send(learner.name, Finish(reason=reason, versions=tuple(self.rounds.versions)))
@@ -114,9 +114,9 @@ class End:
         """Of a run that was over already."""
         if self._was_over:
             self._was_over = False
-            self.out.add(Finished(self.course.reason))
+            self.out.add(Finished(self.run_phase.reason))
 
     def reopen(self) -> None:
         """A run that had ended, or had begun to, goes on; the history says so already."""
-        now = Course.of(self.history)
-        self.course.phase, self.course.reason, self._was_over = now.phase, now.reason, False
+        now = RunPhase.of(self.history)
+        self.run_phase.phase, self.run_phase.reason, self._was_over = now.phase, now.reason, False

@@ -14,11 +14,11 @@ from __future__ import annotations
 from atoll.protocol.accounts import Accounts
 from atoll.protocol.attendance import Attendance
 from atoll.protocol.bounds import MOST
-from atoll.protocol.course import Course
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress, Refused
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
+from atoll.protocol.phase import RunPhase
 from atoll.protocol.round import Seat
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.rules import against_the_rules, not_its_own, wrong_report
@@ -32,7 +32,7 @@ from atoll.protocol.watch import Watch
 class Hearing:
     def __init__(
         self,
-        course: Course,
+        run_phase: RunPhase,
         members: Membership,
         accounts: Accounts,
         rounds: Rounds,
@@ -42,7 +42,7 @@ class Hearing:
         strikes: Strikes,
         out: Outbox,
     ) -> None:
-        self.course, self.members, self.accounts, self.rounds = course, members, accounts, rounds
+        self.run_phase, self.members, self.accounts, self.rounds = run_phase, members, accounts, rounds
         self.watch, self.peers, self.attendance, self.strikes, self.out = watch, peers, attendance, strikes, out
         self.scrutiny = Scrutiny(members, accounts)
         self.shares = ShareWatch(members, out)
@@ -69,13 +69,13 @@ class Hearing:
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.out.note("leaving", text, learner, t=learner.t)
-        if self.course.phase == "running":
+        if self.run_phase.phase == "running":
             self.shares.reported(learner)
             self.same_batches.reported(learner, said.inputs)
             self._compare(learner)
         if not said.seeking:
             self.peers.gave_up(learner)
-        if learner.state == "joining" and self.course.phase != "empty" and self._has_recovered(said):
+        if learner.state == "joining" and self.run_phase.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
         same = not self.rounds.gathering.watch(now)
         self.rounds.gathering.stepped(learner)

@@ -4,10 +4,10 @@ It runs in the courier beside the training process. Training never waits for it:
 to copy at the coming boundary, answers pulls from those copies, and hands new versions over to be adopted between two
 steps. In a synchronous run it also says at which step to wait for which round.
 
-line.py knows whom it listens to and how it speaks, counters.py what may be told of its steps, marker.py when it saves
-for a cut; orders.py which copy to make and when, copies.py which are at hand and pulls.py what they answer, versions.py
-what is held of the run, seeking.py and helping.py how a newcomer comes by a peer's inner optimizer; here is what
-follows from what the syncer says, adoption and the end.
+connection_state.py knows whom it listens to and how it speaks, counters.py what may be told of its steps, marker.py
+when it saves for a cut; orders.py which copy to make and when, copies.py which are at hand and pulls.py what they
+answer, versions.py what is held of the run, seeking.py and helping.py how a newcomer comes by a peer's inner optimizer;
+here is what follows from what the syncer says, adoption and the end.
 
 Rules kept here, each with its test: nothing is contributed from a fragment that was not adopted from this run, nor
 before a peer's state is taken or known not to come; a copy dies with the adoption of its fragment; a run of another
@@ -23,10 +23,10 @@ import msgspec
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.clock import SYNCER
+from atoll.protocol.connection_state import ConnectionState
 from atoll.protocol.copies import Copies
 from atoll.protocol.counters import Counters
 from atoll.protocol.helping import Helping
-from atoll.protocol.line import Line
 from atoll.protocol.marker import Marker
 from atoll.protocol.orders import Orders
 from atoll.protocol.pulls import Pulls, Standing
@@ -67,29 +67,29 @@ class Learner:
         self._data_of: fx.Registered | None = None
         self._effects: list[fx.LearnerEffect] = []
         self._counters = Counters()
-        self._line = Line(self._do, self._counters, name, session)
+        self._connection = ConnectionState(self._do, self._counters, name, session)
         self._marker = Marker(self._do)
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
         self._copies = Copies(self._do)
-        self._pulls = Pulls(self._do, self._line.say, self._standing, self._orders, self._copies, self._versions)
-        self._seeking = Seeking(self._do, self._line.say)
-        self._helping = Helping(self._do, self._line.say, self._versions)
+        self._pulls = Pulls(self._do, self._connection.say, self._standing, self._orders, self._copies, self._versions)
+        self._seeking = Seeking(self._do, self._connection.say)
+        self._helping = Helping(self._do, self._connection.say, self._versions)
         self._final: tuple[int, ...] | None = None
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> str:
-        return self._line.run
+        return self._connection.run
 
     @property
     def term(self) -> int:
-        return self._line.term
+        return self._connection.term
 
     @property
     def incarnation(self) -> int:
-        return self._line.incarnation
+        return self._connection.incarnation
 
     @property
     def t(self) -> int:
@@ -129,7 +129,7 @@ class Learner:
         term: int = 0,
     ) -> None:
         """What the shared memory and the training process say, for a courier that takes over from a dead one."""
-        self._line.run, self._line.incarnation, self._line.term = run, incarnation, term
+        self._connection.run, self._connection.incarnation, self._connection.term = run, incarnation, term
         self._versions.held = list(versions)
         self._versions.counted = list(versions if counted is None else counted)
         self._seeking.open = seeking
@@ -152,7 +152,7 @@ class Learner:
             pid=self._holder.pid,
             proof=self._holder.proof,
             frozen=self._frozen,
-            clock=self._line.clock,
+            clock=self._connection.clock,
             term=self.term,
         )
 
@@ -161,23 +161,23 @@ class Learner:
         and nobody asks again: so what became of its steps since the last report goes along with the goodbye. It names
         its incarnation, and a syncer that has given it another one passes it over."""
         words: list[msg.FromLearner] = [msg.Leave(reason=reason)]
-        if not self._line.connected and self.versions and self._counters.fit:
+        if not self._connection.connected and self.versions and self._counters.fit:
             # Without its tape: how much of that the syncer has, only the welcome would tell.
             words.insert(0, self._progress(offer=-1, aims=-1, tape=Spoken()))
-        return [msgspec.structs.replace(word, clock=self._line.clock, term=self.term) for word in words]
+        return [msgspec.structs.replace(word, clock=self._connection.clock, term=self.term) for word in words]
 
     def handle(self, now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
         match event:
             case fx.Arrived(message):
                 self._hear(now, message)
-            case fx.Cut(reason):
-                self._cut(reason)
+            case fx.Disconnected(reason):
+                self._disconnect(reason)
             case fx.Stepped():
                 self._counters.stepped(event)
                 self._pulls.pass_boundary()
                 self._report(now)
             case fx.Told(first, entries):
-                self._line.tape.add(first, entries)  # the next report carries them
+                self._connection.tape.add(first, entries)  # the next report carries them
             case fx.Registered():
                 self._data_of = event
                 self._register(now)
@@ -198,7 +198,7 @@ class Learner:
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
                 self._pulls.undelivered(now, event)
             case fx.Saved():
-                self._line.say(now, cut_saved(event, self.incarnation))
+                self._connection.say(now, cut_saved(event, self.incarnation))
             case fx.Captured():
                 self._helping.captured(now, event)
             case fx.StateCame() | fx.StateFailed() | fx.Taken():
@@ -217,7 +217,7 @@ class Learner:
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def _hear(self, now: float, message: msg.FromSyncer) -> None:
-        if self._line.heeds(message):
+        if self._connection.heeds(message):
             ended = self.phase == "ending" and self.recovered
             self._marker.look(message, training=ended or self.phase == "training")
             self._arrive(now, message)
@@ -237,9 +237,9 @@ class Learner:
             case msg.Announce():
                 self._announced(now, message)
             case msg.Recover(incarnation=incarnation, reason=reason):
-                self._line.incarnation = incarnation
+                self._connection.incarnation = incarnation
                 self._recover(now, reason, reset=True)
-                self._seeking.begin(now, self._line.heard[SYNCER])
+                self._seeking.begin(now, self._connection.heard[SYNCER])
                 self._fetch_missing()
                 self._register(now)
             case msg.Help() | msg.Stream() | msg.Release():
@@ -265,9 +265,9 @@ class Learner:
                 self._note("warning", message.reason)
 
     def _welcome(self, now: float, welcome: msg.Welcome) -> None:
-        before, self._line.incarnation = self.incarnation, welcome.incarnation
-        self._line.connected = True
-        self._line.tape.welcomed(welcome.taped)
+        before, self._connection.incarnation = self.incarnation, welcome.incarnation
+        self._connection.connected = True
+        self._connection.tape.welcomed(welcome.taped)
         self.settings = self._orders.settings = welcome.settings
         new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
         if new_run:
@@ -316,7 +316,7 @@ class Learner:
     def _change_run(self, now: float, welcome: msg.Welcome) -> None:
         if self.run:
             self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
-        self._line.run, self._line.heard = welcome.run, dict(welcome.clock)
+        self._connection.run, self._connection.heard = welcome.run, dict(welcome.clock)
         self._forget(now, "a new run", fragments=len(welcome.versions), reset=False)
 
     def _started(self, now: float, uploader: str) -> None:
@@ -351,9 +351,9 @@ class Learner:
             self._orders.pending.clear()
             self._do(fx.Stop(reason))
 
-    def _cut(self, reason: str) -> None:
-        self._line.connected = False
-        self._copies.cut()
+    def _disconnect(self, reason: str) -> None:
+        self._connection.connected = False
+        self._copies.disconnect()
         self._helping.disconnect()
         if self._final is not None:
             self._stop_for_good("the run is over")
@@ -372,7 +372,7 @@ class Learner:
     # ---- new versions -------------------------------------------------------------------------------------------
 
     def _fetch_missing(self) -> None:
-        if self._line.connected:
+        if self._connection.connected:
             self._versions.fetch_missing()
 
     def _fetched(self, fragment: int, version: int) -> None:
@@ -437,7 +437,7 @@ class Learner:
             return
         if all(held >= final for held, final in zip(self.versions, self._final, strict=True)):
             self._report(now)
-            self._line.say(now, msg.Leave(reason="the run is over"))
+            self._connection.say(now, msg.Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
     def _stop_for_good(self, reason: str) -> None:
@@ -455,17 +455,17 @@ class Learner:
                 del retries[fragment]
                 self._fetch_missing()
             wakes += retries.values()
-        self._line.turn(now, self.settings.heartbeat_s, wakes)
+        self._connection.turn(now, self.settings.heartbeat_s, wakes)
         self.wake_at = min(wakes, default=None)
 
     def _register(self, now: float) -> None:
         if (data := self._data_of) is not None:
-            self._line.say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
+            self._connection.say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
 
     def _report(self, now: float) -> None:
-        if not self._line.connected or not self.versions or not self._counters.fit:
+        if not self._connection.connected or not self.versions or not self._counters.fit:
             return
-        self._line.say(now, self._progress(self._copies.offer, self._orders.aims, self._line.tape))
+        self._connection.say(now, self._progress(self._copies.offer, self._orders.aims, self._connection.tape))
 
     def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
         last, seeking = self._counters.last, self._seeking.open

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from math import isfinite
 
 from atoll.protocol import guard
-from atoll.protocol.course import Course
 from atoll.protocol.effects import CommitRestored, Restorable, Restore
 from atoll.protocol.membership import Membership
 from atoll.protocol.outbox import Outbox
+from atoll.protocol.phase import RunPhase
 from atoll.protocol.records import AnyRecord, Merged, Restored, Scored, Undone
 from atoll.protocol.rounds import Rounds
 from atoll.protocol.settings import Settings
@@ -47,13 +47,13 @@ class Restoring:
     def __init__(
         self,
         settings: Settings,
-        course: Course,
+        run_phase: RunPhase,
         members: Membership,
         rounds: Rounds,
         strikes: Strikes,
         out: Outbox,
     ) -> None:
-        self.settings, self.course, self.members, self.rounds = settings, course, members, rounds
+        self.settings, self.run_phase, self.members, self.rounds = settings, run_phase, members, rounds
         self.strikes, self.out, self.history = strikes, out, out.history
         self._to: int | None = None
         """The round to go back to, once that is decided."""
@@ -66,7 +66,7 @@ class Restoring:
 
     def scored(self, number: int, loss: float | None) -> None:
         before, committed = self.history.trend, self.rounds.committed
-        if self.settings.guard == "off" or self.course.phase != "running" or self._to is not None:
+        if self.settings.guard == "off" or self.run_phase.phase != "running" or self._to is not None:
             return
         if not guard.counts(before, number, committed):
             return
@@ -109,7 +109,7 @@ class Restoring:
         """Whether everything else waits for it."""
         if self._to is None:
             return False
-        if self.course.phase != "running":
+        if self.run_phase.phase != "running":
             self.give_up("the run ends")
             return False
         merging = any(round_.stage == "merging" for round_ in self.rounds.open.values())
@@ -127,7 +127,7 @@ class Restoring:
             self._to, self._asked, self._refused = None, False, reason
 
     def restore(self, now: float, ready: Restorable) -> None:
-        if self._to is None or self.course.phase != "running":
+        if self._to is None or self.run_phase.phase != "running":
             return
         at, versions = self.rounds.committed, tuple(version + 1 for version in self.rounds.versions)
         reason = f"the validation loss was good at round {self._to}, and is not any more"

@@ -2,7 +2,7 @@
 
 Here is what becomes of an event, and what time brings. The rules themselves, each with its test, are kept elsewhere:
 
-    where a run stands            course.py; how it begins, assembles and ends: beginning.py, assembling.py, ending.py
+    where a run stands            phase.py; how it begins, assembles and ends: beginning.py, assembling.py, ending.py
     who takes part                membership.py; who comes and goes: attendance.py
     who is silent, stalled, mute  watch.py
     who helps a newcomer          peers.py
@@ -25,7 +25,6 @@ from atoll.protocol.accounts import Accounts
 from atoll.protocol.assembling import Assembling
 from atoll.protocol.attendance import Attendance
 from atoll.protocol.beginning import Beginning
-from atoll.protocol.course import Course, Phase
 from atoll.protocol.cut import Cuts
 from atoll.protocol.ending import End
 from atoll.protocol.figures import Spread
@@ -35,6 +34,7 @@ from atoll.protocol.history import History
 from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.outbox import Outbox
 from atoll.protocol.peers import Peers
+from atoll.protocol.phase import Phase, RunPhase
 from atoll.protocol.records import Begun, Changed, Reset
 from atoll.protocol.restoring import Restoring
 from atoll.protocol.rounds import Rounds
@@ -55,7 +55,7 @@ class Syncer:
         self._only_counted = False
         """The report just taken in moved counters and nothing else."""
         self.out = out = Outbox(history)
-        self.course = course = Course.of(history)
+        self.run_phase = run_phase = RunPhase.of(history)
         self.members = members = Membership(settings)
         self.accounts = accounts = Accounts(settings, members, out)
         self.cuts = cuts = Cuts(settings, members, out)
@@ -63,12 +63,12 @@ class Syncer:
         self.watch = watch = Watch(settings, members, rounds, out)
         self.peers = peers = Peers(settings, members, rounds, out)
         self.assembling = Assembling(settings, members, rounds, returning=bool(history.lives))
-        self.beginning = Beginning(course, members, rounds, cuts, self.assembling, out)
-        self.attendance = Attendance(settings, course, members, accounts, rounds, peers, self.beginning, out)
+        self.beginning = Beginning(run_phase, members, rounds, cuts, self.assembling, out)
+        self.attendance = Attendance(settings, run_phase, members, accounts, rounds, peers, self.beginning, out)
         self.strikes = Strikes(settings, members, accounts, rounds, peers, self.attendance, out)
-        self.hearing = Hearing(course, members, accounts, rounds, watch, peers, self.attendance, self.strikes, out)
-        self.restoring = Restoring(settings, course, members, rounds, self.strikes, out)
-        self.end = End(settings, course, members, rounds, peers, self.assembling, out)
+        self.hearing = Hearing(run_phase, members, accounts, rounds, watch, peers, self.attendance, self.strikes, out)
+        self.restoring = Restoring(settings, run_phase, members, rounds, self.strikes, out)
+        self.end = End(settings, run_phase, members, rounds, peers, self.assembling, out)
         self._remember()
 
     @classmethod
@@ -89,7 +89,7 @@ class Syncer:
 
     @property
     def phase(self) -> Phase:
-        return self.course.phase
+        return self.run_phase.phase
 
     @property
     def progress(self) -> float:

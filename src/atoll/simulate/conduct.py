@@ -45,7 +45,7 @@ class Conduct:
                 self._does(island, effect)
         if type(event) in OF_VERSIONS:
             self._lacks_nothing(island, event)
-        line, every_s = island.machine._line, island.machine.settings.heartbeat_s
+        line, every_s = island.machine._connection, island.machine.settings.heartbeat_s
         if line.connected and island.clock.last >= line.said_at + every_s:
             said = f"{island.name} has said nothing for {island.clock.last - line.said_at:.1f} s"
             raise Violation("a heartbeat", said, island.name)
@@ -104,7 +104,7 @@ class Conduct:
                 ahead.add(fragment)
             case _:
                 pass
-        if not machine._line.connected or machine.phase == "finished":
+        if not machine._connection.connected or machine.phase == "finished":
             return
         versions = machine._versions
         for fragment, version in enumerate(told):

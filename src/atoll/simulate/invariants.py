@@ -261,7 +261,7 @@ class Invariants:
                 self.timing.committed(reign, data)
                 self._enough(reign, len(data["members"]), data)
             case "ending":
-                self.drains.ended(reign, reign.machine.course.reason)
+                self.drains.ended(reign, reign.machine.run_phase.reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")

@@ -116,7 +116,7 @@ class Network:
         if island.blocked_down:
             connection.held_down.append(event)
             return None
-        if isinstance(event, fx.Cut):
+        if isinstance(event, fx.Disconnected):
             return self.lost(island, event.reason)
         return island.hear(event)
 
@@ -129,7 +129,7 @@ class Network:
                 connection.at("down", self.agenda.now + self.delay()) - self.agenda.now,
                 self._come_down,
                 connection,
-                fx.Cut(reason),
+                fx.Disconnected(reason),
             )
 
     def reset(self, island: Island, reason: str) -> None:
@@ -148,7 +148,7 @@ class Network:
     def lost(self, island: Island, reason: str) -> object:
         """A learner's end is gone."""
         island.connection = None
-        island.hear(fx.Cut(reason))
+        island.hear(fx.Disconnected(reason))
         self.dial_later(island)
         return None
 
@@ -157,14 +157,17 @@ class Network:
         connections, reign.channels = reign.channels, {}
         for connection in connections.values():
             self.agenda.later(
-                connection.at("down", self.agenda.now) - self.agenda.now, self._come_down, connection, fx.Cut(reason)
+                connection.at("down", self.agenda.now) - self.agenda.now,
+                self._come_down,
+                connection,
+                fx.Disconnected(reason),
             )
 
     def hang_up(self, island: Island, reason: str) -> None:
         if (connection := island.connection) is not None:
             self.closed_by(connection, reason)
             island.connection = None
-            self.agenda.later(0.0, island.hear, fx.Cut(reason))
+            self.agenda.later(0.0, island.hear, fx.Disconnected(reason))
             self.dial_later(island)
 
     def leave(self, island: Island, reason: str) -> None:
@@ -197,7 +200,7 @@ class Network:
             self.dial_later(island, DIAL_S)
             return None
         if reign is None:
-            island.hear(fx.Cut("connection refused"))
+            island.hear(fx.Disconnected("connection refused"))
             self.dial_later(island)
             return None
         self._backoff.pop(island.session, None)

@@ -150,7 +150,7 @@ class Island:
         """The connection is gone, and every body with it."""
         failed, self.fetches, self.uploads, self.whole = self.fetches, [], [], False
         self.said, self.hung_up = [], False
-        self.hear(now, fx.Cut(reason))
+        self.hear(now, fx.Disconnected(reason))
         for fragment in failed:
             self.hear(now, fx.FetchFailed(fragment, reason))
         self.said = []

@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     up_bits_per_s: float
     down_bits_per_s: float
     trip_s: float
@@ -72,12 +72,12 @@ class Need(msgspec.Struct, frozen=True):
         return self.share <= 1
 
 
-def need(load: Load, link: Link, codec: Codec, sync_every: int) -> Need:
+def need(load: Load, link: MeasuredLink, codec: Codec, sync_every: int) -> Need:
     up, down = (GIGA * gbit / (sync_every * load.step_s) for gbit in loads_gbit(load.spread(codec, sync_every)))
     return Need(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
 
 
-def needs(load: Load, link: Link) -> list[Need]:
+def needs(load: Load, link: MeasuredLink) -> list[Need]:
     """For the run's own H, twice, four times …, until every codec is carried."""
     found: list[Need] = []
     for doubling in range(DOUBLINGS):
@@ -88,19 +88,19 @@ def needs(load: Load, link: Link) -> list[Need]:
     return found
 
 
-def kept_up_with(load: Load, link: Link) -> float:
+def kept_up_with(load: Load, link: MeasuredLink) -> float:
     """The H that the link keeps up with when more is asked of it."""
     spread = load.spread(load.codec, load.sync_every)
     return effective_h(spread, ROOM * link.up_bits_per_s / GIGA, ROOM * link.down_bits_per_s / GIGA)
 
 
-def away_steps(load: Load, link: Link) -> float:
+def away_steps(load: Load, link: MeasuredLink) -> float:
     """Steps from the sending of a fragment to its return: a leg up, a leg down, and the trip."""
     spread = load.spread(load.codec, load.sync_every, link.trip_s)
     return bandwidth.away_steps(spread, link.up_bits_per_s / GIGA, link.down_bits_per_s / GIGA)
 
 
-def judge(load: Load, link: Link) -> Check:
+def judge(load: Load, link: MeasuredLink) -> Check:
     """One line: what it carries, what the other codec would take, and how long a fragment is away."""
     table = needs(load, link)
     own, other = need(load, link, load.codec, load.sync_every), need(load, link, _other(load.codec), load.sync_every)

@@ -16,7 +16,7 @@ from atoll.fabric.address import SyncerAddress
 from atoll.fabric.transfer import body_session, get_json_at
 from atoll.fabric.wire import Limits
 from atoll.observe.doctor import carry, door, speed
-from atoll.observe.doctor.carry import CODECS, Link, Load
+from atoll.observe.doctor.carry import CODECS, Load, MeasuredLink
 from atoll.observe.doctor.check import Check
 from atoll.observe.figures import plain
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
@@ -80,11 +80,11 @@ def _through(
         yield door.judge_tls(address.dialled, down.bytes + up.bytes, down.cpu_s + up.cpu_s)
     if parameters is None and status.phase != "waiting":
         parameters = run(_parameters(session, url))
-    link = Link(up.bits_per_s, down.bits_per_s, min(trip.seconds for trip in trips))
+    link = MeasuredLink(up.bits_per_s, down.bits_per_s, min(trip.seconds for trip in trips))
     yield carries(status, link, parameters, step_s if step_s is not None else status.step_s)
 
 
-def carries(status: RunStatus, link: Link, parameters: float | None, step_s: float | None) -> Check:
+def carries(status: RunStatus, link: MeasuredLink, parameters: float | None, step_s: float | None) -> Check:
     if parameters is None or step_s is None:
         missing = " and ".join(
             words for words, value in (("--parameters N", parameters), ("--step SECONDS", step_s)) if value is None

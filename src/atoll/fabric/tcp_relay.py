@@ -1,6 +1,6 @@
-"""A line of bytes between a learner and the syncer that can be made worse: delay, jitter, bandwidth, silence, breaks.
+"""A TCP relay between a learner and the syncer that can be made worse: delay, jitter, bandwidth, silence, breaks.
 
-A TCP relay in user space, so that no root is needed: whoever connects to the line's port is connected to the syncer.
+It runs in user space, so that no root is needed: whoever connects to its port is connected to the syncer.
 What is read is sent on in order, when its delay is over and the line (or a bottleneck that several lines share) has
 carried it; whoever sends faster is held up by TCP itself, since no more than a small buffer is kept. A silent line
 takes no more than that buffer, delivers nothing and lets connections stand, as a black hole on the way would.
@@ -47,7 +47,7 @@ class Bottleneck:
                 await asyncio.sleep(wait)
 
 
-class Line:
+class TcpRelay:
     def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
         self.host, self.port = host, 0
         self._upstream = (host, port)

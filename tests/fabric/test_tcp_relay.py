@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from atoll.fabric.link import Bottleneck, Line
+from atoll.fabric.tcp_relay import Bottleneck, TcpRelay
 
 
 class Echo:
@@ -29,17 +29,17 @@ class Echo:
 
 
 @pytest.fixture
-async def line() -> AsyncIterator[Line]:
+async def line() -> AsyncIterator[TcpRelay]:
     echo = Echo()
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    made = Line("127.0.0.1", server.sockets[0].getsockname()[1])
+    made = TcpRelay("127.0.0.1", server.sockets[0].getsockname()[1])
     await made.start()
     yield made
     await made.stop()
     server.close()
 
 
-async def through(line: Line, data: bytes) -> tuple[bytes, float]:
+async def through(line: TcpRelay, data: bytes) -> tuple[bytes, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
     began = asyncio.get_running_loop().time()
     writer.write(data)
@@ -50,26 +50,26 @@ async def through(line: Line, data: bytes) -> tuple[bytes, float]:
     return back, took
 
 
-async def test_bytes_come_through_in_order(line: Line) -> None:
+async def test_bytes_come_through_in_order(line: TcpRelay) -> None:
     data = bytes(range(256)) * 4000
     assert (await through(line, data))[0] == data
     assert line.bytes_up == line.bytes_down == len(data)
 
 
-async def test_a_delay_is_felt_both_ways_and_does_not_change_the_order(line: Line) -> None:
+async def test_a_delay_is_felt_both_ways_and_does_not_change_the_order(line: TcpRelay) -> None:
     line.delay_s, line.jitter_s = 0.1, 0.05
     data = bytes(range(256)) * 400
     back, took = await through(line, data)
     assert back == data and took >= 0.2
 
 
-async def test_a_narrow_line_carries_no_more_than_it_can(line: Line) -> None:
+async def test_a_narrow_line_carries_no_more_than_it_can(line: TcpRelay) -> None:
     line.limit(200_000)
     _, took = await through(line, bytes(100_000))
     assert took >= 0.4, "half a second each way, of which one begins as the other goes on"
 
 
-async def test_a_silent_line_lets_connections_stand_and_goes_on_where_it_stopped(line: Line) -> None:
+async def test_a_silent_line_lets_connections_stand_and_goes_on_where_it_stopped(line: TcpRelay) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
     writer.write(b"one")
     assert await reader.readexactly(3) == b"one"
@@ -82,7 +82,7 @@ async def test_a_silent_line_lets_connections_stand_and_goes_on_where_it_stopped
     writer.close()
 
 
-async def test_a_silent_line_takes_no_more_than_its_buffer(line: Line) -> None:
+async def test_a_silent_line_takes_no_more_than_its_buffer(line: TcpRelay) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", line.port)
     line.silence(True)
     writer.transport.set_write_buffer_limits(0)
@@ -92,7 +92,7 @@ async def test_a_silent_line_takes_no_more_than_its_buffer(line: Line) -> None:
     writer.transport.abort()
 
 
-async def test_a_reset_breaks_every_connection(line: Line) -> None:
+async def test_a_reset_breaks_every_connection(line: TcpRelay) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
     writer.write(b"one")
     assert await reader.readexactly(3) == b"one"
@@ -104,7 +104,7 @@ async def test_a_reset_breaks_every_connection(line: Line) -> None:
 
 
 async def test_nobody_at_the_far_end_is_the_end_of_a_connection() -> None:
-    line = Line("127.0.0.1", 1)
+    line = TcpRelay("127.0.0.1", 1)
     await line.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
     assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -112,7 +112,7 @@ async def test_nobody_at_the_far_end_is_the_end_of_a_connection() -> None:
     await line.stop()
 
 
-async def test_those_that_share_a_bottleneck_take_turns(line: Line) -> None:
+async def test_those_that_share_a_bottleneck_take_turns(line: TcpRelay) -> None:
     """A small message is not held up behind a large body of somebody else."""
     line.share(Bottleneck(500_000), Bottleneck(500_000))
     bulk = asyncio.ensure_future(through(line, bytes(500_000)))

@@ -20,7 +20,7 @@ from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Heart
 from atoll.protocol.tape import Spoken
 
 
-class Line:
+class ConnectionState:
     def __init__(self, do: Callable[[LearnerEffect], None], counters: Counters, name: str, session: str) -> None:
         self._do, self._counters = do, counters
         self.name, self.session = name, session

@@ -17,12 +17,12 @@ Phase = Literal["empty", "running", "ending", "finished"]
 
 
 @dataclass(slots=True)
-class Course:
+class RunPhase:
     phase: Phase
     reason: str = ""
     """Why it ends, once it does."""
 
     @classmethod
-    def of(cls, history: History) -> Course:
+    def of(cls, history: History) -> RunPhase:
         """As far as an earlier term came."""
         return cls("finished" if history.finished else "running" if history.started else "empty", history.ended)
