@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import count
 
 import msgspec
 
@@ -68,12 +67,15 @@ def number_learners(names: Iterable[str], learners: int) -> dict[str, int]:
     where the run was begun with so many learners and nobody has it; otherwise the lowest that is free. Who joins later
     changes nothing for those before."""
     numbers: dict[str, int] = {}
+    taken: set[int] = set()
+    lowest = 0
     for name in names:
-        taken = set(numbers.values())
         ending = re.search(r"-([0-9]{1,9})$", name)
         wanted = int(ending[1]) if ending else learners
-        free = wanted < learners and wanted not in taken
-        numbers[name] = wanted if free else next(number for number in count() if number not in taken)
+        while lowest in taken:
+            lowest += 1
+        numbers[name] = wanted if wanted < learners and wanted not in taken else lowest
+        taken.add(numbers[name])
     return numbers
 
 
@@ -120,6 +122,7 @@ class History:
         self.step = 0.0
         """… this. Also the end of a run names it: it may be past the last round."""
         self.lives: dict[str, Life] = {}
+        self._numbers: dict[str, int] = {}
         self.owners: dict[str, str] = {}
         """By which token each learner's name came; empty where no tokens are asked for."""
         self.ledger = Ledger(fragments)
@@ -155,8 +158,10 @@ class History:
         return self.good_cut if wanted[self.settings.guard] else -1
 
     def index_of(self, learner: str) -> int:
-        """Its number in the run."""
-        return number_learners(self.lives, self.begun.settings.learners)[learner]
+        """Its number in the run. Counted anew only for a new name: every welcome asks, and names may be many."""
+        if learner not in self._numbers:
+            self._numbers = number_learners(self.lives, self.begun.settings.learners)
+        return self._numbers[learner]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
