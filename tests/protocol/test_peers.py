@@ -309,6 +309,18 @@ def test_a_learner_out_of_quarantine_trains_on_and_takes_a_peers_inner_optimizer
     assert "learner-1" in world.members(world.syncer.committed - 1)
 
 
+def test_frozen_parameters_are_awaited_from_one_that_comes_out_of_quarantine() -> None:
+    world = running(learners=2, present=1)
+    world.join("learner-1")
+    world.run_until(seconds=0.06)
+    peers, members = world.syncer.peers, world.syncer.members.learners
+    peers.seek(world.now, members["learner-1"], 0, frozen=True)
+    peers.seek(world.now, members["learner-0"], 0)
+    peers.turn(world.now, [])
+    assert [note.data["learner"] for note in world.syncer.out.take() if isinstance(note, fx.Note)] == ["learner-0"]
+    assert list(peers.open) == ["learner-1"], "without them it could not train at all"
+
+
 def test_the_peer_is_chosen_by_chance_among_the_healthy() -> None:
     """Whoever would serve newcomers a state of its making cannot see to it that they come to it."""
     asked = []

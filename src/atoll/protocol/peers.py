@@ -209,8 +209,12 @@ class Peers:
         )
 
     def _may_come(self, recovery: Recovery) -> bool:
-        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now."""
-        others = [one for one in self.members.learners.values() if one.name not in self.open]
+        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now. One that
+        seeks an inner optimizer itself, out of quarantine, will soon have one, and has the frozen parameters all along:
+        without it the only learner that has them, refused once too often, would cost a newcomer its place."""
+        seeks = self.open.values() if not recovery.frozen else [one for one in self.open.values() if one.frozen]
+        lacking = {one.newcomer.name for one in seeks}
+        others = [one for one in self.members.learners.values() if one.name not in lacking]
         return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
 
     def _chance(self, newcomer: Learner) -> Callable[[Learner], str]:
