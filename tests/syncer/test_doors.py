@@ -11,8 +11,8 @@ from atoll.config import Service
 from atoll.fabric.certificates import make_authority, make_server
 from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir
-from atoll.syncer.doors import LOCAL, LOOK_S, LiveTokens, doors_of, local_tokens, read_tokens, write_tokens
+from atoll.store.keys import RELOAD_S, KeyDir
+from atoll.syncer.doors import LOCAL, LiveTokens, doors_of, local_tokens, read_tokens, write_tokens
 
 JOIN = Token(id="join", secret=new_secret())
 
@@ -68,10 +68,10 @@ def test_a_file_with_something_else_in_it_is_one_line_and_keeps_the_old_tokens(k
     with pytest.raises(ConfigError) as caught:
         read_tokens(keys)
     assert len(str(caught.value).splitlines()) == 1 and "s3cret" not in str(caught.value)
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert ids(live()) == ["join"]
     write_tokens(keys, Tokens([Token(id="new", secret=new_secret())]))
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert ids(live()) == ["new"], "it is looked at again"
 
 
@@ -79,9 +79,9 @@ def test_a_change_is_seen_within_half_a_second(keys: KeyDir) -> None:
     clock = Clock()
     live = LiveTokens(keys, clock)
     write_tokens(keys, read_tokens(keys).without("join"))
-    clock.now += 0.9 * LOOK_S
+    clock.now += 0.9 * RELOAD_S
     assert not live().named("join").revoked, "the file is not asked for every request"
-    clock.now += 0.2 * LOOK_S
+    clock.now += 0.2 * RELOAD_S
     assert live().named("join").revoked
 
 
@@ -89,7 +89,7 @@ def test_a_file_that_is_gone_keeps_the_old_tokens(keys: KeyDir) -> None:
     clock = Clock()
     live = LiveTokens(keys, clock)
     keys.tokens.unlink()
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert ids(live()) == ["join"]
 
 
@@ -98,10 +98,10 @@ def test_a_file_that_others_can_read_is_not_taken(keys: KeyDir) -> None:
     live = LiveTokens(keys, clock)
     write_tokens(keys, read_tokens(keys).without("join"))
     keys.tokens.chmod(0o666)
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert not live().named("join").revoked
     keys.tokens.chmod(0o600)
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert live().named("join").revoked, "looked at again until it is private"
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
     clock = Clock()
     live = LiveTokens(keys, clock)
     keys.tokens.chmod(0)
-    clock.now += LOOK_S
+    clock.now += RELOAD_S
     assert ids(live()) == ["join"]
 
 

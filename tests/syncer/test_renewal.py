@@ -14,8 +14,8 @@ from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_cl
 from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir
-from atoll.syncer.doors import LOOK_S, write_tokens
+from atoll.store.keys import RELOAD_S, KeyDir
+from atoll.syncer.doors import write_tokens
 from atoll.syncer.renewal import DAY_S, LASTS_S, LiveTls, ends_soon
 
 HOSTS = ["localhost", "127.0.0.1"]
@@ -46,7 +46,7 @@ class Watched:
         self.keys.write(self.keys.certificate, pair.certificate)
         return pair
 
-    def later(self, seconds: float = LOOK_S) -> ssl.SSLContext:
+    def later(self, seconds: float = RELOAD_S) -> ssl.SSLContext:
         self.now += seconds
         return self.tls()
 
@@ -75,7 +75,7 @@ def watched(tmp_path: Path) -> Watched:
 
 async def test_a_new_pair_is_taken_at_the_next_look_and_said(watched: Watched) -> None:
     new = watched.put()
-    assert watched.later(0.9 * LOOK_S) is watched.tls() and await watched.shows(watched.pair)
+    assert watched.later(0.9 * RELOAD_S) is watched.tls() and await watched.shows(watched.pair)
     watched.later()
     assert await watched.shows(new) and not await watched.shows(watched.pair)
     mark = fingerprint(new.certificate)[:16]

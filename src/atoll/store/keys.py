@@ -30,6 +30,8 @@ OPEN_TO_OTHERS, WRITABLE_BY_OTHERS = 0o077, 0o022
 
 Stamp = tuple[int, int]
 """When a file was last written, and which it is: another stamp, another file."""
+RELOAD_S = 0.5
+"""Between two looks of a running syncer at its files of tokens and certificates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from atoll.fabric.hostnames import host_name
 from atoll.fabric.listener import Tls
 from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
+from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
 
 Say = Callable[[str, str], None]
 """An event's kind and text."""
@@ -24,8 +24,6 @@ LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "e
 """The tokens of a run without keys: a file each in its folder of secrets."""
 LOCAL_NAMES = 1 << 16
 """Learners of one machine are its user's own to start, as often as they like."""
-LOOK_S = 0.5
-"""Between two looks at the files of tokens and certificates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class LiveTokens:
 
     def __call__(self) -> Tokens:
         now = self._clock()
-        if now - self._looked_at >= LOOK_S:
+        if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
             if (now_there := stamp(self._keys.tokens)) != self._stamp:
                 self._look(now_there)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from atoll.fabric.certificates import FEW_DAYS, days_left, short_fingerprint
 from atoll.fabric.tls import first_certificate, server_context
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import KeyDir, Stamp, check_private, stamp
-from atoll.syncer.doors import LOOK_S, Say
+from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_private, stamp
 
 LASTS_S = 2.0
 """A pair that cannot be used for this long is not being written any more."""
@@ -58,7 +57,7 @@ class LiveTls:
     def __init__(
         self,
         keys: KeyDir,
-        say: Say = lambda kind, text: None,
+        say: Callable[[str, str], None] = lambda kind, text: None,
         *,
         mutual: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -74,7 +73,7 @@ class LiveTls:
     def __call__(self) -> ssl.SSLContext:
         """For the next handshake."""
         now = self._clock()
-        if now - self._looked_at >= LOOK_S:
+        if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
             if (stamps := self._stamps_now()) != self._stamps:
                 self._take(now, stamps)
