@@ -47,7 +47,7 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import PROTOCOL, FromLearner, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
-from atoll.syncer.doors import read_tokens
+from atoll.syncer.credentials import read_tokens
 
 RESULT = Path(__file__).parent / "results" / "load.json"
 FRAGMENTS = 24

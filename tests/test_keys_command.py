@@ -22,7 +22,7 @@ from atoll.fabric.tokens import NAMES
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir
-from atoll.syncer.doors import read_tokens
+from atoll.syncer.credentials import read_tokens
 
 from .test_cli import atoll
 

@@ -32,7 +32,7 @@ from atoll.fabric.wire import Limits, digest
 from atoll.observe.dashboard import Dashboard
 from atoll.protocol.messages import Heartbeat, Pull, Refused
 from atoll.store.keys import KeyDir
-from atoll.syncer.doors import write_tokens
+from atoll.syncer.credentials import write_tokens
 
 HONEST = "honest"
 SHORT = Limits(

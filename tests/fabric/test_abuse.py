@@ -26,7 +26,7 @@ from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Tokens
 from atoll.observe.dashboard.viewers import MOST
 from atoll.protocol.messages import Refused
-from atoll.syncer.doors import write_tokens
+from atoll.syncer.credentials import write_tokens
 
 from .fort import STRANGE, TOKENS, Fort
 

@@ -44,7 +44,7 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Began, Informed
 from atoll.protocol.taping import TAPE_BYTES
 from atoll.store.writer_lease import acquire
-from atoll.syncer.doors import write_tokens
+from atoll.syncer.credentials import write_tokens
 from atoll.syncer.run_store import RunStore
 from atoll.telemetry.events import LEARNER_BYTES
 

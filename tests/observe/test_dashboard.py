@@ -23,7 +23,7 @@ from atoll.observe.dashboard.metrics import exposition
 from atoll.observe.dashboard.series import Series
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
-from atoll.syncer.pages import named, show
+from atoll.syncer.process import import_named, show
 from atoll.telemetry.events import Event, EventLog
 from atoll.telemetry.status import RunStatus
 
@@ -417,9 +417,9 @@ def test_rounds_behind(status: Status) -> None:
 
 
 def test_the_syncer_finds_it_by_name() -> None:
-    assert named(NAME) is pages
+    assert import_named("--pages", NAME) is pages
     with pytest.raises(ConfigError, match=r"--pages atoll.nowhere:pages is not there"):
-        named("atoll.nowhere:pages")
+        import_named("--pages", "atoll.nowhere:pages")
 
 
 async def test_a_mistake_of_the_dashboard_is_an_alarm_and_it_is_started_again(

@@ -47,9 +47,8 @@ from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
 from atoll.store.writer_lease import claim
-from atoll.syncer.earlier import read_earlier
 from atoll.syncer.parameters import Parameters
-from atoll.syncer.recovery import CutState
+from atoll.syncer.recovery import CutState, read_earlier
 
 P = 3
 TENSORS = (

@@ -19,7 +19,7 @@ from atoll.protocol.records import Restored, Undone
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
-from atoll.syncer.earlier import Earlier, read_earlier
+from atoll.syncer.recovery import Earlier, read_earlier
 
 
 @pytest.fixture(autouse=True)

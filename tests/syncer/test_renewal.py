@@ -15,7 +15,7 @@ from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
-from atoll.syncer.doors import write_tokens
+from atoll.syncer.credentials import write_tokens
 from atoll.syncer.renewal import DAY_S, LASTS_S, LiveTls, ends_soon
 
 HOSTS = ["localhost", "127.0.0.1"]

@@ -16,7 +16,7 @@ from tests.system.conftest import SCRIPTS, Run, heed_interrupts, members
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.tokens import new_secret
 from atoll.store.keys import KeyDir
-from atoll.syncer.doors import read_tokens
+from atoll.syncer.credentials import read_tokens
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

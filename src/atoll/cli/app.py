@@ -26,7 +26,7 @@ from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
 from atoll.store.rundir import RunDir, find_runs, named_run
 from atoll.store.writer_lease import syncer_holding
-from atoll.syncer.doors import local_tokens, read_tokens
+from atoll.syncer.credentials import local_tokens, read_tokens
 from atoll.telemetry.events import parse
 
 WAIT_S = 30.0

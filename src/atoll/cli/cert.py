@@ -24,7 +24,7 @@ from atoll.fabric.certificates import (
 from atoll.fabric.tokens import Tokens
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
-from atoll.syncer.doors import write_tokens
+from atoll.syncer.credentials import write_tokens
 
 
 @app.command()

@@ -20,7 +20,7 @@ from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
 from atoll.store.rundir import RunDir, checked_name
-from atoll.syncer.doors import local_tokens, read_tokens, write_tokens
+from atoll.syncer.credentials import local_tokens, read_tokens, write_tokens
 
 tokens_app = App(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
 app.add_typer(tokens_app, name="tokens", invoke_without_command=True)

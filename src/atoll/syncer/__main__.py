@@ -16,8 +16,7 @@ from atoll.config import load
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError
 from atoll.store.rundir import RunDir
-from atoll.syncer.pages import named
-from atoll.syncer.process import disk_named, serve
+from atoll.syncer.process import import_named, serve
 
 
 def _told_to_begin() -> bool:
@@ -44,8 +43,8 @@ def main() -> int:
         return 0
     try:
         config = load(out.settings)
-        pages = named(said.pages) if said.pages else None
-        disk = disk_named(said.disk)(out) if said.disk else None
+        pages = import_named("--pages", said.pages) if said.pages else None
+        disk = import_named("--disk", said.disk)(out) if said.disk else None
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return error.exit_code

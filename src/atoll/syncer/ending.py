@@ -1,14 +1,20 @@
-"""How a run ends: who is still waited for, and the last event.
+"""How a learner and a run end in good order.
 
-Learners fetch the last versions, and the evaluator scores them: both are waited for, each only so long, and an end that
-came without one of them says so.
+A learner that is connected, and speaks a version that knows `Drain`, can be asked to leave. At the end of a run
+learners fetch the last versions and the evaluator scores them: the syncer waits for both, each for a limited time, and
+an event says whom it did not wait for any longer.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from atoll.fabric.handlers import Channel
+from atoll.fabric.wire import one_line, understood
+from atoll.protocol.effects import DrainAsked
+from atoll.protocol.errors import PeerError
 from atoll.protocol.ledger import Totals
+from atoll.protocol.messages import Drain
 from atoll.protocol.syncer import Syncer
 from atoll.telemetry.events import EventLog
 
@@ -16,6 +22,21 @@ GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
 LAST_SCORE_S = 120.0
 """How long it waits for the evaluator's last word."""
+
+
+def drain(learner: str, channel: Channel | None, *, known: bool) -> DrainAsked:
+    """`known`: it is of this run, or was. PeerError: it cannot be asked."""
+    if channel is None:
+        raise PeerError(
+            f"{learner} is away: it can be drained once it is back"
+            if known
+            else f"no learner of this run is called {one_line(learner)!r}: atoll status says who is there"
+        )
+    if not understood(Drain(reason=""), channel.protocol):
+        raise PeerError(
+            f"{learner} speaks protocol {channel.protocol}, which knows no drain: send its process SIGTERM instead"
+        )
+    return DrainAsked(learner, "the operator asked")
 
 
 class Ending:

@@ -1,8 +1,11 @@
-"""The run's model: where it comes from, and who may train it.
+"""The run's model: where it comes from, who may train it, its first parameters, and the memory it takes.
 
-The first joiner's model is the run's model: its tensors make the fragment plan. A run that an earlier term left behind
-has its model already. Whoever joins brings the same tensors, or is refused with the first difference named; one that
-trains on other data is let in, and that is said.
+- The first joiner's tensors make the fragment plan. A run that an earlier term left behind has its model already.
+- A learner that joins brings the same tensors, or is refused with the first difference named. One that trains on other
+  data is let in, and an event says so.
+- Version 0 comes from one learner at a time, in one of its sessions. If it dies on the way, or sends numbers that are
+  not finite, another one is asked, and what the first sent counts for nothing.
+- `memory_bound`: the most memory that a syncer takes, whatever its peers do.
 """
 
 from __future__ import annotations
@@ -12,14 +15,33 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.config import Config, Outer
+from atoll.fabric.relay import RelayLimits
+from atoll.fabric.wire import KIB, MIB, Limits
+from atoll.numerics.agreement import BUCKETS
+from atoll.numerics.codec import make_codec
+from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import Plan, difference, make_plan
+from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello
 from atoll.protocol.records import Begun
-from atoll.syncer.ceiling import ceiling
-from atoll.syncer.parameters import Parameters
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer import Syncer
+from atoll.protocol.taping import TAPE_BYTES
+from atoll.syncer.parameters import OLD, Parameters
 from atoll.syncer.recovery import Recovered, outer_of
+
+PROGRAM = 256 * MIB
+CONNECTION = 320 * KIB
+"""An open connection: headers, buffers of the socket, and of TLS, which are most of it."""
+NAME = 4 * KIB
+NAME_FRAGMENT = 512
+"""What is kept of a name: its life, its tokens, its place in the status; and of each fragment what was merged."""
+TAPE = 16
+"""Times the bytes of a tape in the journal, as objects of Python."""
+MISSES = 3
+"""Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +69,7 @@ class Model:
         text = (
             f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
         )
-        most = ceiling(self.plan, settings, len(outer_of(self.history).make().slots()))
+        most = memory_bound(self.plan, settings, len(outer_of(self.history).make().slots()))
         return text, {
             "settings": msgspec.to_builtins(settings),
             "parameters": self.plan.size,
@@ -89,3 +111,90 @@ def _room_for(plan: Plan, outer: Outer) -> Parameters:
         return Parameters(plan, outer)
     except (MemoryError, ValueError):  # numpy's word for what no address reaches
         raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
+
+
+class FirstParameters:
+    def __init__(self, parameters: Parameters, machine: Syncer) -> None:
+        self._parameters, self._machine = parameters, machine
+        self._asked = ("", "")
+        """The learner and its session."""
+        self._here: set[int] = set()
+        """Fragments that have arrived."""
+        self._arriving: dict[tuple[str, int], bytearray] = {}
+        """Those on their way: one that is asked no more writes into nothing that counts."""
+
+    def ask(self, learner: str, session: str) -> None:
+        self._asked = (learner, session)
+        self._here.clear()  # what another one sent is worth nothing
+
+    def asks(self, learner: str, session: str) -> bool:
+        return self._machine.phase == "empty" and (learner, session) == self._asked
+
+    def receive(self, learner: str, fragment: int) -> memoryview:
+        """Where it goes, until it is whole and wanted."""
+        if fragment >= len(self._parameters.plan.fragments):
+            raise PeerError(f"there is no fragment {fragment}")
+        size = self._parameters.initial(fragment).nbytes
+        if (learner, fragment) not in self._arriving:
+            self._arriving[learner, fragment] = bytearray(size)
+        return memoryview(self._arriving[learner, fragment])
+
+    def arrived(self, learner: str, fragment: int, digest: str) -> str | None:
+        """Why it is refused, or None."""
+        self._parameters.initial(fragment)[:] = self._arriving.pop((learner, fragment))
+        if (reason := self._parameters.check_initial(fragment, digest)) is not None:
+            return reason
+        self._here.add(fragment)
+        if self.whole:
+            self._parameters.begin()
+            self._arriving.clear()
+        return None
+
+    def has(self, fragment: int) -> bool:
+        return fragment in self._here
+
+    @property
+    def whole(self) -> bool:
+        return len(self._here) == len(self._parameters.plan.fragments)
+
+
+class MemoryBound(msgspec.Struct, frozen=True):
+    fixed: int
+    """Whoever is there."""
+    each: int
+    """For each learner that is there."""
+    name: int = 0
+    """For each name that ever was."""
+
+    def bytes(self, learners: int, names: int = 0) -> int:
+        return self.fixed + learners * self.each + names * self.name
+
+
+def memory_bound(
+    plan: Plan, settings: Settings, slots: int, limits: Limits | None = None, relay: RelayLimits | None = None
+) -> MemoryBound:
+    """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter.
+
+    | what | bytes |
+    | --- | --- |
+    | the program | 256 MiB: Python, NumPy, compiled kernels, caches |
+    | the model | Θ and the outer state; of each fragment also the next version and OLD that somebody still reads |
+    | a cut | the outer state once more, while it is written |
+    | a rollback | Θ three times and the outer state twice more, with guard = "rollback" |
+    | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
+    | relayed states | as many streams, and as much of each, as the relay allows |
+    | connections | as many as are allowed, whoever holds them |
+    | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
+    | one name | what is kept of a learner for good, also after it left; a join token brings so many (`Token.names`) |
+    """
+    limits, relay = limits or Limits(), relay or RelayLimits()
+    model, largest = 4 * plan.size, 4 * plan.largest
+    fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
+    if settings.guard == "rollback":
+        fixed += 2 * (1 + slots) * model + model + largest
+    fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
+    fixed += NAMES * settings.fragments * BUCKETS * 8
+    pulls = schedule.flights(settings) + MISSES
+    body = make_codec(settings.codec).nbytes(plan.largest)
+    talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES
+    return MemoryBound(fixed, pulls * (body + largest) + talk, NAME + settings.fragments * NAME_FRAGMENT)

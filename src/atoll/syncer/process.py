@@ -12,31 +12,47 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol
 
 from atoll.config import Config
 from atoll.fabric.address import host_port
-from atoll.fabric.tasks import Vital
+from atoll.fabric.pages import Pages
+from atoll.fabric.tasks import Vital, keep_showing
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
 from atoll.store.writer_lease import Deposed, Turn, WriterLease, acquire
-from atoll.syncer.pages import LivePages, Maker, show
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog, parse
+from atoll.telemetry.status import RunStatus
 
 OPERATOR = "the operator asked for it"
 STALE_S = 5.0
 """A standby takes over from a syncer that has not moved for this long; one that is gone is replaced at once."""
 LOOK_S = 0.25
+
+
+Figures = Callable[[], RunStatus]
+"""The state of the run now."""
+
+
+class LivePages(Pages, Protocol):
+    """The dashboard: made above this layer, and handed in or named."""
+
+    def run(self, figures: Figures) -> Coroutine[Any, Any, None]:
+        """Follow the run until cancelled."""
+        ...
+
+
+Maker = Callable[[RunDir], LivePages]
 
 
 def serve(
@@ -91,13 +107,13 @@ def _allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def disk_named(name: str) -> Callable[[RunDir], Disk]:
-    """`module:function`: the disk of a run that is to meet trouble (chaos)."""
+def import_named(option: str, name: str) -> Any:
+    """What a supervisor names as `module:function`: it makes the dashboard, or a disk with faults (chaos)."""
     module, _, function = name.partition(":")
     try:
-        return cast(Callable[[RunDir], Disk], getattr(import_module(module), function))
+        return getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--disk {name} is not there ({error}): name a module and a function in it") from error
+        raise ConfigError(f"{option} {name} is not there ({error}): name a module and a function in it") from error
 
 
 def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
@@ -198,6 +214,11 @@ async def _obey(service: SyncerService) -> None:
         service.end("its supervisor is gone")
     finally:
         transport.close()
+
+
+async def show(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
+    """Until cancelled. A mistake in the pages is reported and they start again: the run does not notice."""
+    await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))
 
 
 def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: Vital) -> None:

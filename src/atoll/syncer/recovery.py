@@ -1,8 +1,13 @@
-"""A syncer that comes back: newest good cut, then the journal behind it, record by record.
+"""The run's state read back from disk: a cut, then the journal behind it, record by record.
 
-What is read is what was acknowledged: versions, Θ and momentum come out bit for bit, and every round's digest is
-compared on the way. A cut that is damaged is passed over for the one before it, and that is said. How long it takes
-depends on the rounds since the cut, not on the length of the run.
+`recover` gives the newest state, for a syncer that starts again; `read_earlier` an earlier one, for a rollback.
+
+- What is read is what was acknowledged: versions, Θ and momentum come out bit for bit, and the digest of every round is
+  compared on the way.
+- A damaged cut is passed over for the one before it, and an event says so.
+- The time it takes depends on the rounds since the cut, not on the length of the run.
+- Payloads are kept back to the cut before the newest. A rollback to a round whose payloads are gone gets what the cut
+  itself holds, unless that cut was taken in rounds that were rolled back.
 """
 
 from __future__ import annotations
@@ -15,9 +20,12 @@ import msgspec
 import numpy as np
 
 from atoll.config import Outer
+from atoll.numerics.arrays import ByteArray
 from atoll.numerics.fragments import make_plan
 from atoll.protocol import records
+from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
+from atoll.protocol.restoring import undone
 from atoll.store.cuts import BadCut, known_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, Disk
 from atoll.store.journal import ORIGIN, Position, Tail, payload, read
@@ -171,4 +179,49 @@ def _torn(tail: Tail) -> str:
     return f"{tail.file.name} ended in {tail.size_bytes} bytes of an append that was never acknowledged: cut off"
 
 
-__all__ = ["ORIGIN", "CutState", "Recovered", "from_cut", "outer_of", "recover", "replay"]
+# ---- an earlier round -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    packed: ByteArray
+    """As `Parameters.pack` gives it."""
+    told: Restorable
+
+
+def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> Earlier:
+    """As it was after so many rounds, or at the newest cut before. BadCut: nothing of that can be had."""
+    reasons: list[str] = []
+    for cut in [cut for cut in known_cuts(out.cuts) if cut <= restore.round]:
+        try:
+            return _earlier(cut, restore, out, disk)
+        except (BadCut, Corrupt) as error:
+            reasons.append(f"cut {cut}: {error}")
+    raise BadCut("; ".join(reasons) or f"no cut of round {restore.round} or before is there any more")
+
+
+def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Earlier:
+    found = _reached(cut, restore, out, disk) or from_cut(out.cuts, cut)
+    assert found.parameters is not None, "a cut holds parameters"
+    history = found.history
+    lines = (record for _, record in read(out.journal, start=found.start, disk=disk))
+    told = undone(lines, history.committed, len(history.versions))
+    ready = Restorable(history.committed, found.parameters.digests(), told)
+    return Earlier(found.parameters.pack(), ready)
+
+
+def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered | None:
+    """From this cut on to the round that was asked for. None: payloads are gone, and what the cut holds will do."""
+    found = from_cut(out.cuts, cut)
+    lines = read(out.journal, start=found.end, disk=disk)
+    try:
+        for position, record in lines:
+            if found.history.committed >= restore.round:
+                break
+            replay(found, position, record, out.journal, disk)
+            found.history.apply(record)
+    except Corrupt:
+        if any(begin < cut <= end for begin, end in restore.without):
+            raise
+        return None
+    return found

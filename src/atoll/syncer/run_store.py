@@ -1,22 +1,33 @@
 """The run's journal and cuts, as one term of a syncer writes them.
 
-Payloads are kept back to the cut before the newest: should the newest be damaged, the one before it and the journal
-still give everything.
+- `RunStore`: the files. Payloads are kept back to the cut before the newest: should the newest be damaged, the one
+  before it and the journal still give everything.
+- `Cuts`: the syncer's part of a cut is recorded at once and written in the background; then the manifest makes the cut
+  complete. Rounds go on meanwhile, and nobody reuses the buffers of the recorded versions. Cut 0, of the first
+  parameters, is durable before any effect behind it is carried out: the effect queue waits for it and tries again. Any
+  other cut that cannot be written is reported to the state machine with the reason, and costs the run only that cut.
+- `Restorer`: the values of a rollback are read in the background, and held until the journal has them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from atoll.numerics.arrays import FloatArray
+from atoll.fabric.wire import one_line
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.protocol import effects as fx
 from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import CompleteCut, Restore
+from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
 from atoll.store.atomic import write_atomic
@@ -36,8 +47,10 @@ from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease
-from atoll.syncer.earlier import Earlier, read_earlier
-from atoll.syncer.recovery import CutState, Recovered, recover
+from atoll.syncer.parameters import Buffer, Parameters
+from atoll.syncer.recovery import CutState, Earlier, Recovered, read_earlier, recover
+
+_NONE: ByteArray = np.empty(0, dtype=np.uint8)
 
 
 class Norms(msgspec.Struct, frozen=True):
@@ -187,3 +200,94 @@ class RunStore:
     def close(self) -> None:
         self._journal.close()
         self._lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The state of one moment."""
+
+    cut: int
+    state: CutState
+    arrays: dict[str, FloatArray]
+    held: list[Buffer]
+    """Versions that must stay as they are until all is written."""
+
+
+class Cuts:
+    def __init__(
+        self,
+        run_store: RunStore,
+        parameters: Parameters,
+        run: str,
+        tell: Callable[[fx.SyncerEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._run_store, self._parameters, self._run, self._tell, self._spawn = run_store, parameters, run, tell, spawn
+
+    async def write_first(self, cut: fx.TakeCut) -> None:
+        """Version 0, with no learner's part in it. NoRoom: it may be tried again."""
+        await self._write(self._record(cut))
+        await asyncio.to_thread(self._run_store.complete, self._run, CompleteCut(cut.cut, (), ()))
+
+    def take(self, cut: fx.TakeCut) -> None:
+        self._spawn(self._keep(self._record(cut)))
+
+    def complete(self, done: CompleteCut) -> None:
+        self._spawn(self._complete(done))
+
+    def _record(self, cut: fx.TakeCut) -> Recorded:
+        state = self._run_store.open_cut(cut.history, self._parameters.rounds())
+        held = self._parameters.held()
+        return Recorded(cut.cut, state, self._parameters.snapshot(), held)
+
+    async def _keep(self, recorded: Recorded) -> None:
+        reason = ""
+        try:
+            await self._write(recorded)
+        except AtollError as error:
+            reason = one_line(error)
+        self._tell(fx.CutKept(recorded.cut, reason))
+
+    async def _write(self, recorded: Recorded) -> None:
+        try:
+            await asyncio.to_thread(self._run_store.write_cut, recorded.cut, recorded.state, recorded.arrays)
+        finally:
+            for buffer in recorded.held:
+                buffer.readers -= 1
+
+    async def _complete(self, done: CompleteCut) -> None:
+        try:
+            mark = await asyncio.to_thread(self._run_store.complete, self._run, done)
+        except AtollError as error:
+            self._tell(fx.CutKept(done.cut, one_line(error)))
+        else:
+            self._tell(fx.CutWritten(done.cut, mark))
+
+
+class Restorer:
+    def __init__(
+        self,
+        run_store: RunStore,
+        parameters: Parameters,
+        tell: Callable[[fx.SyncerEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._run_store, self._parameters, self._tell, self._spawn = run_store, parameters, tell, spawn
+        self.packed: ByteArray = _NONE
+        """What is to be committed next."""
+
+    def make_ready(self, restore: Restore) -> None:
+        self._spawn(self._read(restore))
+
+    async def _read(self, restore: Restore) -> None:
+        try:
+            earlier = await asyncio.to_thread(self._run_store.earlier, restore)
+        except (AtollError, MemoryError) as error:
+            self._tell(fx.Unrestorable(one_line(error) or "it does not fit into this syncer's memory"))
+        else:
+            self.packed = earlier.packed
+            self._tell(earlier.told)
+
+    def commit(self, versions: Sequence[int], at: int) -> None:
+        self._parameters.restore(self.packed, versions, at - 1)
+        self.packed = _NONE

@@ -1,15 +1,13 @@
 """The syncer's service: events in, effects out, bytes in between.
 
-The server hands over hellos, messages and bodies; the rules of `protocol.syncer` decide; what they want done goes
-through the effect queue, which lets nothing be told before it is durable. Here is the way of an event from the server
-to the rules, and of an effect to whoever carries it out:
+The server hands over hellos, messages and bodies; the state machine of `protocol.syncer` decides; its effects go
+through the effect queue, which carries out nothing before the records in front of it are durable. This file is the way
+of an event from the server to the state machine, and of an effect to the part that carries it out:
 
-- `model`: the run's model, the first joiner's or an earlier term's;
-- `first`: its first parameters, from the learner that was asked for them;
-- `inbox`, `merging`: contributions, and the versions made of them;
-- `cuts`: the syncer's part of them;
-- `restorer`: values and outer state of an earlier round, when the run is rolled back;
-- `ending`: who is waited for when the run is over.
+- `model`: the run's model, from the first joiner or an earlier term, and its first parameters;
+- `contributions`: their bodies, and the versions made of them;
+- `run_store`: the journal, cuts, and the values of a rollback;
+- `ending`: whom the syncer waits for when the run is over.
 """
 
 from __future__ import annotations
@@ -40,24 +38,17 @@ from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
 from atoll.protocol.syncer import Syncer
 from atoll.store.rundir import facts_of_model
-from atoll.syncer.beat import beat
 from atoll.syncer.changes import change
-from atoll.syncer.cuts import Cuts
-from atoll.syncer.doors import doors_of
-from atoll.syncer.draining import drain
+from atoll.syncer.contributions import Inbox, Merging
+from atoll.syncer.credentials import Strangers, doors_of
 from atoll.syncer.effect_queue import EffectQueue
-from atoll.syncer.ending import Ending
-from atoll.syncer.first import FirstParameters
-from atoll.syncer.inbox import Inbox
-from atoll.syncer.merging import Merging
-from atoll.syncer.model import Model, earlier_terms, first_joiners
+from atoll.syncer.ending import Ending, drain
+from atoll.syncer.liveness import Standstill, beat
+from atoll.syncer.model import FirstParameters, Model, earlier_terms, first_joiners
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
-from atoll.syncer.restorer import Restorer
-from atoll.syncer.run_store import RunStore
-from atoll.syncer.standstill import Standstill
+from atoll.syncer.run_store import Cuts, Restorer, RunStore
 from atoll.syncer.status import Meter, manifest, told
-from atoll.syncer.strangers import Strangers
 from atoll.telemetry.events import EventLog
 from atoll.telemetry.status import RunStatus
 from atoll.telemetry.versions import versions

@@ -1,5 +1,8 @@
-"""Who gets in at a syncer's port. With keys: TLS, and tokens; both may change while it goes on. Without keys: this
-machine alone, by secrets that the run makes for itself and that commands of the same user find (fabric/nearby.py)."""
+"""Who gets in at a syncer's port.
+
+With keys: TLS and join tokens, which both may change while the run goes on. Without keys: this machine alone, by
+secrets that the run makes for itself and that commands of the same user find (fabric/nearby.py).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ from atoll.fabric.listener import Tls
 from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
+from atoll.telemetry.events import EventLog
 
 Say = Callable[[str, str], None]
 """An event's kind and text."""
 LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "evaluator", "operator": "operator"}
 """The tokens of a run without keys: a file each in its folder of secrets."""
+AWAY_S = 1.0
+"""Between two events of somebody who was not let in."""
 LOCAL_NAMES = 1 << 16
 """Learners of one machine are its user's own to start, as often as they like."""
 
@@ -122,3 +128,20 @@ class LiveTokens:
             self._tokens, self._stamp = read_tokens(self._keys), found
         except ConfigError:
             return  # it is tried again: what was good stays good
+
+
+class Strangers:
+    """Counts everybody who was not let in. One event a second at most: nobody fills the disk by dialling."""
+
+    def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events, self._clock = events, clock
+        self._count, self._told_at = 0, -AWAY_S
+
+    def turned_away(self, address: str, reason: str) -> None:
+        self._count += 1
+        now = self._clock()
+        if now - self._told_at < AWAY_S:
+            return
+        self._told_at = now
+        data: dict[str, object] = {"address": address, "reason": reason, "count": self._count}
+        self._events.say("turned_away", f"{address} was not let in: {reason}", data)

@@ -1,7 +1,8 @@
-"""What a folder of keys makes of a port: TLS and tokens, and tokens that change while a run goes on."""
+"""What a folder of keys makes of a port: TLS and tokens, which change while a run goes on; and who is not let in."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from atoll.fabric.certificates import make_authority, make_server
 from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
-from atoll.syncer.doors import LOCAL, LiveTokens, doors_of, local_tokens, read_tokens, write_tokens
+from atoll.syncer.credentials import LOCAL, LiveTokens, Strangers, doors_of, local_tokens, read_tokens, write_tokens
+from atoll.telemetry.events import EventLog
 
 JOIN = Token(id="join", secret=new_secret())
 
@@ -172,3 +174,14 @@ def test_a_key_of_another_certificate_is_named(keys: KeyDir) -> None:
     keys.write(keys.key, make_server(["localhost"], 1.0).key)
     with pytest.raises(ConfigError, match="holds no usable certificate"):
         doors_of(Service(keys=str(keys.path)), lambda: "r1")
+
+
+def test_all_are_counted_and_one_a_second_is_told() -> None:
+    lines: list[bytes] = []
+    now = 0.0
+    strangers = Strangers(EventLog(lines.append), lambda: now)
+    for tenth in range(25):
+        now = tenth / 10
+        strangers.turned_away("192.0.2.1", "it has no token")
+    assert [json.loads(line)["count"] for line in lines] == [1, 11, 21]
+    assert json.loads(lines[0])["text"] == "192.0.2.1 was not let in: it has no token"

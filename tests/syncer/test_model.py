@@ -13,7 +13,7 @@ from atoll.protocol.effects import Greeted, Lost
 from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer import Syncer
-from atoll.syncer.ceiling import PROGRAM, ceiling
+from atoll.syncer.model import PROGRAM, memory_bound
 from atoll.syncer.status import Meter
 
 LARGE = make_plan([TensorSpec(f"w{n}", (1024, 1024), "float32") for n in range(24)], 24, "balanced")
@@ -21,13 +21,13 @@ SETTINGS = Settings(learners=4, fragments=24, sync_every=24)
 
 
 def test_a_small_model_costs_little_more_than_the_program() -> None:
-    most = ceiling(plan(), Settings(fragments=2, sync_every=2, overlap=1), slots=1)
+    most = memory_bound(plan(), Settings(fragments=2, sync_every=2, overlap=1), slots=1)
     assert PROGRAM < most.fixed < PROGRAM + 1500 * MIB
     assert most.bytes(3) - most.bytes(2) == most.each < 20 * MIB
 
 
 def test_it_grows_with_the_model_and_with_each_learner() -> None:
-    most, plainer = ceiling(LARGE, SETTINGS, slots=1), ceiling(LARGE, SETTINGS, slots=0)
+    most, plainer = memory_bound(LARGE, SETTINGS, slots=1), memory_bound(LARGE, SETTINGS, slots=0)
     model = 4 * LARGE.size
     assert most.fixed - plainer.fixed == 2 * model, "the outer state, and again while a cut is written"
     assert most.fixed > 4 * model
@@ -36,7 +36,7 @@ def test_it_grows_with_the_model_and_with_each_learner() -> None:
 
 def test_narrower_limits_are_a_lower_ceiling() -> None:
     narrow = Limits(queue_bytes=MIB, connections=128)
-    assert ceiling(LARGE, SETTINGS, 1, narrow).bytes(64) < ceiling(LARGE, SETTINGS, 1).bytes(64)
+    assert memory_bound(LARGE, SETTINGS, 1, narrow).bytes(64) < memory_bound(LARGE, SETTINGS, 1).bytes(64)
 
 
 def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
@@ -64,6 +64,6 @@ def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
         meter.note(0.0, "lost", {"learner": name, "incarnation": 1, "busy_s": 1.0})
     each = (tracemalloc.get_traced_memory()[0] - before) / many
     tracemalloc.stop()
-    most = ceiling(LARGE, settings, slots=1)
+    most = memory_bound(LARGE, settings, slots=1)
     assert each < most.name, f"{each:.0f} bytes a name"
     assert most.bytes(1, NAMES) - most.bytes(1) == NAMES * most.name <= 64 * MIB

@@ -8,7 +8,7 @@ import time
 from tests.syncer.conftest import FakeLearner, Stage
 
 from atoll.protocol.messages import Heartbeat
-from atoll.syncer.standstill import LEAST_S, LOOK_S, Standstill
+from atoll.syncer.liveness import LEAST_S, LOOK_S, Standstill
 
 HEARTBEAT_S, LOST_AFTER_S = 0.3, 3.0
 

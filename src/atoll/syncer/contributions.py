@@ -1,0 +1,235 @@
+"""Contributions, from the pull that asks for one to the version that is made of them.
+
+- Only a contribution that was asked for may arrive: `Inbox` holds its body and its decoded delta, in buffers that are
+  used again.
+- It is decoded and screened when it has arrived, and merged when the state machine says so (`Merging`).
+- Large fragments are worked on in a thread, small ones on the event loop. A contribution that is discarded while a
+  thread reads it gives its buffers back afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from atoll.numerics.agreement import by_size
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import Codec
+from atoll.numerics.filter import Filter, Judged
+from atoll.numerics.fragments import Plan
+from atoll.numerics.screen import Screen
+from atoll.protocol import effects as fx
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import Contribution
+from atoll.syncer.parameters import Overflow, Parameters
+
+Key = tuple[str, int, int]
+"""Learner, round, attempt."""
+LARGE = 1 << 18
+"""Fragments of more elements than this are decoded and merged in a thread …"""
+PAIRS = 16
+"""… and smaller ones too where more pairs of contributions than this are compared."""
+
+
+@dataclass(slots=True)
+class Parcel:
+    fragment: int
+    body: ByteArray | None = None
+    digest: str | None = None
+    """Set once the body is whole."""
+    receiving: bool = False
+    held: bool = False
+    """Somebody reads it beside the event loop."""
+    delta: FloatArray | None = None
+    unwanted: bool = False
+    """Discarded while it was being received or read: its buffers wait for that to end."""
+
+
+class Inbox:
+    def __init__(self, plan: Plan, codec: Codec) -> None:
+        self._plan, self._codec = plan, codec
+        self._parcels: dict[Key, Parcel] = {}
+        self._bodies: list[ByteArray] = []
+        self._deltas: list[FloatArray] = []
+        self._probes: dict[str, Key] = {}
+
+    def ask(self, key: Key, fragment: int, *, probe: bool = False) -> None:
+        """A pull was sent: this contribution, and no other, may arrive. A learner is probed once at a time."""
+        if probe:
+            self.discard(self._probes.get(key[0], key))  # whatever came of it
+            self._probes[key[0]] = key
+        self.discard(key)
+        parcel = self._parcels.setdefault(key, Parcel(fragment))
+        parcel.unwanted = False
+
+    def receive(self, key: Key) -> memoryview:
+        parcel = self._parcels.get(key)
+        if parcel is None:
+            raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
+        if parcel.receiving or parcel.digest is not None:
+            raise PeerError(f"the contribution to round {key[1]} is here already")
+        size = self._plan.fragments[parcel.fragment].size
+        if parcel.body is None:
+            length = self._codec.nbytes(self._plan.largest)
+            parcel.body = self._bodies.pop() if self._bodies else np.empty(length, dtype=np.uint8)
+        parcel.receiving = True
+        return parcel.body[: self._codec.nbytes(size)].data
+
+    def arrived(self, key: Key, mark: str) -> None:
+        if (parcel := self._parcels.get(key)) is not None:
+            parcel.receiving, parcel.digest = False, mark
+            self._let_go_if_unwanted(key, parcel)
+
+    def aborted(self, key: Key) -> None:
+        if (parcel := self._parcels.get(key)) is not None:
+            parcel.receiving = False
+            self._let_go_if_unwanted(key, parcel)
+
+    def opened(self, key: Key) -> bool:
+        """Whether its message has come and was looked at."""
+        parcel = self._parcels.get(key)
+        return parcel is not None and (parcel.held or parcel.delta is not None)
+
+    @contextmanager
+    def hold(self, key: Key) -> Iterator[None]:
+        """While it is read beside the event loop its buffers are not given to another, even if it is discarded."""
+        parcel = self._parcels.get(key)
+        if parcel is not None:
+            parcel.held = True
+        yield
+        if parcel is not None:
+            parcel.held = False
+            self._let_go_if_unwanted(key, parcel)
+
+    def open(self, key: Key, mark: str) -> FloatArray:
+        """Decode a whole body; PeerError when it is not what its message says."""
+        parcel = self._parcels.get(key)
+        if parcel is None or parcel.body is None or parcel.digest is None:
+            raise PeerError("its body did not arrive")
+        if parcel.digest != mark:
+            raise PeerError("its body is not the one its message names")
+        assert parcel.delta is None, "a body is opened once"
+        size = self._plan.fragments[parcel.fragment].size
+        buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
+        self._codec.decode(parcel.body[: self._codec.nbytes(size)], buffer[:size])
+        parcel.delta = buffer
+        return buffer[:size]
+
+    def delta(self, key: Key) -> FloatArray:
+        parcel = self._parcels[key]
+        assert parcel.delta is not None
+        return parcel.delta[: self._plan.fragments[parcel.fragment].size]
+
+    def discard(self, key: Key) -> None:
+        if (parcel := self._parcels.get(key)) is not None:
+            parcel.unwanted = True
+            self._let_go_if_unwanted(key, parcel)
+
+    def _let_go_if_unwanted(self, key: Key, parcel: Parcel) -> None:
+        if not parcel.unwanted or parcel.receiving or parcel.held:
+            return
+        del self._parcels[key]
+        if parcel.body is not None:
+            self._bodies.append(parcel.body)
+        if parcel.delta is not None:
+            self._deltas.append(parcel.delta)
+
+
+class Merging:
+    def __init__(
+        self,
+        parameters: Parameters,
+        inbox: Inbox,
+        screen: Screen,
+        robust: bool,
+        tell: Callable[[fx.SyncerEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._parameters, self._inbox, self._screen = parameters, inbox, screen
+        self._fragments, self._filter, self.robust = parameters.plan.fragments, Filter(parameters.plan), robust
+        self._tell, self._spawn = tell, spawn
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def contribution(self, learner: str, message: Contribution) -> None:
+        """Its body is whole, or should be; the rules hear of it once it was looked at."""
+        key = (learner, message.round, message.attempt)
+        if self._inbox.opened(key):
+            return  # said twice: once is what counts
+        in_range = 0 <= message.fragment < len(self._fragments)
+        if not in_range or self._fragments[message.fragment].size <= LARGE:
+            self._tell(fx.Delivered(learner, message, self._examine(key, message)))
+        else:
+            self._spawn(self._examine_aside(key, message))
+
+    async def _examine_aside(self, key: Key, message: Contribution) -> None:
+        with self._inbox.hold(key):
+            refusal = await asyncio.to_thread(self._examine, key, message)
+        self._tell(fx.Delivered(key[0], message, refusal))
+
+    def _examine(self, key: Key, message: Contribution) -> str | None:
+        """Decode and screen; the reason of a refusal."""
+        try:
+            delta = self._inbox.open(key, message.digest)
+        except PeerError as error:
+            return str(error)
+        if message.probe or message.steps <= 0:
+            return None
+        return self._screen.judge(message.fragment, delta, message.steps, key)
+
+    def discard(self, key: Key) -> None:
+        self._inbox.discard(key)
+        self._screen.forget(key)
+
+    # ---- rounds -------------------------------------------------------------------------------------------------
+
+    def merge(self, merge: fx.Merge) -> None:
+        for part in merge.parts:
+            self._screen.merged((part.learner, merge.round, part.attempt))
+        pairs = len(merge.parts) ** 2  # each is compared with each
+        if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
+            asyncio.get_running_loop().call_soon(self._tell, self._staged(merge))
+        else:
+            self._spawn(self._merge_aside(merge))
+
+    async def _merge_aside(self, merge: fx.Merge) -> None:
+        self._tell(await asyncio.to_thread(self._staged, merge))
+
+    def _staged(self, merge: fx.Merge) -> fx.SyncerEvent:
+        began = time.perf_counter()
+        deltas = [self._inbox.delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
+        try:
+            # Everybody is judged, so that the events name an attacker also where nothing is left out.
+            momentum = self._parameters.momentum(merge.fragment)
+            judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
+            factors = [one.factors for one in judged] if self.robust else []
+            weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
+            mark = self._parameters.stage(merge.fragment, deltas, weights, factors, bases)
+        except Overflow as error:
+            return fx.Unmergeable(merge.round, str(error), reset=True)
+        except ValueError as error:
+            return fx.Unmergeable(merge.round, str(error))
+        marks = self._parameters.marks(merge.fragment)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._judged(merge, judged))
+
+    def _judged(self, merge: fx.Merge, judged: list[Judged]) -> tuple[fx.Judged, ...]:
+        """For the rules: who agrees, what share of the merge each has, and the factors that were used."""
+        fragment = self._fragments[merge.fragment]
+        kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]
+        counts = [part.weight * float(of) for part, of in zip(merge.parts, kept, strict=True)]
+        return tuple(
+            fx.Judged(
+                learner=part.learner,
+                agreement=one.agreement,
+                influence=count / sum(counts),
+                factors=one.factors.tobytes() if self.robust and (one.factors != 1).any() else b"",
+                suspect=one.suspect,
+            )
+            for part, one, count in zip(merge.parts, judged, counts, strict=True)
+        )

@@ -1,0 +1,61 @@
+"""Whether this syncer is alive: its heartbeat to a standby, and how long its own event loop stood still.
+
+- A syncer that was replaced while it stood still ends at its next heartbeat, also with nothing to write.
+- While a loop is busy, its process stopped or its machine asleep, timers go off late and nothing is read. Afterwards
+  everything is due at once, before the messages that learners sent meanwhile are read. So whoever judges by the clock
+  asks `Standstill` first. It looks at the loop four times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from atoll.store.writer_lease import Deposed
+from atoll.syncer.run_store import RunStore
+
+BEAT_S = 1.0
+"""Between two heartbeats to a standby."""
+NORMS_BEATS = 3
+"""Heartbeats between two writes of the usual norms (numerics/screen.py), which the next term reads."""
+LOOK_S = 0.25
+"""Between two looks at the event loop."""
+LEAST_S = 0.5
+"""Shorter standstills are not reported: no deadline is that close."""
+
+
+async def beat(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
+    """Until cancelled. `norms`: those that are usual now; empty: nothing is known yet."""
+    for number in count():
+        await asyncio.to_thread(run_store.beat)
+        if number % NORMS_BEATS == 0 and (usual := norms()):
+            await asyncio.to_thread(run_store.keep_norms, run, usual)
+        if run_store.fenced():
+            raise Deposed
+        await asyncio.sleep(BEAT_S)
+
+
+class Standstill:
+    def __init__(self, loop: asyncio.AbstractEventLoop, noticed: Callable[[], None]) -> None:
+        """`noticed` is called where nobody else has asked; it asks."""
+        self._loop, self._noticed = loop, noticed
+        self._seen_at = loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._seen_at = self._loop.time()
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def take_s(self, now: float) -> float:
+        """How long it stood still just before `now`; 0: it did not, or that was said already."""
+        gone_s, self._seen_at = now - self._seen_at, now
+        return gone_s if gone_s >= LEAST_S else 0.0
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self._noticed()
