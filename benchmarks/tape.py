@@ -22,7 +22,7 @@ import torch
 from overhead import Loop, start_syncer
 
 import atoll
-from atoll.learner.recorder import Recorder
+from atoll.learner.courier_process import Recorder
 from atoll.protocol import records
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read

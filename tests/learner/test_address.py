@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.learner.address import find_syncer
+from atoll.learner.script import find_syncer
 
 LINK = "atoll://" + "t" * 32 + "@127.0.0.1:7077/r1"
 

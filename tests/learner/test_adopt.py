@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.learner.adopt import adopt
+from atoll.learner.boundary import adopt
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

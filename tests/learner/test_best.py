@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from atoll.learner.best import BestModel, FetchedModel, Figure, deciding_figure
+from atoll.learner.evaluator import BestModel, FetchedModel, Figure, deciding_figure
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import read_model_facts

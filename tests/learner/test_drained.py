@@ -13,7 +13,7 @@ import pytest
 from tests.learner.test_two_learners import SCRIPT
 
 from atoll.config import convert
-from atoll.learner.preempt import FILE
+from atoll.learner.script import FILE
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
 from atoll.syncer.run_store import RunStore

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner.earlier import OwnState, find_earlier
-from atoll.learner.place import Place
-from atoll.learner.preempt import FILE
-from atoll.learner.saving import Saver, part_name
+from atoll.learner.saved_state import OwnState, Place, Saver, find_earlier, part_name
+from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, write
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from atoll.learner.ending import end_script
+from atoll.learner.script import end_script
 
 SCRIPT = """
 import torch, atoll

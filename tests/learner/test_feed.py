@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.learner.data import Source, collect
-from atoll.learner.feed import Drawn, Feed
+from atoll.learner.data import Drawn, Feed, Source, collect
 from atoll.numerics.permutation import permuted
 from atoll.protocol.effects import Registered
 from atoll.protocol.errors import ConfigError

@@ -8,7 +8,7 @@ from tests.learner.same import same
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 
-from atoll.learner import inner
+from atoll.learner.state import check_optimizer_state, load_optimizer_state, optimizer_state
 from atoll.protocol.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def step(model: nn.Module, optimizer: Optimizer, times: int = 3) -> None:
 
 def refusal(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        inner.check(optimizer, model, saved, "optimizer")
+        check_optimizer_state(optimizer, model, saved, "optimizer")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -43,7 +43,7 @@ def test_state_goes_by_the_names_of_the_parameters() -> None:
     model = net()
     optimizer = grouped(model)
     step(model, optimizer)
-    saved = inner.take(optimizer, model)
+    saved = optimizer_state(optimizer, model)
     assert [list(group) for group in saved["parameters"]] == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
     assert saved["state"].keys() == {"0.weight", "2.weight", "0.bias", "2.bias"}
     assert saved["state"]["2.bias"]["exp_avg"] is optimizer.state[model[2].bias]["exp_avg"]
@@ -55,8 +55,8 @@ def test_another_order_of_the_parameters_takes_each_its_own_state() -> None:
     optimizer = AdamW(model.parameters())
     turned = AdamW(list(reversed(list(other.parameters()))), lr=9.0)
     step(model, optimizer)
-    inner.check(turned, other, inner.take(optimizer, model), "optimizer")
-    inner.put(turned, other, inner.take(optimizer, model))
+    check_optimizer_state(turned, other, optimizer_state(optimizer, model), "optimizer")
+    load_optimizer_state(turned, other, optimizer_state(optimizer, model))
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert same(dict(turned.state[its]), dict(optimizer.state[mine]))
     assert turned.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -67,10 +67,10 @@ def test_names_given_to_the_optimizer_stay_its_own() -> None:
     model, other = net(), net(1)
     optimizer, turned = AdamW(model.named_parameters()), AdamW(list(reversed(list(other.named_parameters()))))
     step(model, optimizer)
-    inner.put(turned, other, inner.take(optimizer, model))
+    load_optimizer_state(turned, other, optimizer_state(optimizer, model))
     assert turned.param_groups[0]["param_names"] == ["2.bias", "2.weight", "0.bias", "0.weight"]
     nameless = AdamW(list(reversed(list(other.parameters()))))
-    inner.put(nameless, other, inner.take(optimizer, model))
+    load_optimizer_state(nameless, other, optimizer_state(optimizer, model))
     assert "param_names" not in nameless.param_groups[0]
 
 
@@ -78,12 +78,12 @@ def test_a_parameter_outside_of_the_model_means_positions_for_all() -> None:
     model, alone = net(), nn.Parameter(torch.ones(2))
     optimizer = SGD([*model.parameters(), alone], momentum=0.9)
     step(model, optimizer)
-    saved = inner.take(optimizer, model)
+    saved = optimizer_state(optimizer, model)
     assert list(saved["parameters"][0]) == [0, 1, 2, 3, 4] and list(saved["state"]) == [0, 1, 2, 3]
     other = net(1)
     fresh = SGD([*other.parameters(), nn.Parameter(torch.ones(2))], momentum=0.9)
-    inner.check(fresh, other, saved, "optimizer")
-    inner.put(fresh, other, saved)
+    check_optimizer_state(fresh, other, saved, "optimizer")
+    load_optimizer_state(fresh, other, saved)
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
@@ -96,7 +96,7 @@ def test_state_wider_than_its_parameter_is_not_rounded(kind: type[Optimizer]) ->
     if kind is AdamW:
         for state in optimizer.state.values():
             state["exp_avg_sq"] = torch.rand(state["exp_avg_sq"].shape)
-    inner.put(fresh, other, inner.take(optimizer, model))
+    load_optimizer_state(fresh, other, optimizer_state(optimizer, model))
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
@@ -108,7 +108,7 @@ def test_odd_state_is_left_as_it_was() -> None:
         "nest": [{"double": torch.rand(2, dtype=torch.float64)}, (torch.tensor(3), None)],
     }
     optimizer.state["of no parameter"] = {"steps": 7}  # type: ignore[index]
-    inner.put(fresh, other, inner.take(optimizer, model))
+    load_optimizer_state(fresh, other, optimizer_state(optimizer, model))
     assert same(dict(fresh.state[other[0].weight]), optimizer.state[model[0].weight])
     assert fresh.state["of no parameter"] == {"steps": 7}  # type: ignore[index]
 
@@ -127,7 +127,7 @@ def test_further_entries_of_a_state_dict_pass_through() -> None:
     model, other = net(), net(1)
     optimizer, fresh = Counting(model.parameters()), Counting(other.parameters())
     optimizer.count = 5
-    inner.put(fresh, other, inner.take(optimizer, model))
+    load_optimizer_state(fresh, other, optimizer_state(optimizer, model))
     assert fresh.count == 5
 
 
@@ -135,13 +135,13 @@ def test_what_this_optimizer_had_before_is_gone() -> None:
     model, other = net(), net(1)
     optimizer, used = AdamW(model.parameters()), AdamW(other.parameters())
     step(other, used)
-    inner.put(used, other, inner.take(optimizer, model))
+    load_optimizer_state(used, other, optimizer_state(optimizer, model))
     assert not used.state
 
 
 def test_the_first_difference_is_named() -> None:
     model, other = net(), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5))
-    saved = inner.take(AdamW(model.parameters()), model)
+    saved = optimizer_state(AdamW(model.parameters()), model)
     another = "the snapshot is of another optimizer: 'optimizer'"
     assert refusal(SGD(model.parameters()), model, saved) == f"{another} is SGD here, AdamW in the snapshot"
     assert refusal(grouped(model), model, saved) == f"{another} has 2 groups of parameters here, 1 in the snapshot"
@@ -151,17 +151,17 @@ def test_the_first_difference_is_named() -> None:
     assert "parameter '2.bias' is in the snapshot, not here" in refusal(
         AdamW(list(model.parameters())[:3]), model, saved
     )
-    shorter = inner.take(AdamW(list(model.parameters())[:3]), model)
+    shorter = optimizer_state(AdamW(list(model.parameters())[:3]), model)
     assert "parameter '2.bias' is here, not in the snapshot" in refusal(AdamW(model.parameters()), model, shorter)
 
 
 def test_another_type_of_a_parameter_is_a_difference() -> None:
     model, half = net(), net().bfloat16()
-    text = refusal(AdamW(half.parameters()), half, inner.take(AdamW(model.parameters()), model))
+    text = refusal(AdamW(half.parameters()), half, optimizer_state(AdamW(model.parameters()), model))
     assert "'0.weight' is (3, 4) bfloat16 here, (3, 4) float32 in the snapshot" in text
 
 
 def test_names_do_not_fit_positions() -> None:
     model, other = net(), net()
-    saved = inner.take(AdamW(model.parameters()), model)
+    saved = optimizer_state(AdamW(model.parameters()), model)
     assert "parameter 0 is here, not in the snapshot" in refusal(AdamW(other.parameters()), model, saved)

@@ -12,7 +12,7 @@ import torch
 from tests.learner.test_learner import Joined, small
 from torch import nn
 
-from atoll.learner.inputs import EVERY, Inputs
+from atoll.learner.step_stats import EVERY, Inputs
 from atoll.mailbox.channel import Step
 from atoll.protocol.bounds import MOST
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.learner import leaving
+from atoll.learner import script
 from atoll.learner.learner import Learner
-from atoll.learner.saving import read_run
+from atoll.learner.saved_state import read_run
 from atoll.learner.session import RunSession
 from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
@@ -423,7 +423,7 @@ class TestLeaving:
     def test_last_steps_that_nobody_merges_are_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leaving, "LEAVE_WAIT_S", 0.05)
+        monkeypatch.setattr(script, "LEAVE_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             learner.step(tokens=1)
@@ -447,7 +447,7 @@ class TestLeaving:
                 waits += 1
                 if waits == 3:
                     joined.stay._preemption._terminated(15, None)
-                    monkeypatch.setattr(leaving, "DRAIN_S", -1.0)
+                    monkeypatch.setattr(script, "DRAIN_S", -1.0)
 
             monkeypatch.setattr(joined.courier, "wait", wait)
         assert waits == 3 and joined.courier.of(Step)[-1].stepped.leaving  # type: ignore[attr-defined]
@@ -467,7 +467,7 @@ class TestLeaving:
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leaving, "END_WAIT_S", 0.05)
+        monkeypatch.setattr(script, "END_WAIT_S", 0.05)
         joined.leaving = []
         with joined.learner as learner:
             joined.courier.waiting.append(StopOrder("100 steps are done", final=False))

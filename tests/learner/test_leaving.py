@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.learner.leaving import END_WAIT_S, LEAVE_WAIT_S, Leaving, broken_off, patience_s
-from atoll.learner.preempt import DRAIN_S
+from atoll.learner.script import DRAIN_S, END_WAIT_S, LEAVE_WAIT_S, Leaving, broken_off, patience_s
 
 
 def early() -> Leaving:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.learner.test_learner import Joined, small
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from atoll.learner.feed import Drawn
+from atoll.learner.data import Drawn
 from atoll.learner.learner import Learner
 from atoll.learner.loading import Ahead, seed_of
 from atoll.mailbox.channel import Frame, Sources, Step, StopOrder, Supplies, ToTraining

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.learner.losses import Losses
+from atoll.learner.step_stats import Losses
 
 
 def test_no_loss_is_known_before_one_was_given() -> None:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
-from atoll.learner.model import describe, load_weights, trained
-from atoll.learner.names import named_parameters, strip_wrappers
+from atoll.learner.model import describe, load_weights, named_parameters, strip_wrappers, trained
 from atoll.learner.state import capture, restore
 
 BARE = ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]

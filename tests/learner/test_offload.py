@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.learner.small import boxed, in_order
 
-from atoll.learner.adopt import adopt
+from atoll.learner.boundary import adopt
 from atoll.learner.offload import CpuOffload, CudaOffload, make_offload, shaped
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.errors import ConfigError

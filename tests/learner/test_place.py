@@ -12,7 +12,7 @@ import torch
 from tests.learner.same import same
 from tests.learner.small import boxed
 
-from atoll.learner.place import Place, describe_place, fill_box, settings_of
+from atoll.learner.saved_state import Place, describe_place, fill_box, settings_of
 from atoll.learner.snapshot import read, write
 from atoll.learner.state import capture, restore
 from atoll.mailbox.box import Mailbox

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.learner.same import same
 
-from atoll.learner.plain import DTYPES, Packing, Unpacking
+from atoll.learner.packing import DTYPES, Packing, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 
 HOST = torch.device("cpu")

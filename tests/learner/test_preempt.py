@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from atoll.learner.preempt import Preemption
+from atoll.learner.script import Preemption
 
 
 @pytest.fixture

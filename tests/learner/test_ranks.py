@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.learner.learner import Learner
-from atoll.learner.ranks import refuse_several_ranks
+from atoll.learner.model import refuse_several_ranks
 from atoll.protocol.errors import ConfigError
 
 WAIT_S = 240.0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.learner import saving
-from atoll.learner.preempt import FILE
-from atoll.learner.saving import Saver, list_parts, part_name, read_run
+from atoll.learner import saved_state
+from atoll.learner.saved_state import Saver, list_parts, part_name, read_run
+from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import ConfigError
@@ -54,7 +54,7 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     disk = Slow()
-    monkeypatch.setattr(saving, "write", disk)
+    monkeypatch.setattr(saved_state, "write", disk)
     yield disk
     disk.may_end.set()
 
@@ -117,7 +117,7 @@ def test_a_part_that_cannot_be_written_is_a_reason_and_not_the_end(
 
     saver = Saver(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write", fails)
+        patch.setattr(saved_state, "write", fails)
         result = saved(saver, 120)
     assert (result.cut, result.t, result.file, result.digest) == (120, 1200, "", "")
     assert result.reason == f"its part could not be written: {error}"
@@ -164,7 +164,7 @@ def test_a_part_that_fails_leaves_the_earlier_ones_alone(tmp_path: Path, monkeyp
     def fails(path: Path, snapshot: Snapshot) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saving, "write", fails)
+    monkeypatch.setattr(saved_state, "write", fails)
     assert saved(saver, 100).reason
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import atoll
 from atoll.fabric.wire import METRICS, Score, decode_score
-from atoll.learner.scoring import ScoreFigures, read_figures
+from atoll.learner.evaluator import ScoreFigures, read_figures
 from atoll.protocol.errors import ConfigError
 
 

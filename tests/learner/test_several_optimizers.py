@@ -11,11 +11,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from atoll.learner.inner import Optimizers, by_path
 from atoll.learner.learner import Learner
+from atoll.learner.peer_state import take_peer_state
 from atoll.learner.snapshot import decode, encode
-from atoll.learner.state import Stateful, capture, restore
-from atoll.learner.taking import take
+from atoll.learner.state import Optimizers, Stateful, capture, optimizers_by_path, restore
 from atoll.protocol.errors import ConfigError, PeerError
 
 
@@ -87,7 +86,7 @@ def test_what_was_saved_of_one_does_not_fit_two() -> None:
 def test_a_newcomer_takes_all_of_them_from_a_peer(named: bool) -> None:
     peer, newcomer = Script(steps=4, named=named), Script(named=named)
     given = capture(peer.model, peer.optimizers, parameters=False, rng=False)
-    take(newcomer.model, newcomer.optimizers, {}, given)
+    take_peer_state(newcomer.model, newcomer.optimizers, {}, given)
     assert newcomer.first.state[newcomer.model[0].weight]["step"] == 4
     momentum = newcomer.second.state[newcomer.model[1].weight]["momentum_buffer"]
     assert same(momentum, peer.second.state[peer.model[1].weight]["momentum_buffer"])
@@ -98,7 +97,7 @@ def test_one_that_does_not_fit_leaves_all_as_they_were() -> None:
     other = Adam(peer.model[1].parameters())
     given = capture(peer.model, [peer.first, other], parameters=False, rng=False)
     with pytest.raises(PeerError, match="'optimizer/1' is SGD here, Adam in the snapshot"):
-        take(newcomer.model, newcomer.optimizers, {}, given)
+        take_peer_state(newcomer.model, newcomer.optimizers, {}, given)
     assert not newcomer.first.state and not newcomer.second.state
 
 
@@ -160,5 +159,7 @@ class TestToldAtOnce:
 
 def test_paths_are_those_of_a_snapshot() -> None:
     one: Optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    assert [*by_path(None)] == [] and [*by_path(one)] == ["optimizer"]
-    assert [*by_path((one, one))] == ["optimizer/0", "optimizer/1"] and [*by_path({"a": one})] == ["optimizer/a"]
+    assert [*optimizers_by_path(None)] == [] and [*optimizers_by_path(one)] == ["optimizer"]
+    assert [*optimizers_by_path((one, one))] == ["optimizer/0", "optimizer/1"] and [
+        *optimizers_by_path({"a": one})
+    ] == ["optimizer/a"]

@@ -16,7 +16,7 @@ from tests.learner.same import same
 
 from atoll.fabric import wire
 from atoll.learner import snapshot as module
-from atoll.learner.plain import DTYPES, Packing
+from atoll.learner.packing import DTYPES, Packing
 from atoll.learner.snapshot import (
     HEADER_LIMIT_BYTES,
     PIECE_BYTES,

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
 
-from atoll.learner import rng
+from atoll.learner import state as state_module
 from atoll.learner.snapshot import Snapshot, decode, encode, read, write
-from atoll.learner.state import Stateful, capture, restore
+from atoll.learner.state import Stateful, capture, random_state, restore, set_random_state
 from atoll.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -24,9 +24,9 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 @pytest.fixture(autouse=True)
 def _others_keep_their_draws() -> Iterator[None]:
-    before = rng.current()
+    before = random_state()
     yield
-    rng.put(before)
+    set_random_state(before)
 
 
 class Net(nn.Module):
@@ -282,11 +282,11 @@ def test_a_newcomer_takes_all_but_parameters_and_chance_from_a_peer() -> None:
     snapshot = peer.capture(parameters=False, rng=False)
     assert not any(name.startswith(("model/", "rng/")) for name in snapshot.tensors) and snapshot.rng is None
     own = {name: p.detach().clone() for name, p in newcomer.model.named_parameters()}
-    drawn = rng.current()
+    drawn = random_state()
     for taken in (snapshot, peer.capture()):
         newcomer.restore(taken, parameters=False, rng=False)
         assert same({name: p.detach() for name, p in newcomer.model.named_parameters()}, own)
-        assert same(rng.current(), drawn)
+        assert same(random_state(), drawn)
         assert same(newcomer.optimizer.state_dict(), peer.optimizer.state_dict())
         assert newcomer.model.seen == peer.model.seen == newcomer.model.norm.num_batches_tracked
         assert not newcomer.model.norm.running_mean.any(), "running statistics are merged: the run's"
@@ -346,12 +346,12 @@ def test_what_a_thing_writes_into_the_optimizer_on_loading_does_not_last() -> No
 
 def refused(training: Training, snapshot: Snapshot, **options: bool) -> str:
     """The refusal, after a proof that it changed nothing."""
-    before, drawn = training.capture(), rng.current()
+    before, drawn = training.capture(), random_state()
     with pytest.raises(ConfigError) as caught:
         training.restore(snapshot, **options)
     after = training.capture()
     assert after.meta == before.meta and same(dict(after.tensors), dict(before.tensors))
-    assert same(rng.current(), drawn)
+    assert same(random_state(), drawn)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -450,10 +450,10 @@ def test_random_states_that_cannot_be_are_refused(
     change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Training(adamw, cosine, seed=1).train(2), Training(adamw, cosine, seed=2).train(1)
-    drawn = rng.current()
+    drawn = random_state()
     change(drawn)
     with monkeypatch.context() as patched:
-        patched.setattr(rng, "current", lambda: drawn)
+        patched.setattr(state_module, "random_state", lambda: drawn)
         snapshot = first.capture()
     assert "random state" in refused(second, snapshot)
 

@@ -11,11 +11,10 @@ import torch
 from tests.learner.test_peer import Process
 from torch import nn
 
-from atoll.learner.peer import PeerStates
-from atoll.learner.plain import Packing, Unpacking
+from atoll.learner.packing import Packing, Unpacking
+from atoll.learner.peer_state import PeerStates, Spec, expected_layout, fit_states, take_peer_state, wrong_buffers
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
-from atoll.learner.taking import Spec, expected_layout, fit_states, take, wrong_buffers
 from atoll.mailbox.channel import StateCopy, StateTaken
 from atoll.mailbox.memory import reserve
 from atoll.protocol.bounds import LINE
@@ -197,7 +196,7 @@ class TestLayout:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(ConfigError, match="the state of LBFGS is taken from no peer"):
-            take(model, optimizer, {}, capture(model, optimizer, parameters=False, rng=False))
+            take_peer_state(model, optimizer, {}, capture(model, optimizer, parameters=False, rng=False))
         newcomer = Process(kind=torch.optim.LBFGS)
         taken = newcomer.takes(*Process(steps=0, kind=torch.optim.LBFGS).gives())
         assert "LBFGS is taken from no peer" in taken.reason and not taken.refused
@@ -229,7 +228,7 @@ def test_a_schedule_that_comes_from_a_peer_brings_its_learning_rate() -> None:
         schedule.step()
     came = capture(model, optimizer, {"schedule": schedule}, parameters=False, rng=False)
     newcomer, own, late = made()
-    take(newcomer, own, {"schedule": late}, came)
+    take_peer_state(newcomer, own, {"schedule": late}, came)
     assert own.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.05
     for one in (schedule, late):
         one.step()
@@ -242,5 +241,5 @@ def test_a_schedule_of_a_peer_sets_no_rate_that_trains_backwards() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     schedule._last_lr = [-0.01]
     came = capture(model, optimizer, {"schedule": schedule}, parameters=False, rng=False)
-    take(model, optimizer, {"schedule": schedule}, came)
+    take_peer_state(model, optimizer, {"schedule": schedule}, came)
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.observe.written import WrittenRun, with_rounds
 from torch import nn
 
-from atoll.learner.saving import Saver
+from atoll.learner.saved_state import Saver
 from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.unmerged import Unmerged
 from atoll.observe.export import export_run

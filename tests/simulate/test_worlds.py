@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.protocol.world import World as LinkedWorld
 
-from atoll.learner import preempt
+from atoll.learner import script
 from atoll.protocol.records import Gone
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, leaving
@@ -171,7 +171,7 @@ def test_settings_of_all_kinds_are_drawn() -> None:
 
 
 def test_a_drained_learner_waits_as_the_real_one_does() -> None:
-    assert leaving.DRAIN_S == preempt.DRAIN_S
+    assert leaving.DRAIN_S == script.DRAIN_S
 
 
 class Watched(World):

@@ -1,4 +1,7 @@
-"""The training process's hold on its courier: starts it, watches it, starts another when it dies."""
+"""The training process's connection to its courier: starts it, watches it, starts another when it dies.
+
+What the training process did, with the step after which it did it, goes to the courier too, for the tape.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ import sys
 import time
 from contextlib import suppress
 
-from atoll.mailbox.channel import Channel, Frame, ToTraining, decode_to_training
+import torch
+
+from atoll.mailbox.channel import Channel, Frame, Told, ToTraining, decode_to_training
 from atoll.protocol.errors import RunFailed
+from atoll.protocol.tape import AnyEntry, Began, Numbered
 
 RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Waits before a courier is started again; the last one holds for all later ones."""
@@ -126,3 +132,38 @@ class CourierProcess:
         self._process = None
         self._failures = 0 if now - self._started_at > HEALTHY_S else self._failures + 1
         self._retry_at = now + RESTART_S[min(self._failures, len(RESTART_S)) - 1] if self._failures else now
+
+
+class Recorder:
+    def __init__(self, courier: CourierProcess) -> None:
+        self._courier = courier
+        self._entries = Numbered()
+        self._said = 0
+
+    def add(self, entry: AnyEntry) -> None:
+        self._entries.add((entry,))
+
+    def tell(self) -> None:
+        """The courier hears what is new."""
+        if self._said < self._entries.end:
+            first, entries = self._entries.since(self._said)
+            self._courier.send(Told(first, entries))
+            self._said = self._entries.end
+
+    def tell_again(self) -> None:
+        """To a new courier, all that is kept: it passes over what the syncer has."""
+        self._said = 0
+        self.tell()
+
+
+def describe_machine(t: int, device: torch.device, state: str, exact: bool) -> Began:
+    return Began(
+        t=t,
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        device=device.type,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        state=state,
+        exact=exact,
+    )

@@ -15,8 +15,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from atoll.learner.address import find_syncer
-from atoll.learner.ending import end_script
+from atoll.learner.script import end_script, find_syncer
 from atoll.protocol.bounds import LONGEST, Direction
 from atoll.protocol.errors import AtollError
 
@@ -39,8 +38,10 @@ def evaluate(
     _check_words(directions, unit)
     if os.environ.get("ATOLL_ROLE") != "evaluator":
         return
-    from atoll.learner.best import BestModel
-    from atoll.learner.scoring import Evaluator  # brings the network along, which a learner should not wait for
+    from atoll.learner.evaluator import (
+        BestModel,
+        Evaluator,  # brings the network along, which a learner should not wait for
+    )
 
     best = BestModel(Path(os.environ["ATOLL_BEST"])) if os.environ.get("ATOLL_BEST") else None
     if not (syncer := find_syncer(os.environ)):

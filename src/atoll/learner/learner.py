@@ -1,11 +1,11 @@
 """`atoll.Learner`: the public face inside a training script.
 
 Alone, without a syncer, it only counts. In a run, what happens on entering, between two steps and on leaving is told by
-`stay`; here is what the script sees of it.
+session.py; here is what the script sees of it.
 
 What goes wrong between Atoll and the operator ends the script with one line and an exit code, no traceback: 2 for what
 the operator can mend (model, settings, data), 1 for the rest, 130 for a second Ctrl-C: the first one is a drain, like
-SIGTERM (preempt.py). The script's own errors pass unchanged.
+SIGTERM (script.py). The script's own errors pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ import torch
 from torch import nn
 
 from atoll.fabric.address import without_secrets
-from atoll.learner.address import find_syncer
 from atoll.learner.courier_process import CourierProcess
-from atoll.learner.data import Datasets, Samples, Source, collect
-from atoll.learner.ending import INTERRUPTED, end_script, say
-from atoll.learner.feed import Drawn, Feed
+from atoll.learner.data import Datasets, Drawn, Feed, Samples, Source, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
-from atoll.learner.inner import Optimizers, check_trained
 from atoll.learner.loading import Ahead, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
-from atoll.learner.model import BufferRule
-from atoll.learner.ranks import refuse_several_ranks
+from atoll.learner.model import BufferRule, refuse_several_ranks
+from atoll.learner.script import INTERRUPTED, end_script, find_syncer, say
 from atoll.learner.session import Joining, RunSession
-from atoll.learner.state import Stateful, check_kept
-from atoll.learner.tally import Tally
+from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
+from atoll.learner.step_stats import Tally
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.messages import BUFFER_RULES

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from atoll.learner.data import Samples, Source, collect, fetch
-from atoll.learner.feed import Drawn
+from atoll.learner.data import Drawn, Samples, Source, collect, fetch
 
 OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",

@@ -1,28 +1,40 @@
-"""Which tensors of a model take part, and which models cannot.
+"""Which tensors of a model take part in a run, under which names, and which models cannot.
 
-Taking part: every trained parameter, once (tied weights are one tensor), and buffers by choice. Frozen parameters stay
-out (unmerged.py). Buffers are merged by one of these rules:
+Every trained parameter takes part, once (tied weights are one tensor). Frozen parameters do not (unmerged.py). Buffers
+are merged by one of these rules:
 
     None      running statistics (BatchNorm) by "mean", all other buffers stay each learner's own
     "local"   every learner keeps its own; the run's model has none
-    "mean"    all persistent buffers of floating point are averaged, weighted like the parameters
-    "first"   the same ones are those of a round's first member, in order of names
+    "mean"    all persistent floating point buffers are averaged, weighted like the parameters
+    "first"   the same buffers are taken from a round's first member, in order of names
 
 Buffers of other types than parameters may have (counters of batches) are never merged.
+
+Names are those of the bare model. torch.compile puts `_orig_mod.` before the names of what it wraps, DataParallel and
+AveragedModel `module.`, activation checkpointing and FSDP prefixes of their own. Plan, snapshots, peers' states and
+exports use the names without them, so a compiled and a plain learner share a run, and an export loads into the bare
+model. Models have modules called `module` of their own, so that is stripped only where torch's wrappers put it.
+
+A learner is one process. Two ranks of one job would compete for one name; under different names they would average
+their gradients but adopt different versions, and drift apart silently. So a process group of several ranks, torchrun
+with several, and a model wrapped or sharded for one (DDP, FSDP, fully_shard) are refused. Variables of other launchers
+(SLURM_NTASKS, a bare WORLD_SIZE) prove nothing about this process: many one-rank jobs run under them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from atoll.learner.names import named_modules, named_parameters, strip_wrappers
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec, buffer_name
 
@@ -124,3 +136,116 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise PlanError(f"parameter '{name}' is a {kind}: sharded and quantised parameters are not supported yet")
     if parameter.numel() == 0:
         raise PlanError(f"parameter '{name}' is empty: leave it out, or set requires_grad = False")
+
+
+# ---- names without wrappers -----------------------------------------------------------------------------------------
+
+PREFIXES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"})
+"""Attributes of wrappers, which no model uses for anything else."""
+WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})
+"""Classes of torch that keep what they wrap as `module`."""
+
+T = TypeVar("T")
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `model.named_parameters()` gives them, by their bare names."""
+    wrapped = _wrapped(model)
+    for name, parameter in model.named_parameters():
+        yield _bare(name, wrapped), parameter
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    wrapped = _wrapped(model)
+    for name, module in model.named_modules():
+        yield _bare(name, wrapped), module
+
+
+def strip_wrappers(held: Mapping[str, T]) -> dict[str, T]:
+    """What a checkpoint holds, by bare names. `module.` goes where all names begin with it: then the model was wrapped
+    as a whole."""
+    found = {".".join(part for part in name.split(".") if part not in PREFIXES): value for name, value in held.items()}
+    while found and all(name.startswith("module.") for name in found):
+        found = {name.removeprefix("module."): value for name, value in found.items()}
+    return found
+
+
+def _wrapped(model: nn.Module) -> set[str]:
+    """The paths, of modules inside, at which a wrapper keeps what it wraps."""
+    return {
+        f"{path}.{attribute}".removeprefix(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for attribute in module._modules
+        if attribute in PREFIXES or (attribute == "module" and _is_wrapper(type(module)))
+    }
+
+
+def _is_wrapper(kind: type) -> bool:
+    return any(one.__name__ in WRAPPERS and one.__module__.startswith("torch.") for one in kind.__mro__)
+
+
+def _bare(name: str, wrapped: set[str]) -> str:
+    if not wrapped:
+        return name
+    parts = name.split(".")
+    return ".".join(part for place, part in enumerate(parts) if ".".join(parts[: place + 1]) not in wrapped)
+
+
+# ---- one rank only --------------------------------------------------------------------------------------------------
+
+INSTEAD = (
+    "start one process per learner: atoll train SCRIPT --learners {count}, without torchrun and init_process_group"
+)
+SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def refuse_several_ranks(model: nn.Module, environment: Mapping[str, str] = os.environ) -> None:
+    """ConfigError: this process, or this model, is one part of several."""
+    count = _ranks_of_group()
+    if count > 1:
+        where = f"rank {dist.get_rank()} of a torch.distributed process group of {count}"
+        raise ConfigError(f"this process is {where}, and a learner is one rank: {INSTEAD.format(count=count)}")
+    count = _ranks_of_torchrun(environment)
+    if count > 1:
+        raise ConfigError(f"torchrun started {count} ranks, and a learner is one: {INSTEAD.format(count=count)}")
+    _refuse_wrapped(model)
+
+
+def _ranks_of_group() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _ranks_of_torchrun(environment: Mapping[str, str]) -> int:
+    """What WORLD_SIZE says where torchrun set it."""
+    size = environment.get("WORLD_SIZE", "")
+    return int(size) if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() else 1
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"'{name}'" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                f"{where} is wrapped in DistributedDataParallel, and a learner is one rank: "
+                "hand the model inside it (its .module) to atoll.Learner, and wrap nothing"
+            )
+        if _is_sharded(type(module)):
+            raise ConfigError(
+                f"{where} is sharded ({type(module).__name__}), and a learner holds its model whole: "
+                "leave out FullyShardedDataParallel and fully_shard, and start one process per learner"
+            )
+    for name, parameter in model.named_parameters():
+        if _is_of(type(parameter), "DTensor") or _is_of(type(parameter.data), "DTensor"):
+            raise ConfigError(
+                f"parameter '{name}' is a DTensor, one shard of several, and a learner holds its model whole: "
+                "leave out fully_shard and parallelize_module, and start one process per learner"
+            )
+
+
+def _is_sharded(kind: type) -> bool:
+    return any(_is_of(kind, name) for name in SHARDED)
+
+
+def _is_of(kind: type, name: str) -> bool:
+    """By name: to import them costs every learner a second, and a model that is one has them imported already."""
+    return any(one.__name__ == name and one.__module__.startswith("torch.distributed") for one in kind.__mro__)

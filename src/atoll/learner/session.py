@@ -18,24 +18,16 @@ import torch
 from torch import nn
 
 from atoll.fabric.address import parse_address
-from atoll.learner.courier_process import CourierProcess
-from atoll.learner.data import Source
-from atoll.learner.earlier import Earlier, OwnState, find_earlier
-from atoll.learner.ending import say
-from atoll.learner.feed import Feed
-from atoll.learner.inner import Optimizers, by_path
-from atoll.learner.inputs import Inputs
-from atoll.learner.leaving import Leaving, broken_off, patience_s
+from atoll.learner.boundary import Shared
+from atoll.learner.courier_process import CourierProcess, Recorder, describe_machine
+from atoll.learner.data import Feed, Source
 from atoll.learner.model import BufferRule, load_weights
-from atoll.learner.peer import PeerOrder, PeerStates
-from atoll.learner.place import describe_place
-from atoll.learner.preempt import Preemption
-from atoll.learner.recorder import Recorder, describe_machine
-from atoll.learner.saving import Saver
-from atoll.learner.shared import Shared
+from atoll.learner.peer_state import PeerOrder, PeerStates
+from atoll.learner.saved_state import Earlier, OwnState, Saver, describe_place, find_earlier
+from atoll.learner.script import Leaving, Preemption, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Stateful
-from atoll.learner.tally import Tally
+from atoll.learner.state import Optimizers, Stateful, optimizers_by_path
+from atoll.learner.step_stats import Inputs, Tally
 from atoll.learner.unmerged import FrozenRule, Unmerged
 from atoll.mailbox.channel import (
     Bye,
@@ -390,7 +382,7 @@ class RunSession:
     def _forget(self, reset: bool) -> None:
         self._tape.add(Forgot(self._tally.t, reset))
         self._feed.forget()
-        if reset and (optimizers := by_path(self._optimizers)):
+        if reset and (optimizers := optimizers_by_path(self._optimizers)):
             for optimizer in optimizers.values():
                 optimizer.state.clear()
             say("the inner optimizer starts afresh")

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from atoll.learner.plain import DTYPES, Json, Unpacking
+from atoll.learner.packing import DTYPES, Json, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.store.atomic import staged
 
@@ -44,7 +44,7 @@ class Snapshot:
     tensors: Mapping[str, torch.Tensor]
     """Contiguous, on the host, each with memory of its own."""
     states: Mapping[str, Json]
-    """What is no tensor: of every object with a state, packed (see plain.py)."""
+    """What is no tensor: of every object with a state, packed (see packing.py)."""
     rng: Json = None
 
     def __post_init__(self) -> None:

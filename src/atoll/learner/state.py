@@ -1,31 +1,35 @@
-"""Everything that makes a training process's future, taken between two steps and put back into a fresh process.
+"""Everything that determines a training process's future, captured between two steps and restored into a fresh process.
 
 That is: trained parameters, persistent buffers, the inner optimizers' state, the state of whatever else the script
-registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the random states. Frozen
-parameters are not: each learner loads its own. `capture` only copies, into host memory; writing and sending are for the
-background.
+registered (schedules, a GradScaler: anything with state_dict() and load_state_dict()), and the global random states.
+Frozen parameters are not included: each learner loads its own. `capture` only copies, into host memory; writing and
+sending happen in the background.
 
 `restore` loads in place, so that whoever holds a parameter still holds it. It first checks that names, shapes and types
-are the same here and there; what is refused, also by an object's own load_state_dict, leaves everything as it was.
-What a newcomer takes from a peer goes through `taking.py`, which believes less.
+are the same here and there; whatever is refused, also by an object's own load_state_dict, leaves everything as it was.
+State from a peer goes through peer_state.py, which trusts less.
+
+Inner optimizers: their state is keyed by the names of their parameters, so that another process can load it; torch keys
+it by position, and so do we if some parameter of the optimizer has no name in the model. What is loaded is bit for bit
+what was saved: torch's own loading casts a state to the type of its parameter, which would round what an optimizer
+keeps in fp32 for a bf16 parameter. A script has one optimizer, several in a list, or several by name. Each must train
+parameters of the model: tensors that only an optimizer knows would be merged by nobody and be missing in exports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll.learner import inner
-from atoll.learner import rng as randomness
-from atoll.learner.inner import Optimizers
-from atoll.learner.model import BufferRule, merged_buffers, persistent_buffers
-from atoll.learner.names import named_parameters
-from atoll.learner.plain import Packing, Unpacking
+from atoll.learner.model import BufferRule, merged_buffers, named_parameters, persistent_buffers
+from atoll.learner.packing import Packing, Unpacking
 from atoll.learner.snapshot import Snapshot
 from atoll.protocol.errors import ConfigError
 
@@ -51,7 +55,7 @@ def capture(
         packing.keep(name, tensor)
     things = _things(optimizers, extras)
     states = {path: packing.pack(_state(thing, model), path) for path, thing in things.items()}
-    drawn = packing.pack(randomness.current(), "rng") if rng else None
+    drawn = packing.pack(random_state(), "rng") if rng else None
     packing.settle()
     return Snapshot(packing.tensors, states, drawn)
 
@@ -77,7 +81,7 @@ def restore(
             undo.callback(_go_back, thing, model, _copy_of_state(thing, model, path))
             _load_or_refuse(path, thing, model, snapshot)
         if drawn is not None:
-            undo.callback(randomness.put, randomness.current())
+            undo.callback(set_random_state, random_state())
             _put_rng(drawn)
         undo.pop_all()
     for name, tensor in own.items():
@@ -111,16 +115,16 @@ def _things(optimizers: Optimizers, extras: Mapping[str, Stateful] | None) -> di
     for path, thing in things.items():
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(f"{path!r} is a {type(thing).__qualname__}, without state_dict() and load_state_dict()")
-    return {**things, **inner.by_path(optimizers)}
+    return {**things, **optimizers_by_path(optimizers)}
 
 
 def _state(thing: Stateful, model: nn.Module) -> dict[str, Any]:
-    return inner.take(thing, model) if isinstance(thing, Optimizer) else thing.state_dict()
+    return optimizer_state(thing, model) if isinstance(thing, Optimizer) else thing.state_dict()
 
 
 def _load(thing: Stateful, model: nn.Module, state: dict[str, Any]) -> None:
     if isinstance(thing, Optimizer):
-        inner.put(thing, model, state)
+        load_optimizer_state(thing, model, state)
     else:
         thing.load_state_dict(state)
 
@@ -134,7 +138,7 @@ def check_kept(optimizers: Optimizers, extras: Mapping[str, Stateful] | None = N
     try:
         for path, thing in _things(optimizers, extras).items():
             if isinstance(thing, Optimizer):
-                options = [{k: v for k, v in group.items() if k not in inner.OURS} for group in thing.param_groups]
+                options = [{k: v for k, v in group.items() if k not in OWN_KEYS} for group in thing.param_groups]
                 Packing().pack(options, path)
             else:
                 Packing().pack(thing.state_dict(), path)
@@ -166,7 +170,7 @@ def _check_states(things: Mapping[str, Stateful], model: nn.Module, snapshot: Sn
     for path, thing in things.items():
         if isinstance(thing, Optimizer):
             try:
-                inner.check(thing, model, Unpacking(snapshot.tensors).unpack(snapshot.states[path]), path)
+                check_optimizer_state(thing, model, Unpacking(snapshot.tensors).unpack(snapshot.states[path]), path)
             except (TypeError, KeyError, AttributeError, IndexError):
                 raise ConfigError(f"the snapshot holds no optimizer's state under {path!r}") from None
 
@@ -184,7 +188,7 @@ def _check_rng(snapshot: Snapshot) -> dict[str, Any]:
         raise ConfigError("the snapshot holds no random states: it was taken for a peer")
     state: dict[str, Any] = Unpacking(snapshot.tensors, torch.device("cpu")).unpack(snapshot.rng)
     try:
-        randomness.check(state)
+        check_random_state(state)
     except (TypeError, KeyError):
         raise ConfigError("the snapshot's random states cannot be read") from None
     return state
@@ -207,7 +211,7 @@ def _load_or_refuse(path: str, thing: Stateful, model: nn.Module, snapshot: Snap
 
 def _put_rng(state: dict[str, Any]) -> None:
     try:
-        randomness.put(state)
+        set_random_state(state)
     except Exception as error:  # of whatever kind three libraries have
         raise ConfigError(f"the snapshot's random states cannot be set here: {_one_line(error)}") from error
 
@@ -232,3 +236,172 @@ def _go_back(thing: Stateful, model: nn.Module, state: dict[str, Any]) -> None:
 def _one_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# ---- inner optimizers -----------------------------------------------------------------------------------------------
+
+OWN_KEYS = ("params", "param_names")
+"""What a group says of its parameters; each process has its own."""
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
+
+
+def optimizers_by_path(optimizers: Optimizers) -> dict[str, Optimizer]:
+    """The optimizers by where they stand in a snapshot; TypeError: it is something else."""
+    if optimizers is None:
+        return {}
+    if isinstance(optimizers, Mapping):
+        found = {f"optimizer/{name}": one for name, one in optimizers.items()}
+    elif isinstance(optimizers, Sequence):
+        found = {f"optimizer/{number}": one for number, one in enumerate(optimizers)}
+    else:
+        found = {"optimizer": optimizers}
+    for path, one in found.items():
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"{path!r} is a {type(one).__name__}: give torch optimizers, one, a list of them, or a dict by name; "
+                f"a schedule or whatever else has a state is registered, learner.register(name, it)"
+            )
+    return found
+
+
+def check_trained(optimizers: Optimizers, model: nn.Module) -> None:
+    """ConfigError names the first optimizer that trains what is no parameter of the model."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for path, optimizer in optimizers_by_path(optimizers).items():
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        strange = [p for p in held if id(p) not in known]
+        if strange and len(strange) == len(held):
+            raise ConfigError(
+                f"{path!r} ({type(optimizer).__name__}) trains none of the model's parameters: make it after the model "
+                f"has its final form, from model.parameters()"
+            )
+        if strange:
+            raise ConfigError(
+                f"{path!r} ({type(optimizer).__name__}) trains {len(strange)} tensors that are no parameters of the "
+                f"model, the first of shape {tuple(strange[0].shape)}: they would be merged by nobody; make them "
+                f"parameters of the model that Learner gets"
+            )
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Its state, sharing the optimizer's tensors."""
+    given = optimizer.state_dict()
+    keys = _keys(optimizer, model)
+    by_position = dict(enumerate(key for group in keys for key in group))
+    return {
+        "kind": type(optimizer).__name__,
+        "parameters": keys,
+        "options": [{k: v for k, v in group.items() if k not in OWN_KEYS} for group in given["param_groups"]],
+        "state": {by_position[k]: v for k, v in given["state"].items() if k in by_position},
+        "unowned": {k: v for k, v in given["state"].items() if k not in by_position},
+        "further": {k: v for k, v in given.items() if k not in ("state", "param_groups")},
+    }
+
+
+def check_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any], path: str) -> None:
+    """ConfigError with the first thing in which the saved optimizer differs from this one."""
+    of_another = f"the snapshot is of another optimizer: {path!r}"
+    kind = type(optimizer).__name__
+    if saved["kind"] != kind:
+        raise ConfigError(f"{of_another} is {kind} here, {saved['kind']!s:.80} in the snapshot")
+    here, there = _keys(optimizer, model), saved["parameters"]
+    if len(here) != len(there):
+        raise ConfigError(f"{of_another} has {len(here)} groups of parameters here, {len(there)} in the snapshot")
+    for number, (mine, its) in enumerate(zip(here, there, strict=True)):
+        if (difference := _difference(mine, its)) is not None:
+            raise ConfigError(f"{of_another}, group {number}: {difference}")
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+    """Load what `take` gave, here or elsewhere; the optimizer's state is then made of the saved tensors themselves."""
+    keys = [key for group in _keys(optimizer, model) for key in group]
+    position = {key: number for number, key in enumerate(keys)}
+    state = {position[key]: value for key, value in saved["state"].items()}
+    groups = [
+        {**options, **{key: group[key] for key in OWN_KEYS if key in group}}
+        for options, group in zip(saved["options"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({**saved["further"], "state": state | saved["unowned"], "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, value in state.items():
+        optimizer.state[parameters[number]] = _uncast(optimizer.state[parameters[number]], value)
+
+
+def parameters_by_key(optimizer: Optimizer, model: nn.Module) -> dict[str | int, torch.Tensor]:
+    """Its parameters, by what their state is kept under."""
+    keys = [key for group in _keys(optimizer, model) for key in group]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(keys, parameters, strict=True))
+
+
+def _keys(optimizer: Optimizer, model: nn.Module) -> list[dict[str | int, tuple[tuple[int, ...], str]]]:
+    """Per group, the shape and type of every parameter, by its name or, if any is without one, by its position."""
+    names: dict[int, str | int] = {id(parameter): name for name, parameter in named_parameters(model)}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in parameters):
+        names = {id(parameter): position for position, parameter in enumerate(parameters)}
+    return [{names[id(p)]: (tuple(p.shape), str(p.dtype)) for p in group["params"]} for group in optimizer.param_groups]
+
+
+def _difference(here: dict[Any, Any], there: dict[Any, Any]) -> str | None:
+    for key in [*here, *there]:
+        if key not in there:
+            return f"parameter {key!r} is here, not in the snapshot"
+        if key not in here:
+            return f"parameter {key!r} is in the snapshot, not here"
+        if here[key] != there[key]:
+            return f"parameter {key!r} is {_spec_text(here[key])} here, {_spec_text(there[key])} in the snapshot"
+    return None
+
+
+def _spec_text(spec: tuple[tuple[int, ...], str]) -> str:
+    return f"{spec[0]} {spec[1].removeprefix('torch.')}"
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """What was loaded, where it was loaded to, as it was saved."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(loaded.device) if loaded.shape == saved.shape else loaded
+    if isinstance(saved, str):
+        return saved  # torch takes text for a list of values to cast
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {key: _uncast(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(_uncast(value, own) for value, own in zip(loaded, saved, strict=True))
+    return loaded
+
+
+# ---- random states: torch's on the CPU and every CUDA device, numpy's, Python's -------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        # A process that never used CUDA draws nothing from it, and asking would start it.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
+    }
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """ConfigError where this process has other devices than that of the state, or numpy would read out of bounds."""
+    if state["numpy"]["bit_generator"] == "MT19937" and not 0 <= state["numpy"]["state"]["pos"] <= 624:
+        raise ConfigError("the snapshot's random state of numpy is damaged: its position lies outside of it")
+    there, here = len(state["cuda"]), torch.cuda.device_count()
+    if there not in (0, here):
+        raise ConfigError(
+            f"the snapshot holds the random states of {there} CUDA devices, {here} are here: show the process as many "
+            f"(CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    python = state["python"]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -1,9 +1,9 @@
 """What of a model is not merged: frozen parameters, and buffers that stay each learner's own.
 
-Where they differ between learners the run trains something else than its user thinks, and no figure shows it. So their
-digest is compared with the run's, which is that of its first learner, when a learner joins; where it differs, a peer's
-are taken (through peer.py, with its inner optimizer), or the learner is refused. Now and then it is looked whether a
-frozen parameter has begun to train, or a tensor that takes part was replaced by another one.
+If they differ between learners, the run trains something else than its user thinks, and no figure shows it. So every
+learner that joins compares their digest with the run's, which is that of its first learner. If it differs, the learner
+takes a peer's (peer_state.py, with the inner optimizer), or is refused. Every few steps it checks that no frozen
+parameter has begun to train and that no tensor that takes part was replaced.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from atoll.learner.ending import say
-from atoll.learner.model import BufferRule, merged, merged_buffers, persistent_buffers
-from atoll.learner.names import named_parameters
-from atoll.learner.plain import Packing
+from atoll.learner.model import BufferRule, merged, merged_buffers, named_parameters, persistent_buffers
+from atoll.learner.packing import Packing
+from atoll.learner.script import say
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import buffer_name

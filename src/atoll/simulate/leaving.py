@@ -1,6 +1,6 @@
 """How a training process that was asked to leave goes about it: it stops, waits for its last steps to be merged, goes.
 
-It waits as the real one does (learner/preempt.py, a test holds the two together). Once the run ends it leaves with
+It waits as the real one does (learner/script.py, a test holds the two together). Once the run ends it leaves with
 everybody else.
 """
 

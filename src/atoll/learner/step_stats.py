@@ -1,15 +1,19 @@
-"""A number made of what the model is trained on, where that is the script's own: equal ones mean equal batches.
+"""What a learner reports about its steps: steps, tokens, seconds, the newest loss, a digest of the inputs.
 
-With loaders of their own and equal seeds, learners train on the same batches in the same order, and no figure shows it.
-So every `EVERY` steps a few values of the tensors that the model is given are hashed, and the number goes along with
-the report of the step. Leased data needs no such look. Nothing waits for a device: the values are copied off it beside
-the training, and the number is told when they have arrived. Copies of the model are not looked at, nor is what is
-traced by torch.compile.
+Counters only grow: if one report is dropped, a later one contains it. Seconds are the script's own, from the end of one
+call of Atoll to the beginning of the next. Nothing here makes the device wait: losses and inputs are copied off it
+beside the training, and used once they have arrived.
+
+Inputs: learners with loaders of their own and equal seeds train on the same batches in the same order, and no figure
+shows it. So every `EVERY` steps a few values of the tensors that the model is given are hashed, and the digest is sent
+with the report of the step; equal digests mean equal batches. Leased data is not looked at, nor are copies of the model
+and what torch.compile traces.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -18,6 +22,71 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from atoll.protocol.bounds import near
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.t = self.tokens = 0
+        self.busy_s = 0.0
+        self._losses = Losses()
+        self._left_at = 0.0
+
+    @property
+    def loss(self) -> float | None:
+        return near(self._losses.latest())
+
+    def train(self) -> None:
+        """The script goes on from here."""
+        self._left_at = time.perf_counter()
+
+    def stepped(self, tokens: int) -> None:
+        self.busy_s += time.perf_counter() - self._left_at
+        self.t += 1
+        self.tokens += tokens
+
+    def add_loss(self, loss: torch.Tensor | float | None) -> None:
+        self._losses.add(loss)
+
+    def stand(self, place: dict[str, Any]) -> None:
+        """Go on after the step at which this place (saved_state.py) was saved."""
+        self.t, self.tokens, self.busy_s = place["t"], place["total"], place["busy_s"]
+
+
+class Losses:
+    """Keeps the newest loss whose value is known. On CUDA that is a step or two old."""
+
+    def __init__(self) -> None:
+        self._known: float | None = None
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def add(self, loss: torch.Tensor | float | None) -> None:
+        if loss is None:
+            return
+        if not isinstance(loss, torch.Tensor):
+            self._known = float(loss)
+        elif loss.is_cpu:
+            self._known = loss.item()
+        elif self._pending is None or self._pending[1].query():
+            self._settle()
+            host = loss.detach().float().to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(loss.device))
+            self._pending = (host, event)
+
+    def latest(self) -> float | None:
+        if self._pending is not None and self._pending[1].query():
+            self._settle()
+        return self._known
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            self._known = float(self._pending[0])
+            self._pending = None
+
+
+# ---- the inputs of the model ----------------------------------------------------------------------------------------
 
 EVERY = 8
 TENSORS = 4

@@ -1,11 +1,19 @@
-"""The evaluator: fetches the global model from the syncer, scores it, reports the figures, until the run is over."""
+"""The evaluator: fetches the global model, scores it, reports the scores, until the run is over.
+
+It keeps the model with the best score so far in model-best.safetensors, at once: by the end of a run nothing else holds
+those values, since outer gradients are trimmed at snapshots. The fragments are written as they were fetched, since the
+model's own parameters may be of another type. The file says which version of each fragment it holds, and the journal
+has the digest of every version, so `atoll verify` can check the file against what the run committed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,19 +23,95 @@ from torch import nn
 
 from atoll.fabric.client import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, Score
-from atoll.learner.best import LOSS, BestModel, FetchedModel, deciding_figure
 from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, difference, elements
 from atoll.protocol.bounds import LONGEST, Direction, near
-from atoll.protocol.errors import ConfigError, PeerError, PlanError, Unreachable
+from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
+from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
 
+LOSS = "loss"
 POLL_S = 0.25
 GIVE_UP_S = 60.0
-"""How long a syncer may be out of reach before the evaluator gives up."""
+"""How long a syncer may be unreachable before the evaluator gives up."""
 FETCH_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a model is judged by."""
+
+    name: str
+    value: float
+    direction: Direction
+
+    def is_better(self, than: float) -> bool:
+        return self.value < than if self.direction == "min" else self.value > than
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """The fragments that were scored, and of which versions they are."""
+
+    run: str
+    round: int
+    plan: Plan
+    values: Sequence[FloatArray]
+    versions: Sequence[int]
+
+    def tensors(self) -> dict[str, FloatArray]:
+        return {
+            tensor.name_in_model: self.values[part.index][start : start + elements(tensor)].reshape(tensor.shape)
+            for part in self.plan.fragments
+            for tensor, start in zip(part.tensors, part.offsets, strict=True)
+        }
+
+
+def deciding_figure(
+    loss: float | None, metrics: Mapping[str, float | None], directions: Mapping[str, Direction]
+) -> Figure | None:
+    """The loss; where the scorer gives none, the first metric of which it says what is better."""
+    if loss is not None:
+        return Figure(LOSS, loss, "min")
+    declared = ((name, metrics.get(name), direction) for name, direction in directions.items())
+    return next((Figure(name, value, better) for name, value, better in declared if value is not None), None)
+
+
+class BestModel:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._complained = False
+
+    def keep(self, figure: Figure, model: FetchedModel) -> bool:
+        """Write it down if it is better than what lies there; a disk that fails costs the file, not the scores."""
+        if not self._is_better(figure, model.run):
+            return False
+        facts = facts_of_model(model.run, model.round, model.versions)
+        facts |= {"figure": figure.name, "score": repr(figure.value)}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_model(self.path, model.tensors(), facts)
+        except (OSError, AtollError) as error:
+            if not self._complained:
+                print(f"atoll: the best model is not kept: {error}", file=sys.stderr, flush=True)
+            self._complained = True
+            return False
+        return True
+
+    def _is_better(self, figure: Figure, run: str) -> bool:
+        """What another evaluator of the same run has left counts; of another run, or by another figure, it does not."""
+        known = read_model_facts(self.path)
+        if known.get("run") != run or known.get("figure") != figure.name:
+            return True
+        try:
+            return figure.is_better(float(known["score"]))
+        except (KeyError, ValueError):
+            return True
+
+
+# ---- scoring --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +209,7 @@ class Evaluator:
             sample=text,
             final=final,
             metrics=found.metrics,
-            directions={name: address for name, address in self._directions.items() if name in found.metrics},
+            directions={name: better for name, better in self._directions.items() if name in found.metrics},
             unit=self._unit,
             has_loss=found.has_loss,
         )

@@ -1,18 +1,28 @@
-"""What a learner takes of a peer's state: tensors as its own script would make them, and nothing else.
+"""Optimizer state between learners, in the training process: a copy for a newcomer, and a peer's state for itself.
 
-A peer may be broken or hostile. Of an inner optimizer only the state of parameters is taken, where every tensor has
-the name, shape and type that this learner's own optimizer gives it, and is finite; learning rate, betas and all other
-options stay the script's. Buffers must be as they are here, and finite. Of what the script registered only that is
-taken which it allows (`register(…, from_peers=True)`); a schedule among it sets the learning rate. All of it is checked
-before anything is changed.
+It consists of the inner optimizer's state, persistent buffers and what the script registered for it; parameters are the
+run's, random states each learner's own. Between two steps only copies are made; a thread moves them into memory that
+the courier can read, so giving its state away delays no step.
+
+A peer may be broken or hostile, so its state is checked as a whole before anything is changed:
+- of an inner optimizer only the state of parameters is taken, and only if every tensor has the name, shape and type
+  that this learner's own optimizer gives it, and is finite; learning rate, betas and other options stay as they are;
+- buffers must have the same shapes and types as here, and be finite;
+- of what the script registered only that is taken which it allows (`register(…, from_peers=True)`); a schedule among
+  it sets the learning rate.
+A state that does not fit is refused, and this learner goes on as it is.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
@@ -20,14 +30,152 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from atoll.learner import inner
-from atoll.learner.inner import Optimizers
+from atoll.learner.courier_process import CourierProcess, Recorder
 from atoll.learner.model import BufferRule
-from atoll.learner.plain import Unpacking
-from atoll.learner.snapshot import Snapshot
-from atoll.learner.state import Stateful, own_buffers, restore
-from atoll.protocol.bounds import MOST
-from atoll.protocol.errors import ConfigError, PeerError
+from atoll.learner.packing import Unpacking
+from atoll.learner.script import say
+from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
+from atoll.learner.state import (
+    OWN_KEYS,
+    Optimizers,
+    Stateful,
+    capture,
+    check_optimizer_state,
+    optimizers_by_path,
+    own_buffers,
+    parameters_by_key,
+    restore,
+)
+from atoll.learner.unmerged import Unmerged
+from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
+from atoll.mailbox.memory import mapped, reserve
+from atoll.protocol.bounds import MOST, clipped
+from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.tape import Gave, Took
+
+PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder
+
+
+class PeerStates:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        extras: Mapping[str, Stateful],
+        courier: CourierProcess,
+        tape: Recorder | None = None,
+        buffers: BufferRule = None,
+        unmerged: Unmerged | None = None,
+        not_from_peers: Sequence[str] = (),
+    ) -> None:
+        """`extras`: what the script registered and lets newcomers take from peers; `not_from_peers`: the rest of it."""
+        self._not_from_peers = not_from_peers
+        self._model, self._optimizers, self._extras, self._courier = model, optimizers, extras, courier
+        self._tape, self._buffers = tape or Recorder(courier), buffers
+        self._unmerged = unmerged or Unmerged(model, buffers, "mine")
+        self.waits = False
+        """A peer's state is on its way, or sought."""
+        self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._couriers = 0
+        """That died; what one of them had ordered is not for the next."""
+
+    def obey(self, order: PeerOrder, t: int) -> None:
+        """Between two steps."""
+        match order:
+            case CaptureOrder(number, frozen):
+                self._give(number, t, frozen)
+            case AwaitOrder():
+                self.waits = True
+            case TakeOrder(ticket, length):
+                reason, refused = self._take(self._courier.take_descriptor(), length)
+                if not reason:
+                    self._tape.add(Took(t, ticket))
+                    self._tell_begun_anew()
+                self._courier.send(StateTaken(ticket, t, clipped(reason), refused))
+            case BeginOrder(text):
+                self.waits = False
+                say(text)
+                self._unmerged.refuse()
+
+    def _tell_begun_anew(self) -> None:
+        for name in self._not_from_peers:
+            say(f"'{name}' begins anew here: learner.register({name!r}, ..., from_peers=True) takes a peer's")
+
+    def courier_died(self) -> None:
+        self._couriers += 1
+
+    def settle(self) -> None:
+        """Hand over what the thread has finished."""
+        try:
+            while True:
+                courier, frame, fd = self._made.get_nowait()
+                if courier == self._couriers:
+                    self._courier.send(frame, fd)
+                if fd is not None:
+                    os.close(fd)
+        except Empty:
+            pass
+
+    # ---- ours ---------------------------------------------------------------------------------------------------
+
+    def _give(self, number: int, t: int, frozen: bool) -> None:
+        try:
+            if self._thread is not None and self._thread.is_alive():
+                raise AtollError("an earlier copy of its state is still being made")
+            whole = (self._model, self._optimizers, self._extras)
+            copied = capture(*whole, parameters=False, rng=False, buffers=self._buffers)
+            if frozen:
+                copied = self._unmerged.add_frozen(copied)
+        except AtollError as error:
+            self._courier.send(StateCopy(number, t, reason=str(error)))
+            return
+        self._tape.add(Gave(t))
+        # Not a daemon: torch's memory must not go while it is read.
+        order = (self._couriers, number, t, copied)
+        self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")
+        self._thread.start()
+
+    def _write(self, courier: int, number: int, t: int, copied: Snapshot) -> None:
+        try:
+            self._made.put((courier, *_in_memory(number, t, copied)))
+        except Exception as error:  # whatever it is: the courier waits for an answer
+            self._made.put((courier, StateCopy(number, t, reason=f"its state could not be copied: {error}"), None))
+
+    # ---- a peer's -----------------------------------------------------------------------------------------------
+
+    def _take(self, fd: int, length: int) -> tuple[str, bool]:
+        """Why it is not taken (empty: it is in), and whether that is the peer's doing."""
+        try:
+            came = decode(bytearray(mapped(fd, length)))
+            self._unmerged.check_frozen(came)
+            take_peer_state(self._model, self._optimizers, self._extras, came, self._buffers)
+            self._unmerged.take_frozen(came)
+        except PeerError as error:
+            return str(error), True
+        except (AtollError, RuntimeError, MemoryError) as error:  # torch's own, where the device has no room
+            return str(error).partition("\n")[0] or "there is no memory for it", False
+        finally:
+            os.close(fd)
+        return "", False
+
+
+def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopy, int]:
+    header, parts = encode(copied)
+    length, hashed = size(header, parts), hashlib.blake2b(digest_size=16)
+    fd = reserve(length, "a copy of its state")
+    try:
+        with open(fd, "wb", closefd=False) as memory:
+            for piece in ranged(header, parts):
+                hashed.update(piece)
+                memory.write(piece)
+    except OSError:
+        os.close(fd)
+        raise
+    return StateCopy(number, t, length, hashed.hexdigest()), fd
+
+
+# ---- checking a peer's state ----------------------------------------------------------------------------------------
 
 PLAIN = (int, float, bool, type(None))
 """What may stand beside tensors in an optimizer's state."""
@@ -60,7 +208,7 @@ States: TypeAlias = dict[Key, dict[str, Any]]
 
 
 @torch.no_grad()
-def take(
+def take_peer_state(
     model: nn.Module,
     optimizers: Optimizers,
     extras: Mapping[str, Stateful],
@@ -71,7 +219,7 @@ def take(
 
     ConfigError: this learner's own optimizer is of a kind that can be taken from nobody.
     """
-    own = inner.by_path(optimizers)
+    own = optimizers_by_path(optimizers)
     layouts = {path: expected_layout(optimizer, model) for path, optimizer in own.items()}
     states = {path: _fitting(path, own[path], model, layout, came) for path, layout in layouts.items()}
     if reasons := wrong_buffers(own_buffers(model, buffers), came.tensors):
@@ -85,7 +233,7 @@ def take(
         if isinstance(thing, LRScheduler) and f"extra/{name}" in allowed:
             _follow(thing)
     for path, optimizer in own.items():
-        parameters = inner.by_key(optimizer, model)
+        parameters = parameters_by_key(optimizer, model)
         for key, state in states[path].items():
             optimizer.state[parameters[key]] = state
 
@@ -186,7 +334,7 @@ def _own(spec: Spec | type, value: Any) -> Any:
 def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
     try:
         saved = Unpacking(came.tensors).unpack(came.states[path])
-        inner.check(optimizer, model, saved, path)
+        check_optimizer_state(optimizer, model, saved, path)
         given = dict(saved["state"])
     except ConfigError as error:
         raise PeerError(str(error)) from None
@@ -210,7 +358,7 @@ def _said(reasons: list[str]) -> str:
 def expected_layout(optimizer: Optimizer, model: nn.Module) -> Layout:
     """What is kept of each parameter: as it is kept now, or as one step on a stand-in makes it."""
     layout: Layout = {}
-    parameters = inner.by_key(optimizer, model)
+    parameters = parameters_by_key(optimizer, model)
     keys = {id(parameter): key for key, parameter in parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -231,7 +379,7 @@ def _state_of_stand_in(optimizer: Optimizer, group: Mapping[str, Any], parameter
     """A step of a second optimizer of the same options, on zeros: one parameter at a time takes the least memory."""
     stand_in = nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
-    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in inner.OURS}
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in OWN_KEYS}
     try:
         twin = type(optimizer).__new__(type(optimizer))
         twin.__dict__.update({name: value for name, value in vars(optimizer).items() if type(value) in (*PLAIN, str)})

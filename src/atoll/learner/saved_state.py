@@ -1,0 +1,339 @@
+"""A learner's state on disk: its part of every snapshot of the run, and what a later process continues from.
+
+A part holds the model, the inner optimizer, what the script registered, the random states, and the learner's place in
+its run. Restored exactly, the learner is the same incarnation as before: same session, counters and base, as after a
+lost connection. In its folder:
+
+    cut-NNNNNN.safetensors    its part of that snapshot
+    preempted.safetensors     saved on leaving, for the next process of this name; used once
+    run                       the run that the parts belong to; joining another run removes them
+    lives                     the parts that the last processes continued from; a replay needs them
+
+Saving: the training process only copies, between two steps; a thread writes the file and fsyncs it, one at a time. If
+the last part is still being written, the next one is refused with that reason: no step waits for a disk. Parts of
+complete snapshots that the run keeps stay, as do the newest few (whether their snapshots will be complete is not known
+yet) and those in `lives`. All others are deleted.
+
+Continuing:
+- exactly (the run resumes from the same snapshot): everything is as it was, and the same incarnation goes on;
+- otherwise the parameters are the run's, and the rest is restored;
+- random states are restored last, once the learner has joined: joining may use them;
+- what was saved on leaving comes before a snapshot's part;
+- a supervisor names the part to continue from, or none (ATOLL_STATE). Without it a learner continues from the newest
+  readable part in its own folder if that is of this run and fits; otherwise it says so and starts afresh.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from atoll.learner.model import BufferRule
+from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
+from atoll.learner.snapshot import Snapshot, read, write
+from atoll.learner.state import Optimizers, Stateful, capture, restore
+from atoll.mailbox.box import Mailbox
+from atoll.protocol.effects import Saved
+from atoll.protocol.errors import AtollError
+from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import Settings
+from atoll.store.atomic import make_folder, write_atomic
+from atoll.store.rundir import UNMERGED
+
+
+@dataclass
+class Place:
+    """As a `Stateful`, so that it travels with the other state."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.state = state_dict
+
+
+def describe_place(
+    box: Mailbox,
+    settings: Settings,
+    tensors: tuple[TensorSpec, ...],
+    *,
+    name: str,
+    session: str,
+    index: int,
+    t: int,
+    total: int,
+    busy_s: float,
+    feed: dict[str, Any],
+) -> Place:
+    fragments = range(len(box.plan.fragments))
+    return Place(
+        {
+            "learner": name,
+            "session": session,
+            "index": index,
+            "run": box.run,
+            "incarnation": box.count("incarnation"),
+            "settings": msgspec.to_builtins(settings),
+            "tensors": msgspec.to_builtins(tensors),
+            "t": t,
+            "total": total,
+            "busy_s": busy_s,
+            "steps": box.steps.tolist(),
+            "tokens": box.tokens.tolist(),
+            "dropped": box.dropped.tolist(),
+            "missed": box.missed.tolist(),
+            "adopted": box.adopted.tolist(),
+            "base_version": box.base_version.tolist(),
+            "base": [torch.from_numpy(box.base(fragment)) for fragment in fragments],
+            "feed": feed,
+        }
+    )
+
+
+def settings_of(state: dict[str, Any]) -> Settings:
+    return msgspec.convert(state["settings"], Settings)
+
+
+def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
+    """The shared memory as it was; `run`: the run that goes on from it, where that is a new one.
+
+    A base that was half written then has no version, and is fetched again.
+    """
+    for name in ("steps", "tokens", "dropped", "adopted", "base_version"):
+        getattr(box, name)[:] = state[name]
+    box.missed[:] = state.get("missed", 0)  # cuts of earlier versions do not tell
+    for fragment, base in enumerate(state["base"]):
+        box.base(fragment)[:] = base.numpy()
+    box.run = run or state["run"]
+    box.set_count("incarnation", state["incarnation"])
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+RUN = "run"
+LIVES = "lives"
+MOST_LIVES = 3
+"""Of so many lives, the newest, the parts stay that they went on from."""
+NEWEST = 2
+"""Parts that stay whatever became of their cuts: the one that is open, and the one before."""
+
+
+class Saver:
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._results: SimpleQueue[Saved] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def reason_not_to(self) -> str:
+        """Why nothing can be saved now; empty: it can."""
+        if self._folder is None:
+            return "it has no folder to save to (atoll learn --folder)"
+        return "its last part is still being written" if self.busy else ""
+
+    def take_part(self, cut: int, t: int, capture: Callable[[], Snapshot], kept: tuple[int, ...]) -> None:
+        """Between two steps: only copies are made here. Why nothing is saved is told with the results."""
+        if reason := self.reason_not_to():
+            self.refuse(cut, t, reason)
+            return
+        try:
+            snapshot = capture()
+        except AtollError as error:
+            self.refuse(cut, t, str(error))
+        else:
+            self.save(cut, t, snapshot, kept)
+
+    def save_for_later(self, capture: Callable[[], Snapshot]) -> bool:
+        """Whoever is started next under this name goes on with this inner optimizer; False: it has no folder."""
+        if self._folder is None:
+            return False
+        self.finish(LIMIT_S - DRAIN_S)
+        make_folder(self._folder)
+        write(self._folder / FILE, capture())
+        return True
+
+    def keep_unmerged(self, capture: Callable[[], Snapshot]) -> None:
+        """Once, by the run's first learner: what of the model is in no version, for whoever exports it whole."""
+        if self._folder is None:
+            return
+        try:
+            work = (self._folder / UNMERGED, capture())
+            threading.Thread(target=self._write_aside, args=work, name="atoll-unmerged").start()
+        except AtollError as error:
+            say(f"the model cannot be exported whole: {error}")
+
+    def _write_aside(self, path: Path, snapshot: Snapshot) -> None:
+        try:
+            make_folder(path.parent)
+            write(path, snapshot)
+        except OSError as error:
+            say(f"the model cannot be exported whole: {path} could not be written: {error}")
+
+    def note_life(self, part: str) -> None:
+        """This life went on from that part."""
+        if self._folder is None or not (self._folder / part).exists():
+            return
+        with suppress(OSError):
+            lives = [one for one in read_lives(self._folder) if one != part]
+            write_atomic(self._folder / LIVES, "\n".join([*lives, part][-MOST_LIVES:]).encode())
+
+    def enter_run(self, run: str) -> None:
+        """The parts that lie here are of this run from now on."""
+        if self._folder is None or not run or read_run(self._folder) == run:
+            return
+        with suppress(OSError):  # a disk that is full or gone costs cuts, not steps
+            make_folder(self._folder)
+            if read_run(self._folder):
+                for part in list_parts(self._folder):
+                    part.unlink(missing_ok=True)
+            write_atomic(self._folder / RUN, run.encode())
+
+    def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
+        """`kept`: the complete cuts that the run keeps."""
+        assert not self.reason_not_to()
+        # Not a daemon: an interpreter that ends waits for what is being written.
+        self._thread = threading.Thread(target=self._write, args=(cut, t, snapshot, kept), name="atoll-cut")
+        self._thread.start()
+
+    def refuse(self, cut: int, t: int, reason: str) -> None:
+        self._results.put(Saved(cut, t, reason=reason))
+
+    def results(self) -> list[Saved]:
+        found: list[Saved] = []
+        try:
+            while True:
+                found.append(self._results.get_nowait())
+        except Empty:
+            return found
+
+    def finish(self, limit_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _write(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...]) -> None:
+        assert self._folder is not None
+        path = self._folder / part_name(cut)
+        try:
+            make_folder(self._folder)
+            mark = write(path, snapshot)
+            wanted = {*read_lives(self._folder), *(part_name(one) for one in kept)}
+            for old in list_parts(self._folder)[:-NEWEST]:
+                if old.name not in wanted:
+                    old.unlink(missing_ok=True)
+        except Exception as error:  # whatever it is: the syncer waits for an answer
+            self.refuse(cut, t, f"its part could not be written: {error}")
+        else:
+            self._results.put(Saved(cut, t, path.name, mark))
+
+
+def part_name(cut: int) -> str:
+    return f"cut-{cut:06d}.safetensors"
+
+
+def list_parts(folder: Path) -> list[Path]:
+    """The oldest first."""
+    return sorted(folder.glob("cut-*.safetensors"), key=_number)
+
+
+def read_run(folder: Path) -> str:
+    """Which run the parts in a folder are of; empty: nobody has said so."""
+    try:
+        return (folder / RUN).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def read_lives(folder: Path) -> list[str]:
+    """The parts that the last lives went on from, the newest last."""
+    try:
+        return (folder / LIVES).read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _number(part: Path) -> tuple[int, str]:
+    """Orders parts by their cuts, also past six digits."""
+    return len(part.name), part.name
+
+
+# ---- continuing -----------------------------------------------------------------------------------------------------
+
+PLACE = "atoll"
+"""Under this name a learner's place in its run is saved beside what the script registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier life left."""
+
+    snapshot: Snapshot
+    exact: bool
+    """All of it is to be as it was."""
+    file: str
+    run: str = ""
+    """Of what nobody named: the run that it has to be of, where its folder says so."""
+
+
+def find_earlier(folder: Path | None, run: str = "") -> Earlier | None:
+    """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
+    its link says so."""
+    path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
+    of = read_run(folder) if folder is not None else ""
+    other = bool(run and of and run != of)
+    if folder is not None and not exact and not other and (left := folder / FILE).exists():
+        snapshot = read(left)
+        left.unlink()  # once: the next cut is newer
+        return Earlier(snapshot, False, left.name, run=of)
+    if path:
+        return Earlier(read(Path(path)), exact, Path(path).name)
+    if path is None and folder is not None and of and not other:
+        return _find_own_part(folder, of)
+    return None
+
+
+def _find_own_part(folder: Path, run: str) -> Earlier | None:
+    """The newest that can be read; None: there is none."""
+    for part in reversed(list_parts(folder)):
+        with suppress(AtollError, OSError):
+            return Earlier(read(part), False, part.name, run=run)
+    return None
+
+
+class OwnState:
+    def __init__(
+        self, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Stateful], buffers: BufferRule = None
+    ) -> None:
+        """`extras`: what the script registered, by name."""
+        self._model, self._optimizers, self._extras, self._buffers = model, optimizers, extras, buffers
+
+    def capture(self, place: Place) -> Snapshot:
+        return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
+
+    def stand_where(self, saved: Snapshot) -> dict[str, Any]:
+        """All but chance is as it was; the place it was saved at."""
+        place = Place({})
+        extras = {**self._extras, PLACE: place}
+        restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
+        return place.state
+
+    def put_back(self, saved: Snapshot) -> dict[str, Any]:
+        """What the run does not know: optimizer, schedules, chance. The place it was saved at."""
+        place = Place({})
+        extras = {**self._extras, PLACE: place}
+        restore(self._model, self._optimizers, extras, saved, parameters=False, buffers=self._buffers)
+        return place.state

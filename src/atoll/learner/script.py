@@ -1,0 +1,155 @@
+"""The training script as a process: where it finds its run, what it prints, when and how it leaves.
+
+Environment:
+    ATOLL_SYNCER    set by atoll train and atoll learn
+    ATOLL_JOIN      for plain `python script.py`: a join link, a file that holds one and that only its owner can read,
+                    or the address of a syncer on this machine
+Without either the script trains alone.
+
+A learner is asked to leave by SIGTERM (a spot machine is taken away), by Ctrl-C, or by the syncer (a drain). Rules:
+- its training loop is told at the next boundary that it is done; the run gets its last steps if that takes no longer
+  than `DRAIN_S`; then its state is written to its folder, and the next process of the same name continues from it;
+- after a signal the process is gone within `LIMIT_S`; a drain has no such limit and waits two cycles if needed;
+- a learner that is still joining waits for nothing more;
+- signals are handled only in the main thread, and only if the script has no handler of its own;
+- the first Ctrl-C asks; the second, or one before training has begun, ends the script at once (KeyboardInterrupt);
+- a learner that was told that the run ends waits up to `END_WAIT_S` for the final parameters; one that leaves before
+  waits until its last steps are merged, at most `LEAVE_WAIT_S` or two cycles.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from atoll.protocol.errors import ConfigError
+from atoll.store.keys import read_link
+
+INTERRUPTED = 130
+
+
+def say(text: str) -> None:
+    print(f"atoll: {text}", file=sys.stderr, flush=True)
+
+
+def end_script(text: str, code: int, cause: BaseException) -> NoReturn:
+    """Nobody wants a traceback of what the operator did."""
+    say(text)
+    raise SystemExit(code) from cause
+
+
+def find_syncer(environment: Mapping[str, str]) -> str:
+    """A join link or addresses; empty: this script is alone. A file that others can read ends the script."""
+    if named := environment.get("ATOLL_SYNCER"):
+        return named
+    try:
+        return read_link(environment["ATOLL_JOIN"]) if environment.get("ATOLL_JOIN") else ""
+    except ConfigError as error:
+        end_script(str(error), error.exit_code, error)
+
+
+# ---- being asked to leave -------------------------------------------------------------------------------------------
+
+DRAIN_S = 10.0
+"""How long the last steps may take to be merged, where a machine is taken away."""
+LIMIT_S = 25.0
+"""Within this time it is gone then; clouds give 30 s or more."""
+FILE = "preempted.safetensors"
+AGAIN = b"atoll: leaving in good order: the last steps go to the run; Ctrl-C again ends it at once\n"
+
+
+class Preemption:
+    def __init__(self) -> None:
+        self.why = ""
+        """Why it is to leave, for the run's events; empty: nobody asked."""
+        self.hurried = False
+        """A signal asked: there is a time by which it is to be gone."""
+        self.begun = False
+        """There are steps, or will be: from here on there is something to leave in good order."""
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.why)
+
+    def ask(self, why: str) -> None:
+        """The first to ask is the reason."""
+        self.why = self.why or why
+
+    def watch(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminated)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupted)
+
+    def stop(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) in (self._terminated, self._interrupted):
+                signal.signal(number, before)
+        self._before.clear()
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self.hurried = True
+        self.ask("its machine is taken away (SIGTERM)")
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a worker of a loader, forked off: it ends when the training process lets it go
+        if self.asked or not self.begun:
+            raise KeyboardInterrupt
+        self.hurried = True
+        self.ask("it was interrupted (Ctrl-C)")
+        os.write(2, AGAIN)  # print may have been interrupted in the middle of a line
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+LEAVE_WAIT_S = 10.0
+"""How long leaving early waits for the last steps to be merged; longer where the others need longer for two cycles."""
+END_WAIT_S = 240.0
+"""How long a learner waits for the run to end once it was told that it ends."""
+
+
+def patience_s(cycle_s: float | None, *, hurried: bool) -> float:
+    """How long leaving early may take. `cycle_s`: what H steps take here; None: there is nothing to wait for."""
+    if cycle_s is None:
+        return LEAVE_WAIT_S
+    return DRAIN_S if hurried else max(LEAVE_WAIT_S, 2 * cycle_s)
+
+
+class Leaving:
+    def __init__(self, now: float, *, ending: bool) -> None:
+        """`ending`: the run was told to end."""
+        self._early, self._nothing_left, self._since = not ending, False, now
+
+    def look(self, now: float, *, ending: bool, unmerged: bool) -> None:
+        """`unmerged`: steps that no version holds yet."""
+        if self._early and ending:
+            self._early, self._since = False, now
+        self._nothing_left = self._early and not unmerged
+
+    def may_go(self, now: float, patience_s: float, *, replay: bool) -> bool:
+        """`patience_s`: for leaving early. A replay is slow where it wants to be: no clock of ours ends it."""
+        until = self._since + (patience_s if self._early else END_WAIT_S)
+        return self._nothing_left or (now > until and not replay)
+
+    def goodbye(self, asked: str, *, saved: bool) -> str:
+        """For the run's events. `asked`: why somebody wanted it to go; empty: nobody did."""
+        if asked:
+            return f"{asked}; its state is {'saved' if saved else 'not saved: it has no folder'}"
+        return "it left before the run ended" if self._early else "the end of the run did not come"
+
+
+def broken_off(error: BaseException) -> str:
+    """The goodbye of a learner whose script failed."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"its training script ended with {type(error).__name__}"
