@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.observe.conftest import small_run
-from tests.observe.written import WrittenRun, cut_run, everything, flip
+from tests.store.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
 from atoll.cli.app import where

@@ -17,7 +17,7 @@ from atoll.cli.commands import COMMANDS, import_command
 from atoll.cli.look import running_processes
 from atoll.cli.runs import LogReader, describe_run, state_of
 from atoll.store.rundir import RunDir, named_run
-from atoll.store.runlock import hold_run
+from atoll.store.writer_lease import hold_run
 
 ALL = sorted(COMMANDS)
 WITH_SCRIPT = ("train", "learn", "chaos")

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.observe.written import WrittenRun, begun, cut_run, flip, with_rounds
+from tests.store.written import WrittenRun, begun, cut_run, flip, with_rounds
 
 from atoll.launch.resume import Resume, from_cut, plan_resume
-from atoll.observe.verify import verify_run
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import Begun, Changed, Ended, Reigned
 from atoll.store import disk as disk_module
@@ -30,6 +29,7 @@ from atoll.store.cuts import (
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
+from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
 from atoll.syncer.recovery import recover
 from atoll.syncer.run_store import RunStore

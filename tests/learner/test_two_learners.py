@@ -18,8 +18,8 @@ import pytest
 import safetensors.numpy
 import tomli_w
 
-from atoll.observe.verify import verify_run
 from atoll.store.rundir import RunDir
+from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import encode_contribution, make_codec
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.numerics.screen import Screen
-from atoll.observe.rebuild import Rebuilt
 from atoll.protocol.messages import TensorSpec, buffer_name
+from atoll.store.rebuild import Rebuilt
 from atoll.syncer.parameters import Parameters
 
 WEIGHTS = [1.0, 3.0]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observe.written import everything
+from tests.store.written import everything
 
 from atoll.observe.plots.pictures import Lane
 from atoll.observe.report import read, write_report

@@ -12,7 +12,7 @@ from atoll.protocol.records import AnyRecord, Gone, Joined, Merged
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Adopted, Stopped, Took
 from atoll.simulate.scenario import make_tape, parse_fault
-from atoll.store.tapes import read_tape, write_tape
+from atoll.store.journal import read_tape, write_tape
 
 
 def a_tape(*faults: str, adopt: str = "overwrite", synchronous: bool = False) -> list[AnyRecord]:

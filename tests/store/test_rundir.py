@@ -14,8 +14,7 @@ from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal
 from atoll.store.rundir import RunDir, checked_name, save_model, unused_path
-from atoll.store.runlock import hold_run
-from atoll.store.writer_lease import acquire
+from atoll.store.writer_lease import acquire, hold_run
 
 
 def test_a_new_run_gets_its_folders(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
-from atoll.store.runlock import check_not_alive, hold_run
-from atoll.store.writer_lease import acquire, syncer_holding
+from atoll.store.writer_lease import acquire, check_not_alive, hold_run, syncer_holding
 
 HOLDER = """
 import pathlib, sys
-from atoll.store.runlock import hold_run
+from atoll.store.writer_lease import hold_run
 with hold_run(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 from msgspec.structs import replace
-from tests.observe.written import WrittenRun, well, with_rounds, wrong
+from tests.store.written import WrittenRun, well, with_rounds, wrong
 from tests.syncer.test_recovery import damage, found_in, the_same
 
-from atoll.observe.export import export_run
 from atoll.protocol.effects import Restore
 from atoll.protocol.records import Restored, Undone
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
+from atoll.store.export import export_run
 from atoll.syncer.recovery import Earlier, read_earlier
 
 

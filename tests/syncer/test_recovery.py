@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.observe.written import OUTER, WrittenRun, begun, cut_run, flip, whole, with_rounds
+from tests.store.written import OUTER, WrittenRun, begun, cut_run, flip, whole, with_rounds
 
 from atoll.config import Outer
 from atoll.protocol.records import Changed, Joined, Reigned, Reset, Started

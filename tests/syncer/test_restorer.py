@@ -8,10 +8,10 @@ from tests.syncer.test_service import next_pull, one_at_work, url
 
 from atoll.fabric.client import get_fragment_once
 from atoll.fabric.wire import Score
-from atoll.observe.verify import verify_run
 from atoll.protocol.messages import Announce, Pull
 from atoll.store.cuts import folder_of
 from atoll.store.disk import LocalDisk
+from atoll.store.verify import verify_run
 from atoll.syncer.recovery import recover
 
 

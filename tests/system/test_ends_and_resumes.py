@@ -28,13 +28,13 @@ from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run, members
 
 from atoll.config import load
 from atoll.launch.resume import model_is_head, read_head, spent_budget
-from atoll.observe.verify import verify_run
 from atoll.protocol.history import History
 from atoll.protocol.records import Changed, Merged
 from atoll.store.cuts import complete_cuts
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
+from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 

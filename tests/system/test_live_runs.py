@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import SCRIPTS, Run
 
-from atoll.observe.verify import verify_run
+from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 from tests.system.joining import link_of, make_keys
 
-from atoll.observe.verify import verify_run
+from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
 

@@ -17,7 +17,7 @@ from tests.system.conftest import SCRIPTS, WAIT_S, Run, members
 from tests.system.joining import link_of, make_keys
 
 from atoll.fabric.certificates import fingerprint, make_server
-from atoll.observe.verify import verify_run
+from atoll.store.verify import verify_run
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 CONF = Path(__file__).parents[2] / "examples" / "nginx.conf"

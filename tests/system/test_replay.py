@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.system.conftest import SCRIPTS, Run, members
 
-from atoll.observe.verify import verify_run
+from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
 

@@ -15,8 +15,8 @@ import torch
 from tests.system.conftest import SCRIPTS, Run, members
 
 from atoll.learner.snapshot import read
-from atoll.observe.verify import verify_run
 from atoll.store.cuts import read_syncer_part
+from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
 

@@ -14,7 +14,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Run
 
 from atoll.learner.folder import default_names
-from atoll.observe.verify import verify_run
+from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 TOKENS = 16

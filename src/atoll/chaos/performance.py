@@ -15,8 +15,8 @@ from atoll.chaos.trouble import DISK, NAME
 from atoll.chaos.verdict import Finding, judge
 from atoll.launch.local import WORKLOAD, LocalRun
 from atoll.observe.tail import EventTail
-from atoll.observe.verify import verify_run
 from atoll.store.rundir import RunDir
+from atoll.store.verify import verify_run
 from atoll.telemetry.events import Event, parse
 from atoll.telemetry.status import RunStatus
 

@@ -16,16 +16,16 @@ from atoll.fabric.address import without_secrets
 from atoll.fabric.client import get_json
 from atoll.fabric.nearby import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
-from atoll.observe.closing import print_closing
-from atoll.observe.export import export_best, export_run
+from atoll.observe.closing import print_closing, verification_rows
 from atoll.observe.figures import plain
 from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
 from atoll.observe.story import story
 from atoll.observe.tail import EventTail
-from atoll.observe.verify import verify_run
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
+from atoll.store.export import export_best, export_run
 from atoll.store.rundir import RunDir, newest_run
+from atoll.store.verify import verify_run
 from atoll.store.writer_lease import syncer_holding
 from atoll.telemetry.status import RunStatus
 
@@ -189,7 +189,7 @@ def verify(
         print(msgspec.json.encode(report.document()).decode())
     else:
         table = Table.grid(padding=(0, 2))
-        for name, value in report.rows():
+        for name, value in verification_rows(report):
             table.add_row(f"[dim]{name}[/]", value)
         console.print(table)
         for remark in report.remarks:

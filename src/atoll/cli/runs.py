@@ -20,7 +20,7 @@ from atoll.observe.summary import closing_of, summarise
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
-from atoll.store.runlock import is_alive
+from atoll.store.writer_lease import is_alive
 from atoll.telemetry.events import parse
 
 State: TypeAlias = Literal["alive", "ended", "failed", "cut off"]

@@ -28,8 +28,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
-from atoll.store.runlock import check_not_alive, hold_run
-from atoll.store.writer_lease import served, syncer_holding
+from atoll.store.writer_lease import check_not_alive, hold_run, served, syncer_holding
 from atoll.syncer.credentials import doors_of, read_tokens
 from atoll.syncer.process import serve
 

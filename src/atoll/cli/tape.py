@@ -13,7 +13,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Merged
 from atoll.protocol.settings import Settings
 from atoll.simulate.scenario import make_tape, parse_fault
-from atoll.store.tapes import write_tape
+from atoll.store.journal import write_tape
 
 
 @simulate.command()

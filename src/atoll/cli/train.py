@@ -32,9 +32,9 @@ from atoll.observe.screen import EventTail, choose
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import Begun
+from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
-from atoll.store.runlock import check_not_alive
-from atoll.store.tapes import read_tape
+from atoll.store.writer_lease import check_not_alive
 from atoll.syncer.process import serve
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings

@@ -17,7 +17,7 @@ from atoll.launch.local import RUNNER
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
-from atoll.store.runlock import hold_run
+from atoll.store.writer_lease import hold_run
 from atoll.telemetry.events import EventLog
 
 TICK_S = 0.2

@@ -42,7 +42,7 @@ from atoll.launch.script import USAGE
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
-from atoll.store.runlock import hold_run
+from atoll.store.writer_lease import hold_run
 from atoll.telemetry.events import EventLog
 from atoll.telemetry.status import RunStatus
 

@@ -36,6 +36,7 @@ from atoll.protocol.syncer import Syncer
 from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
     BadCut,
+    CutState,
     Manifest,
     check_cut,
     complete_cuts,
@@ -52,7 +53,6 @@ from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.writer_lease import acquire
 from atoll.syncer.changes import change
-from atoll.syncer.recovery import CutState
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import NONE, count, decimal, measure, percent, plain, span
+from atoll.observe.figures import CAUSES, NONE, count, decimal, measure, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.story import ADVICE, WARNING
 from atoll.observe.summary import Summary
+from atoll.store.verify import Report
 
 INTERRUPTED = "the operator asked for it"
 """The reason of a run that could go on."""
@@ -101,3 +102,23 @@ def _dropped(summary: Summary) -> str:
 
 def _course(start: float | None, end: float | None) -> str:
     return NONE if start is None else f"{measure(start)} → {measure(end)}"
+
+
+def verification_rows(report: Report) -> list[tuple[str, str]]:
+    """What `atoll verify` counted, as a short table."""
+    facts = report.facts
+    fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]
+    causes = [f"{count(tokens)} {CAUSES[cause]}" for cause, tokens in facts["dropped_by_cause"].items()]
+    shares = [f"{name} {percent(one['merged_share'])}" for name, one in facts["per_learner"].items()]
+    return [
+        ("run", facts["run"] or "has not begun"),
+        ("records", f"{facts['records']:,} of {facts['terms']} terms"),
+        ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over"),
+        ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
+        ("tokens", ", ".join(fates) or "none"),
+        ("not merged", ", ".join(causes) or "none"),
+        ("merged share", ", ".join(shares) or "none"),
+        ("cuts", ", ".join(map(str, facts["cuts"])) or "none"),
+        ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit"),
+        ("took", span(facts["seconds"])),
+    ]

@@ -29,7 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.protocol.errors import AtollError
+from atoll.protocol.history import State
 from atoll.store.atomic import make_folder, staged, sync_path, write_atomic
+from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
 Bytes = npt.NDArray[np.uint8]
@@ -78,6 +80,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learners: dict[str, LearnerPart]
     left_out: dict[str, str] = {}
     """Who is not in it, and why."""
+
+
+class CutState(msgspec.Struct, frozen=True, array_like=True):
+    """The state.bin of a cut."""
+
+    history: State
+    position: Position
+    """Of the journal, right behind the last record that the history holds."""
+    file: int
+    """The payload file that the rounds after the cut go to, of the term of `position`."""
+    rounds: tuple[int, ...]
+    """Per fragment, the round that made its version; −1 for version 0."""
 
 
 def folder_of(root: Path, cut: int) -> Path:
@@ -137,6 +151,29 @@ def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str,
     if "state" not in arrays:
         raise BadCut(f"{folder / 'syncer.json'} names no state.bin")
     return part, arrays.pop("state").tobytes(), arrays
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCut:
+    """A cut's table and state; its arrays stay on disk."""
+
+    number: int
+    path: Path
+    part: SyncerPart
+    state: CutState
+
+
+def open_cut(root: Path, number: int) -> StoredCut:
+    """Read the table and the state, and no array. BadCut says why it cannot be read."""
+    folder = folder_of(root, number)
+    part, path = _table(folder / "syncer.json", SyncerPart), folder / "state.bin"
+    state = _bytes(path)
+    if part.files.get("state.bin") != File(len(state), digest(state)):
+        raise BadCut(f"{path} is damaged: its digest is not the one in syncer.json")
+    try:
+        return StoredCut(number, folder, part, msgspec.msgpack.decode(state, type=CutState))
+    except (msgspec.MsgspecError, AtollError) as error:
+        raise BadCut(f"{path} cannot be read by this version of Atoll: {error}") from error
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------------

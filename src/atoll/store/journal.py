@@ -21,7 +21,9 @@ Rules:
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
@@ -30,8 +32,22 @@ from pathlib import Path
 from msgspec import structs
 
 from atoll.protocol import records
-from atoll.protocol.records import AnyRecord, Merged, Place, Reigned, Restored
-from atoll.store.disk import Buffer, Corrupt, Disk, DiskFailed, Growing, NoRoom, delete, failed, make_durable, reading
+from atoll.protocol.errors import ConfigError
+from atoll.protocol.records import AnyRecord, Begun, Merged, Place, Reigned, Restored
+from atoll.store.atomic import write_atomic
+from atoll.store.disk import (
+    Buffer,
+    Corrupt,
+    Disk,
+    DiskFailed,
+    Growing,
+    LocalDisk,
+    NoRoom,
+    delete,
+    failed,
+    make_durable,
+    reading,
+)
 from atoll.store.segments import (
     HEAD_BYTES,
     ORIGIN,
@@ -310,3 +326,36 @@ def _missing(path: Path, fact: str) -> Corrupt:
 
 def _digest(data: Buffer) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def write_tape(path: Path, lines: Sequence[AnyRecord]) -> None:
+    """Write records that no run made, in the form of a first journal segment; the file is whole or not there."""
+    data = [encode_head(1, ORIGIN)]
+    at = Position(1, HEAD_BYTES, ORIGIN.hash)
+    for line in lines:
+        piece, at = encode_append(at, [records.encode(line)])
+        data.append(piece)
+    try:
+        write_atomic(path, b"".join(data))
+    except OSError as error:
+        raise ConfigError(f"cannot write the tape to {path}: {error.strerror or error}") from error
+
+
+def read_tape(path: Path) -> list[AnyRecord]:
+    """ConfigError names what is wrong with it."""
+    if not path.is_file():
+        raise ConfigError(f"there is no tape {path}: make one with atoll simulate tape")
+    with tempfile.TemporaryDirectory(prefix="atoll-tape-") as folder:
+        segment = segment_path(Path(folder), 1)
+        os.symlink(path.absolute(), segment)
+        tails: list[int] = []
+        try:
+            lines = [
+                line
+                for _, line in read(Path(folder), disk=LocalDisk(), on_tail=lambda tail: tails.append(tail.size_bytes))
+            ]
+        except (Corrupt, DiskFailed) as error:
+            raise ConfigError(str(error).replace(str(segment), str(path)).partition(": put back")[0]) from error
+    if tails or not lines or not isinstance(lines[0], Begun):
+        raise ConfigError(f"{path} is not a whole tape: make it again with atoll simulate tape")
+    return lines

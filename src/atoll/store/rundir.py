@@ -10,7 +10,7 @@
     learners/<id>/      what belongs to one learner
     logs/<process>.log  what a process printed
     norms.json          which norms are usual, for the next term
-    run.lock            held by whoever has the whole run in hand (runlock.py)
+    run.lock            held by whoever has the whole run in hand (writer_lease.py)
     standby.json        who would carry out an attack on it (chaos/standby.py), while it goes on
     summary.json        the figures, once the run is over
     model.safetensors   the trained model
@@ -39,7 +39,7 @@ from safetensors import SafetensorError, safe_open
 from atoll.protocol.bounds import ALLOWED, LONGEST, is_name
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import make_folder, staged
-from atoll.store.runlock import hold_run
+from atoll.store.writer_lease import hold_run
 
 RUNS = Path("atoll-runs")
 """Where runs without a name of their own are kept, below the current folder."""

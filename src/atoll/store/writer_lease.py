@@ -1,21 +1,25 @@
-"""Whose turn it is to write a run: locks, claims of terms and a heartbeat, in the run's `journal/` folder.
+"""Who may write a run: the run lock, and the writer lease with its terms and heartbeat.
 
-    terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people
-    lock           flock'ed by a living syncer; free as soon as its process is gone
-    alive          the holder's heartbeat: its term and a counter
+    run.lock               flock'ed by the supervisor of the whole run (`atoll train`, a tape, a baseline), with its pid
+    journal/terms/000001   the claim of a term, made by exclusive creation and never removed; who made it, for people
+    journal/lock           flock'ed by a living syncer; released when its process ends
+    journal/alive          the holder's heartbeat: its term and a counter
 
-Rules:
-- a term is claimed once. Claims order the syncers of a run: whoever sees a higher claim than its own is fenced;
-- claims that somebody removed are made again for the segments that are there, or a term would be given twice;
-- the lock says that a process is there, the heartbeat that it moves. A holder that was paused keeps its lock, so a
+Rules of the lease:
+- a term is claimed once. Claims order the syncers of a run: a syncer that sees a higher claim than its own is fenced;
+- claims that somebody removed are made again for the segments present, or a term would be given twice;
+- the lock says that a process exists, the heartbeat that it makes progress. A paused holder keeps its lock, so a
   standby goes by the heartbeat and claims the next term without the lock;
-- staleness is measured on the standby's own monotonic clock, as the time in which it saw no change. The clock on the
-  wall decides nothing.
+- staleness is measured on the standby's own monotonic clock, as the time in which it saw no change. The wall clock
+  decides nothing.
 
-Why nothing that was acknowledged is lost: a holder appends, syncs, THEN looks whether it is fenced, and acknowledges
+Why nothing that was acknowledged is lost: a holder appends, syncs, THEN checks whether it is fenced, and acknowledges
 only if it is not. A successor claims its term first and reads the predecessor's segment after. So if the holder saw no
 higher claim, its records were durable before the successor's claim and are in what the successor reads: inside the
 seal. If it saw one, it acknowledges nothing, and it does not matter on which side of the seal its records fall.
+
+A run is alive while run.lock or journal/lock is held: a supervisor may be between two syncers, and a syncer may have no
+supervisor, or outlive it. run.lock is never removed: two processes could otherwise hold locks on two files of one name.
 
 This needs a folder that all see alike at once: a local disk, or a network file system that does not cache names.
 """
@@ -36,6 +40,7 @@ from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import make_folder, mode_in
 from atoll.store.disk import LocalDisk, not_written, reading
 
+RUN_LOCK = "run.lock"
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
 
 
@@ -243,3 +248,60 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(error, path) from error
+
+
+@contextmanager
+def hold_run(path: Path) -> Iterator[None]:
+    """Have the whole run in hand; ConfigError, with nothing touched, while somebody else has it."""
+    check_not_alive(path)
+    descriptor = _lock(path / RUN_LOCK)
+    if descriptor is None:  # somebody was faster
+        raise _alive(path, f"pid {_pid(path / RUN_LOCK)}")
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_alive(path: Path) -> bool:
+    """Whether a supervisor or a syncer on this machine has this run; nothing is made or changed by asking."""
+    return is_locked(path / RUN_LOCK) or bool(syncer_holding(path / "journal"))
+
+
+def check_not_alive(path: Path) -> None:
+    """ConfigError while a supervisor or a syncer has this run; nothing is made or changed by asking."""
+    if is_locked(path / RUN_LOCK):
+        raise _alive(path, f"pid {_pid(path / RUN_LOCK)}")
+    if holder := syncer_holding(path / "journal"):
+        raise _alive(path, holder)
+
+
+def _alive(path: Path, who: str) -> ConfigError:
+    return ConfigError(f"run {path} is alive, {who}: end it first, or use another folder; nothing of it was touched")
+
+
+def _lock(path: Path) -> int | None:
+    """An open descriptor that holds the lock; None if another has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode_in(path.parent))
+    except OSError as error:
+        raise not_written(error, path) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise not_written(error, path) from error
+    return descriptor
+
+
+def _pid(path: Path) -> str:
+    """Of whoever holds the lock, as far as it can be read."""
+    try:
+        return path.read_text().strip() or "unknown"
+    except OSError:
+        return "unknown"

@@ -24,25 +24,13 @@ from atoll.numerics.arrays import ByteArray
 from atoll.numerics.fragments import make_plan
 from atoll.protocol import records
 from atoll.protocol.effects import Restorable, Restore
-from atoll.protocol.history import History, State
+from atoll.protocol.history import History
 from atoll.protocol.restoring import undone
-from atoll.store.cuts import BadCut, known_cuts, read_syncer_part
+from atoll.store.cuts import BadCut, CutState, known_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, Disk
 from atoll.store.journal import ORIGIN, Position, Tail, payload, read
 from atoll.store.rundir import RunDir
 from atoll.syncer.parameters import Parameters
-
-
-class CutState(msgspec.Struct, frozen=True, array_like=True):
-    """The state.bin of a cut."""
-
-    history: State
-    position: Position
-    """Of the journal, right behind the last record that the history holds."""
-    file: int
-    """The payload file that the rounds after the cut go to, of the term of `position`."""
-    rounds: tuple[int, ...]
-    """Per fragment, the round that made its version; −1 for version 0."""
 
 
 @dataclass

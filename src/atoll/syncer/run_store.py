@@ -33,6 +33,7 @@ from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,
+    CutState,
     LearnerPart,
     Manifest,
     complete_cuts,
@@ -48,7 +49,7 @@ from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.parameters import Buffer, Parameters
-from atoll.syncer.recovery import CutState, Earlier, Recovered, read_earlier, recover
+from atoll.syncer.recovery import Earlier, Recovered, read_earlier, recover
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 

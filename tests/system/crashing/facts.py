@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.system.conftest import Event, Run
 
-from atoll.observe.verify import Report, verify_run
 from atoll.protocol.records import AnyRecord, Merged, Passed
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
+from atoll.store.verify import Report, verify_run
 
 SLOW = 3.0
 """How much longer than promised things may take here: other tests run beside these."""

@@ -25,11 +25,9 @@ from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned
 from atoll.store.atomic import write_atomic
 from atoll.store.disk import LocalDisk
-from atoll.store.journal import Journal
+from atoll.store.journal import Journal, read_tape
 from atoll.store.rundir import RunDir, save_model
-from atoll.store.runlock import hold_run
-from atoll.store.tapes import read_tape
-from atoll.store.writer_lease import acquire
+from atoll.store.writer_lease import acquire, hold_run
 from atoll.syncer.parameters import Parameters
 
 

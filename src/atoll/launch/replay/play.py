@@ -21,12 +21,12 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.records import AnyRecord, Begun, Merged, Passed, Restored
-from atoll.store.cuts import check_cut, complete_cuts, read_syncer_part
+from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import payload, read
 from atoll.store.rundir import RunDir
 from atoll.syncer.parameters import Parameters
-from atoll.syncer.recovery import CutState, outer_of
+from atoll.syncer.recovery import outer_of
 
 Key = tuple[type[AnyRecord], int]
 

@@ -9,9 +9,6 @@ from msgspec.structs import replace
 from tests.protocol.test_campaign import a_world, some_faults
 from tests.protocol.world import World
 
-from atoll.observe.audit import Audit
-from atoll.observe.findings import Wrong
-from atoll.observe.tallies import Tallies
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import (
@@ -33,8 +30,10 @@ from atoll.protocol.records import (
     Started,
 )
 from atoll.protocol.settings import Settings
+from atoll.store.audit import Audit
+from atoll.store.audit_members import Tallies, Wrong
+from atoll.store.cuts import CutState
 from atoll.store.journal import ORIGIN
-from atoll.syncer.recovery import CutState
 
 SETTINGS = Settings(fragments=2, sync_every=4)
 BEGUN = Begun("run", SETTINGS, {}, (), "plan")

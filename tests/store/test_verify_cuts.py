@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.observe.written import (
+from tests.store.written import (
     WrittenRun,
     begun,
     continued,
@@ -23,8 +23,7 @@ from tests.observe.written import (
 
 from atoll.protocol.leases import Cursor
 from atoll.protocol.ledger import Totals
-from atoll.store.cuts import folder_of, prune, read_manifest
-from atoll.syncer.recovery import CutState
+from atoll.store.cuts import CutState, folder_of, prune, read_manifest
 
 # ---- what a cut holds of the history --------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.observe.written import WrittenRun, well, with_rounds, wrong
+from tests.store.written import WrittenRun, well, with_rounds, wrong
 
-from atoll.observe.export import export_best
 from atoll.protocol.errors import ConfigError
+from atoll.store.export import export_best
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 
 

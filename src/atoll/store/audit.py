@@ -1,17 +1,17 @@
-"""The records of a run in their order, each held against those before it, then folded like the syncer does it.
+"""Replay a run's records in order and check each one against those before it.
 
-Rules checked here, besides those of tallies.py:
-- the run begins once, and terms go up;
+The audit folds records with the same `History` as the syncer. It checks these rules (audit_members.py has the rest):
+- the run begins once, and terms increase;
 - rounds are 0, 1, 2, … over all terms, each merged or passed once; round t takes fragment t mod P, and a merged one
-  makes its fragment's version one higher; none comes after the end;
-- the run's step never falls, and no round's progress is less than its step makes of the budget;
-- a lease is what was due: no position of a pass is issued twice, unless it came back in between; what is merged was
-  leased;
-- a rollback makes every version one higher, of values that the run had at the round it names, and says of every
-  incarnation what it undoes;
-- the ledger balances to zero, and its sums are those of the members; no report was other than that while it went on;
-- a cut holds what the fold up to its place gives. Reports are in no record: of an open account only what records tell
-  can be compared.
+  raises its fragment's version by one; no round follows the end;
+- the run's step never decreases, and no round's progress is less than its step over the budget;
+- a lease is the one that was due: no position of a pass is issued twice unless it was returned in between, and merged
+  samples were leased;
+- a rollback raises every version by one, restores values that the run had at the round it names, and lists what it
+  undoes of every incarnation;
+- the ledger balances to zero, its sums match the members, and the syncer raised no alarm about it;
+- a cut holds the state that the records before it give. Reports are in no record, so of an open account only what
+  records say can be compared.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from operator import gt
 import msgspec
 
 from atoll.config import Outer
-from atoll.observe.findings import Wrong
-from atoll.observe.lately import Lately
-from atoll.observe.tallies import Tallies
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import History
 from atoll.protocol.leases import wrong_sources
@@ -50,7 +47,9 @@ from atoll.protocol.records import (
     Sources,
     Started,
 )
-from atoll.syncer.recovery import CutState
+from atoll.protocol.restoring import undone
+from atoll.store.audit_members import Tallies, Wrong
+from atoll.store.cuts import CutState
 
 _PLAIN = (
     "begun",
@@ -364,3 +363,43 @@ def _first_field(ours: object, theirs: object, name: str) -> str:
 def _words(lease: Granted) -> str:
     where = f"dataset {lease.dataset}, pass {lease.epoch}"
     return f"lease {lease.lease} (samples {lease.start} to {lease.stop} of {where})"
+
+
+class Lately:
+    """Recent rounds, back to the oldest cut that a rollback may return to; older ones are not compared."""
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self._since = 0
+        """Rounds before this one are not known any more."""
+        self._merged: list[Merged] = []
+        self._digests: list[tuple[int, int, str]] = []
+        """From how many rounds on, fragment, digest of the values from then on; in that order."""
+
+    def merged(self, record: Merged) -> None:
+        self._merged.append(record)
+        self._digests.append((record.round + 1, record.fragment, record.digest))
+
+    def forget(self, before: int) -> None:
+        """What lies before this round, but for what each fragment held then."""
+        self._since = max(self._since, before)
+        self._merged = [one for one in self._merged if one.round >= self._since]
+        held = self._held(self._since)
+        self._digests = [one for one in self._digests if one[0] > self._since]
+        self._digests[:0] = [(self._since, fragment, mark) for fragment, mark in sorted(held.items())]
+
+    def _held(self, rounds: int) -> dict[int, str]:
+        """After so many rounds; of version 0 no record tells the digest."""
+        return {fragment: mark for since, fragment, mark in self._digests if since <= rounds}
+
+    def check(self, record: Restored) -> None:
+        """Wrong says what it rolls back to, or undoes, that the records before it do not give."""
+        if record.round >= self._since:
+            held = self._held(record.round)
+            differ = [f for f, mark in enumerate(record.digests) if held.get(f, mark) != mark]
+            if differ:
+                raise Wrong(f"the run is rolled back to round {record.round}, but fragment {differ[0]} to other values")
+            if (due := undone(self._merged, record.round, self._fragments)) != record.undone:
+                raise Wrong(f"the rollback to round {record.round} undoes {record.undone}, the members make {due}")
+        self._merged = [one for one in self._merged if one.round < record.round]
+        self._digests += [(record.at, fragment, mark) for fragment, mark in enumerate(record.digests)]

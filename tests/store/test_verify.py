@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.observe.written import (
+from tests.store.written import (
     WrittenRun,
     begin_term,
     cut_run,
@@ -21,13 +21,14 @@ from tests.observe.written import (
     wrong,
 )
 
-from atoll.observe.verify import verify_run
+from atoll.observe.closing import verification_rows
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Alarmed, Changed, CutDone, Joined, Merged, Passed, Share
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import save_model
+from atoll.store.verify import verify_run
 from atoll.store.writer_lease import acquire
 
 # ---- runs that are well ---------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_a_whole_run_is_well_and_every_figure_of_it_is_counted(tmp_path: Path) -
         "torn_bytes": 0,
         "rebuilt_rounds": 12,
     }
-    assert report.document()["ok"] is True and dict(report.rows())["cuts"] == "0, 4, 9"
+    assert report.document()["ok"] is True and dict(verification_rows(report))["cuts"] == "0, 4, 9"
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])
@@ -96,7 +97,7 @@ def test_a_run_that_has_not_begun_is_well(tmp_path: Path) -> None:
     begin_term(run.dir.journal, 1).close()
     report = well(run)
     assert report.facts["records"] == 0 and report.remarks == ("the run has not begun: its journal holds no record",)
-    assert dict(report.rows())["run"] == "has not begun"
+    assert dict(verification_rows(report))["run"] == "has not begun"
 
 
 def test_a_folder_without_a_journal_is_the_askers_mistake(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.observe.written import (
+from tests.store.written import (
     OUTER,
     P,
     begun,
@@ -23,9 +23,9 @@ from tests.observe.written import (
 from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
-from atoll.observe import rebuild
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import Changed, Reset
+from atoll.store import rebuild
 from atoll.store.cuts import folder_of
 from atoll.syncer.parameters import Parameters
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.observe.written import WrittenRun, with_rounds
+from tests.store.written import WrittenRun, with_rounds
 from torch import nn
 
 from atoll.learner.saved_state import Saver
 from atoll.learner.snapshot import Snapshot, write
 from atoll.learner.unmerged import Unmerged
-from atoll.observe.export import export_run
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import read_manifest
+from atoll.store.export import export_run
 from atoll.store.rundir import UNMERGED
 
 UNMERGED_THERE = {

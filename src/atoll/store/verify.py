@@ -1,17 +1,17 @@
-"""`atoll verify`: a run's promises, checked from the files of its directory alone.
+"""`atoll verify`: check a run's promises from the files of its folder alone.
 
-The first thing that is wrong is named, with its place; what lies behind it is not looked at. In this order:
+The report names the first thing that is wrong, with its place; nothing after it is checked. In this order:
 
-    journal      the chain of every segment, seals, terms; a torn end was never acknowledged and is only remarked on
-    records      versions, members, ledger, leases (audit.py, tallies.py); at a cut's place what the cut holds of them
-    cuts         every file by its digest; a learner's that is not as it said is named in a remark (shelf.py)
-    parameters   Θ and the outer state made again, from cut to cut to the end (parameters.py, rebuild.py)
-    model        model.safetensors, whenever it is there, is the head that the journal gives; model-best.safetensors
-                 holds versions that the journal has the digests of (best.py)
-    alarms       of the ledger, which the syncer raised while the run went on: none
+    journal      the hash chain of every segment, seals, terms; a torn tail was never acknowledged: only a remark
+    records      versions, members, ledger, leases (audit.py, audit_members.py), and each cut at its position
+    cuts         every file by its digest (verify_cuts.py)
+    parameters   Θ and the outer state, rebuilt from cut to cut to the end (rebuild.py)
+    model        model.safetensors, if present, is the head of the journal; every fragment of model-best.safetensors is
+                 a version that the journal has the digest of
+    alarms       the syncer raised none about the ledger while the run went on
 
-Records are read one at a time, so memory does not grow with the run: what it takes is one copy of the model. Nothing is
-written, so a run that is still going on can be verified; what it does meanwhile is left for the next time.
+Records are read one at a time, so memory stays at one copy of the model. Nothing is written, so a live run can be
+verified; what it does meanwhile is left for the next time.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.observe.audit import Audit
-from atoll.observe.best import check_best
-from atoll.observe.figures import CAUSES, count, percent, span
-from atoll.observe.findings import Findings, Progress, Wrong
-from atoll.observe.parameters import ParameterWalk, difference
-from atoll.observe.rebuild import Rebuilt
-from atoll.observe.shelf import Shelf
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from atoll.numerics.fragments import Fragment, elements, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.records import AnyRecord, Begun, CutDone
+from atoll.protocol.records import AnyRecord, Begun, CutDone, Merged, Restored
+from atoll.store.audit import Audit
+from atoll.store.audit_members import Wrong
+from atoll.store.cuts import digest
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, Tail, read
+from atoll.store.rebuild import ParameterWalk, Rebuilt, difference
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
+from atoll.store.verify_cuts import Findings, Progress, Shelf
 from atoll.store.writer_lease import unclaimed_terms
 
 EVERY = 10_000
@@ -56,25 +58,6 @@ class Report:
     def document(self) -> dict[str, Any]:
         """All of it, for --json."""
         return {"ok": self.ok, "problem": self.problem, **self.facts, "remarks": list(self.remarks)}
-
-    def rows(self) -> list[tuple[str, str]]:
-        """A short table."""
-        facts = self.facts
-        fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]
-        causes = [f"{count(tokens)} {CAUSES[cause]}" for cause, tokens in facts["dropped_by_cause"].items()]
-        shares = [f"{name} {percent(one['merged_share'])}" for name, one in facts["per_learner"].items()]
-        return [
-            ("run", facts["run"] or "has not begun"),
-            ("records", f"{facts['records']:,} of {facts['terms']} terms"),
-            ("rounds", f"{facts['rounds']:,}, {facts['passed']:,} of them passed over"),
-            ("contributions", f"{facts['contributions']:,} of {facts['learners']:,} learners"),
-            ("tokens", ", ".join(fates) or "none"),
-            ("not merged", ", ".join(causes) or "none"),
-            ("merged share", ", ".join(shares) or "none"),
-            ("cuts", ", ".join(map(str, facts["cuts"])) or "none"),
-            ("made again", f"{facts['rebuilt_rounds']:,} rounds, bit for bit"),
-            ("took", span(facts["seconds"])),
-        ]
 
 
 def verify_run(path: Path, *, progress: Progress | None = None) -> Report:
@@ -296,3 +279,59 @@ def _per_learner(ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Of an account that is open only what records tell is known: what it dropped stands in none of them."""
     found = sorted(ledger.by_learner().items())
     return {name: {"merged_share": fates.merged_share(), "tokens": fates.whole()} for name, fates in found}
+
+
+@dataclass(frozen=True, slots=True)
+class BestChecked:
+    problem: str = ""
+    unknown: int = 0
+    """Fragments of which the journal has no digest."""
+
+
+def check_best(run: RunDir, begun: Begun) -> BestChecked:
+    """Compare every fragment of the best model with the digest that the journal has of its version.
+
+    The values cannot be rebuilt once outer gradients are trimmed, but digests are kept. The journal has none of
+    version 0, nor of what a run had before it was begun from a cut: those are not compared.
+    """
+    path = run.best_model
+    if not path.exists():
+        return BestChecked()
+    facts = read_model_facts(path)
+    if facts.get("run") != begun.run:
+        return BestChecked(f"{path} is of run {facts.get('run') or 'nobody knows'}, not of {begun.run}")
+    plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+    versions = [int(one) for one in facts.get("versions", "").split(",") if one.isdigit()]
+    if len(versions) != len(plan.fragments):
+        return BestChecked(f"{path} does not say which versions it holds")
+    due = committed_digests(run.journal, versions)
+    wrong = _differing(path, [part for part in plan.fragments if part.index in due], due)
+    problem = f"{path} is not what the run had committed: {wrong}" if wrong else ""
+    return BestChecked(problem, len(versions) - len(due))
+
+
+def committed_digests(journal: Path, versions: list[int]) -> dict[int, str]:
+    """By fragment, what the journal says of these versions."""
+    found: dict[int, str] = {}
+    for _, record in read(journal, disk=LocalDisk()):
+        if isinstance(record, Merged) and record.version == versions[record.fragment]:
+            found[record.fragment] = record.digest
+        elif isinstance(record, Restored):
+            restored = zip(record.versions, record.digests, strict=True)
+            found |= {f: mark for f, (version, mark) in enumerate(restored) if version == versions[f]}
+    return found
+
+
+def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
+    """The first fragment whose values have another digest; empty: none."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for part in parts:
+                values = np.zeros(part.size, dtype=np.float32)
+                for tensor, start in zip(part.tensors, part.offsets, strict=True):
+                    values[start : start + elements(tensor)] = file.get_tensor(tensor.name_in_model).ravel()
+                if digest(values.view(np.uint8).data) != due[part.index]:
+                    return f"fragment {part.index} has other values than the journal's digest"
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"it cannot be read: {error}"
+    return ""

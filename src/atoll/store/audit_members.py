@@ -1,16 +1,16 @@
-"""Who gave what: the members of every round held against all that the records told of them before.
+"""Check the members of every round against all that earlier records say of them.
 
-Rules checked here:
-- an incarnation joins before it gives, once, and after the one before it is over; its numbers go up;
-- a contribution is merged at most once: its step lies behind that of the last one of the same incarnation to the same
+Rules:
+- an incarnation joins once, before its first contribution and after the previous one ended; numbers increase;
+- a contribution is merged at most once: its step is later than that of the same incarnation's last one to the same
   fragment, and its base contains that one;
 - it has steps and tokens, weighs tokens · (tokens / steps) to the bit, or what the run's limit leaves of that (earlier
-  versions had none), and stands in the order of learner ids;
-- no more of an incarnation is merged than it had trained on, and when it is over, what was merged, dropped and lost of
-  every fragment is all that it had trained on;
-- one that is over is in rounds that were under way at that moment, and in no later one.
+  versions had no limit); members are sorted by learner id;
+- no more of an incarnation is merged than it trained on; when it ends, merged + dropped + lost of every fragment equals
+  what it trained on;
+- an incarnation that ended is in rounds that were open at that moment, and in no later one.
 
-It does not grow with the run: one entry per incarnation that may still be merged.
+Memory does not grow with the run: one entry per incarnation that may still be merged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from collections import deque
 from dataclasses import dataclass
 from operator import gt
 
-from atoll.observe.findings import Wrong
+from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import Gone, Joined, Merged, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.weights import limited, under_median
+
+
+class Wrong(AtollError):
+    """Something in a run's files that cannot be; the text names it and its place."""
+
 
 Given = tuple[int, int]
 """Of a contribution that was merged: the version it went into, and its step."""

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
-from tests.observe.written import WrittenRun, everything, flip, whole, with_rounds
+from tests.store.written import WrittenRun, everything, flip, whole, with_rounds
 
-from atoll.observe import rebuild
-from atoll.observe.export import export_run
-from atoll.observe.rebuild import Head, NotKept
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import Merged
+from atoll.store import rebuild
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.export import export_run
 from atoll.store.journal import read
+from atoll.store.rebuild import Head, NotKept
 from atoll.store.rundir import RunDir
 
 

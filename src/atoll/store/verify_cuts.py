@@ -1,77 +1,56 @@
-"""The cuts of a run as they lie on disk, checked file by file.
+"""Check the cuts of a run, file by file.
 
-They are listed before the journal is read: what a cut refers to is durable by the time the cut is there. While the
-journal is read, every cut is met at its place, and what it holds of the history is compared there (audit.py). Then
+Cuts are listed before the journal is read, because what a cut refers to is durable once the cut is there. While the
+journal is read, each cut is compared with the audit at its position. Afterwards:
 
-- a cut is of this run, lies in the folder of its number, and its place is one where a record of the journal ends;
-- every file of a complete one is as its tables say, and its manifest is the one that the journal names; of cut 0, the
-  syncer's alone, and of the one that a run was begun from no record tells;
-- a learner's file is as that learner said it would be, or the cut is good without it, which is remarked on: one word of
-  one learner spoils nobody else's state;
-- old cuts are removed from the oldest on: behind one that is there none may be missing, nor may the newest; where
-  the run may be rolled back, the oldest may be one that was kept for that, with a gap behind it;
-- one that never became complete is only remarked on, also if it is damaged: nobody resumes from it.
+- a cut is of this run, is in the folder of its number, and its position is the end of a record in the journal;
+- every file of a complete cut matches its digest, and its manifest is the one the journal names; no record names cut 0
+  (the syncer's alone) or the cut a run was begun from;
+- a corrupt or missing learner file invalidates only that learner's part: the cut stays good, with a remark;
+- cuts are removed oldest first, so none may be missing after the oldest one present, nor the newest; where the run may
+  be rolled back, the oldest may be one kept for that, with a gap after it;
+- a cut that never became complete only gets a remark, even if damaged: nobody resumes from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import msgspec
-
-from atoll.observe.audit import Audit
-from atoll.observe.findings import Findings, Wrong
-from atoll.protocol.errors import AtollError
 from atoll.protocol.records import Begun, CutDone
+from atoll.store.audit import Audit
+from atoll.store.audit_members import Wrong
 from atoll.store.cuts import (
     BadCut,
-    File,
-    SyncerPart,
+    StoredCut,
     check_cut,
     complete_cuts,
-    digest,
     digest_of,
     folder_of,
     known_cuts,
+    open_cut,
     read_manifest,
     read_syncer_part,
 )
 from atoll.store.journal import Position
 from atoll.store.rundir import RunDir
-from atoll.syncer.recovery import CutState
+
+Progress = Callable[[str, int], None]
+"""Told what is being counted, and how many there are so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredCut:
-    """A cut's table and state; its arrays stay on disk."""
-
-    number: int
-    path: Path
-    part: SyncerPart
-    state: CutState
+def _to_nobody(what: str, number: int) -> None:
+    pass
 
 
-def open_cut(root: Path, number: int) -> StoredCut:
-    """BadCut says why it cannot be read. Of its files only the state is looked at."""
-    folder = folder_of(root, number)
-    try:
-        part = msgspec.json.decode((folder / "syncer.json").read_bytes(), type=SyncerPart)
-        state = (folder / "state.bin").read_bytes()
-    except OSError as error:
-        raise BadCut(f"{error.filename} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise BadCut(f"{folder / 'syncer.json'} is damaged: {error}") from error
-    if part.files.get("state.bin") != File(len(state), digest(state)):
-        raise BadCut(f"{folder / 'state.bin'} is damaged: its digest is not the one in syncer.json")
-    return StoredCut(number, folder, part, _decoded(folder, state))
+@dataclass
+class Findings:
+    progress: Progress = _to_nobody
+    remarks: list[str] = field(default_factory=list)
+    """What is no mistake and still worth a word."""
 
-
-def _decoded(folder: Path, state: bytes) -> CutState:
-    try:
-        return msgspec.msgpack.decode(state, type=CutState)
-    except (msgspec.MsgspecError, AtollError) as error:
-        raise BadCut(f"{folder / 'state.bin'} cannot be read by this version of Atoll: {error}") from error
+    def remark(self, text: str) -> None:
+        self.remarks.append(text)
 
 
 class Shelf:

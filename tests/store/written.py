@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from atoll.config import Outer
 from atoll.numerics.fragments import make_plan
-from atoll.observe.verify import Report, verify_run
 from atoll.protocol.effects import Restore
 from atoll.protocol.history import History
 from atoll.protocol.leases import Leases
@@ -42,13 +41,14 @@ from atoll.protocol.records import (
     Started,
 )
 from atoll.protocol.settings import Settings
-from atoll.store.cuts import LearnerPart, Manifest, digest_of, write_manifest, write_syncer_part
+from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_of, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
+from atoll.store.verify import Report, verify_run
 from atoll.store.writer_lease import claim
 from atoll.syncer.parameters import Parameters
-from atoll.syncer.recovery import CutState, read_earlier
+from atoll.syncer.recovery import read_earlier
 
 P = 3
 TENSORS = (

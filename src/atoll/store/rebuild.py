@@ -1,30 +1,36 @@
-"""Θ and the outer optimizer's state, made again from a cut and the outer gradients behind it.
+"""Rebuild Θ and the outer optimizer's state from a cut and the outer gradients after it, and check them.
 
-This is a reader of its own: it shares the arithmetic of the outer step with the syncer and nothing of the way there,
-so what both arrive at says something. It holds the model once, reads only, and never writes into a run's folder.
+This reader shares only the arithmetic of the outer step with the syncer, so that agreement between the two means
+something. It holds the model once, reads only, and never writes into a run's folder.
+
+`newest` gives the newest model. `ParameterWalk` goes from the oldest cut to the end of the journal: every round
+must give the digest in its record, and every newer cut must match bit for bit, Θ and outer state. Where payloads were
+trimmed it continues from the next cut; after the newest cut none may be missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from atoll.config import Outer
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements, make_plan
 from atoll.numerics.outer import take_outer_step
-from atoll.observe.shelf import StoredCut, open_cut
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset, Restored
-from atoll.store.cuts import BadCut, SyncerPart, digest, known_cuts, read_syncer_part
+from atoll.store.audit_members import Wrong
+from atoll.store.cuts import BadCut, StoredCut, SyncerPart, digest, known_cuts, open_cut, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload, payload_path, read
 from atoll.store.rundir import RunDir
+from atoll.store.verify_cuts import Findings
 
 TRIES = 5
 """A living run may take a cut and trim its payloads while it is being read: then it is read again."""
@@ -250,3 +256,75 @@ def _replayed(head: Head, folder: Path) -> Head:
         if isinstance(record, Merged | Passed):
             head.round = record.round + 1
     return head
+
+
+class ParameterWalk:
+    """From cut to cut to the end of the journal. `cuts`: the oldest first, each at its place in the journal."""
+
+    def __init__(self, run: RunDir, cuts: Sequence[StoredCut], findings: Findings) -> None:
+        self._run, self._findings = run, findings
+        self._cuts = {cut.state.position: cut for cut in cuts}
+        self._newest = cuts[-1].number
+        self._at = cuts[0]
+        """The cut that was met last."""
+        self.model: Rebuilt | None = load(run.cuts, cuts[0])
+        """None while payloads are missing."""
+        self.rounds = 0
+        """Made again, each with the digest of its record."""
+
+    def go_to(self, end: Position) -> None:
+        if self._at.state.position == end:
+            return
+        for position, record in read(self._run.journal, start=self._at.state.position, disk=LocalDisk()):
+            self._pass(position, record)
+            if (cut := self._cuts.get(position)) is not None:
+                self._meet(cut)
+            lost = self.model is None and self._at.number == self._newest
+            if lost or position == end:  # a run that goes on has written more since
+                return
+
+    def _pass(self, position: Position, record: AnyRecord) -> None:
+        if self.model is None:
+            return
+        try:
+            replay(self.model, self._run.journal, position, record)
+        except NotKept as error:
+            self._lose_the_way(record, error)
+            return
+        if isinstance(record, Merged):
+            self.rounds += 1
+            self._findings.progress("rounds made again", self.rounds)
+
+    def _lose_the_way(self, record: AnyRecord, error: NotKept) -> None:
+        self.model = None
+        assert isinstance(record, Merged | Restored)
+        if self._at.number != self._newest:
+            return
+        if record.payload is not None:
+            raise Wrong(f"{error}, and no newer cut makes up for it")
+        behind = record.round if isinstance(record, Merged) else record.at
+        self._findings.remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
+
+    def _meet(self, cut: StoredCut) -> None:
+        if self.model is None:
+            self.model = load(self._run.cuts, cut)
+        elif (name := self.model.differs(cut.part)) is not None:
+            path = cut.path / name
+            raise Wrong(f"{path} is not what cut {self._at.number} and the rounds behind it give")
+        self._at = cut
+
+
+def difference(path: Path, model: Rebuilt) -> str | None:
+    """What a safetensors file holds that the model does not, or the other way round; None when they are equal."""
+    tensors = model.tensors()
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if set(file.keys()) != tensors.keys():
+                return f"its tensors are not the model's: {', '.join(sorted(set(file.keys()) ^ tensors.keys())[:3])}"
+            for name in sorted(tensors):
+                found, due = file.get_tensor(name), tensors[name]
+                if found.dtype != due.dtype or found.shape != due.shape or found.tobytes() != due.tobytes():
+                    return f"tensor {name!r} is not what the cuts and the journal give"
+    except (SafetensorError, OSError) as error:
+        return f"it cannot be read: {error}"
+    return None
