@@ -47,8 +47,6 @@ def test_an_unknown_key_is_named_with_its_neighbour(text: str, said: str) -> Non
         ("[protocol]\nlearners = 'two'", "run.toml: [protocol] learners: expected int, got str"),
         ("seed = 1.5", "run.toml: seed: expected int, got float"),
         ("protocol = 3", "run.toml: protocol: expected object, got int"),
-        ("[protocol]\nadopt = 'maybe'", "run.toml: [protocol] adopt: invalid enum value 'maybe'"),
-        ("[outer]\nmerge = 'sum'", "run.toml: [outer] merge: invalid enum value 'sum'"),
     ],
 )
 def test_a_wrong_type_is_named_with_its_place(text: str, said: str) -> None:

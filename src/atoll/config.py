@@ -13,15 +13,18 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import tomli_w
 
-from atoll.numerics.outer import OuterOptimizer, make_outer
+from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN
 from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import Settings
+
+if TYPE_CHECKING:
+    from atoll.numerics.outer import OuterOptimizer
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -29,9 +32,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How contributions become the next version."""
 
-    merge: Literal["mean", "rda", "rda-row"] = "rda-row"
+    merge: str = "rda-row"
     """Embeddings are merged by the mean under every rule."""
-    optimizer: Literal["nesterov", "sgd"] = "nesterov"
+    optimizer: str = "nesterov"
     lr: float = 0.6
     """η. docs/LOG.md has the runs behind this and the next."""
     momentum: float = 0.6
@@ -42,13 +45,20 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What points against the others, or is far larger, is shortened or left out before the merge; suspects whole."""
 
     def __post_init__(self) -> None:
-        self.make()
+        MERGE.check(self.merge)
+        OUTER_OPTIMIZER.check(self.optimizer)
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"outer learning rate {self.lr} must be a number above 0, such as 0.7")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"outer momentum {self.momentum} must be at least 0 and below 1, such as 0.5")
         if not 1 < self.norm_limit < MOST:
             raise ConfigError(f"norm_limit = {self.norm_limit} must be above 1: it is a multiple of the usual norm")
         if not self.lr < MOST:
             raise ConfigError(f"lr = {self.lr} of the outer optimizer steps past every number: 0.6 is the default")
 
     def make(self) -> OuterOptimizer:
+        from atoll.numerics.outer import make_outer  # brings NumPy, which `atoll --help` does without
+
         return make_outer(self.optimizer, self.lr, self.momentum)
 
 
@@ -95,6 +105,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed = {self.seed} is below 0: take any whole number from 0")
+        CODEC.check(self.protocol.codec)
+        PLAN.check(self.protocol.plan)
+        ADOPT.check(self.protocol.adopt)
 
     def toml(self) -> bytes:
         document = msgspec.to_builtins(self)

@@ -145,6 +145,7 @@ def test_sgd_is_its_equation(size: int) -> None:
 
 REAL_USE = """
 import numpy as np
+from atoll import choices
 from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter
 from atoll.protocol.messages import TensorSpec
 
@@ -158,7 +159,7 @@ assert set(before.values()) == {1} and len(before) == 11, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
-for rule in merge.RULES:
+for rule in choices.MERGE.names():
     merge.merge(fragment, [x, received], [1.0, 2], y, rule)
 factors = [np.full(1, 0.5, np.float32), np.ones(1, np.float32)]
 merge.merge(fragment, [x, received], [1.0, 2], y, "rda-row", factors)

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.choices import MERGE
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.fragments import Fragment, make_plan
-from atoll.numerics.merge import RULES, merge, weigh
+from atoll.numerics.merge import merge, weigh
+from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 
 MATRIX = TensorSpec("a.matrix", (6, 50), "float32")
@@ -145,7 +147,7 @@ def test_embeddings_use_the_mean(rule: str) -> None:
     assert merged(deltas, weights, rule)[PARTS[2]].tobytes() == merged(deltas, weights, "mean")[PARTS[2]].tobytes()
 
 
-@given(st.integers(2, 12), st.integers(0, 1000), st.sampled_from(RULES))
+@given(st.integers(2, 12), st.integers(0, 1000), st.sampled_from(MERGE.names()))
 @settings(max_examples=30, deadline=None)
 def test_equal_deltas_come_out_as_they_are(count: int, seed: int, rule: str) -> None:
     (delta,), _ = draw(1, seed)
@@ -153,7 +155,7 @@ def test_equal_deltas_come_out_as_they_are(count: int, seed: int, rule: str) -> 
     np.testing.assert_allclose(merged([delta] * count, weights, rule), delta, rtol=2e-6, atol=1e-9)
 
 
-@given(st.integers(2, 10), st.integers(0, 1000), st.integers(-20, 20), st.sampled_from(RULES))
+@given(st.integers(2, 10), st.integers(0, 1000), st.integers(-20, 20), st.sampled_from(MERGE.names()))
 @settings(max_examples=30, deadline=None)
 def test_scaling_all_deltas_by_a_power_of_two_scales_the_result_exactly(
     count: int, seed: int, power: int, rule: str
@@ -164,7 +166,7 @@ def test_scaling_all_deltas_by_a_power_of_two_scales_the_result_exactly(
     np.testing.assert_array_equal(scaled, factor * merged(deltas, weights, rule))
 
 
-@given(st.integers(2, 10), st.integers(0, 1000), st.sampled_from(RULES))
+@given(st.integers(2, 10), st.integers(0, 1000), st.sampled_from(MERGE.names()))
 @settings(max_examples=20, deadline=None)
 def test_only_the_ratio_of_weights_counts(count: int, seed: int, rule: str) -> None:
     deltas, weights = draw(count, seed)
@@ -172,14 +174,14 @@ def test_only_the_ratio_of_weights_counts(count: int, seed: int, rule: str) -> N
     np.testing.assert_array_equal(huge, merged(deltas, weights, rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MERGE.names())
 def test_a_single_contribution_is_itself_bit_for_bit(rule: str) -> None:
     (delta,), _ = draw(1, 5)
     delta[:5] = [0.0, -0.0, 1e-45, 3.4e38, -1e-40]
     assert merged([delta], [0.3], rule).tobytes() == delta.tobytes()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MERGE.names())
 def test_weight_zero_is_as_if_not_there(rule: str) -> None:
     (a, b, c), _ = draw(3, 6)
     broken = np.full_like(a, np.inf)
@@ -200,7 +202,7 @@ def test_only_the_rows_that_cancel_fall_back() -> None:
     assert out == pytest.approx([-1, -1, 3.5 / 2**0.5, 3.5 / 2**0.5], rel=1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MERGE.names())
 def test_zeros_merge_to_zeros(rule: str) -> None:
     zero = np.zeros(FRAGMENT.size, np.float32)
     assert not merged([zero, zero, zero], [1, 2, 3], rule).any()
@@ -231,19 +233,19 @@ def test_weights_that_cannot_be_are_refused(weights: list[float], text: str) -> 
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="use one of mean, rda, rda-row"):
+    with pytest.raises(ConfigError, match="use one of mean, rda, rda-row"):
         merged(*draw(2, 0), "median")
 
 
 def test_inputs_are_left_alone() -> None:
     deltas, weights = draw(9, 8)
     before = [delta.tobytes() for delta in deltas]
-    for rule in RULES:
+    for rule in MERGE.names():
         merged(deltas, weights, rule)
     assert [delta.tobytes() for delta in deltas] == before
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MERGE.names())
 def test_what_is_left_out_of_a_tensor_is_as_if_it_were_not_there(rule: str) -> None:
     deltas, weights = draw(4, seed=7)
     factors = [np.ones(3, np.float32) for _ in deltas]
@@ -256,7 +258,7 @@ def test_what_is_left_out_of_a_tensor_is_as_if_it_were_not_there(rule: str) -> N
         assert out[part].tobytes() == expected[part].tobytes()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MERGE.names())
 def test_a_factor_below_one_shortens_and_factors_of_one_change_no_bit(rule: str) -> None:
     deltas, weights = draw(3, seed=8)
     ones = [np.ones(3, np.float32) for _ in deltas]

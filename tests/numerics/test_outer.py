@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from atoll.config import Outer
 from atoll.numerics.outer import CACHED, make_outer
 from atoll.protocol.errors import ConfigError
 
@@ -72,7 +73,7 @@ def test_names_and_slots() -> None:
 @pytest.mark.parametrize(
     ("name", "lr", "momentum", "text"),
     [
-        ("adam", 0.7, 0.5, "outer optimizer 'adam' is not known: use nesterov or sgd"),
+        ("adam", 0.7, 0.5, "optimizer = 'adam' is not known: use one of nesterov, sgd"),
         ("sgd", 0.0, 0.5, "outer learning rate 0.0 must be a number above 0"),
         ("sgd", float("nan"), 0.5, "outer learning rate nan"),
         ("sgd", float("inf"), 0.5, "outer learning rate inf"),
@@ -82,4 +83,4 @@ def test_names_and_slots() -> None:
 )
 def test_settings_that_cannot_be_are_refused(name: str, lr: float, momentum: float, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_outer(name, lr, momentum)
+        Outer(optimizer=name, lr=lr, momentum=momentum)

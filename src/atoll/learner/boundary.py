@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, Recorder
 from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.offload import Transfer, make_offload, shaped
@@ -51,8 +52,8 @@ from atoll.protocol.errors import PlanError
 from atoll.protocol.figures import after_adoption
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import RULES, AdoptRule, Owned
 from atoll.protocol.tape import Adopted as AdoptedEntry
+from atoll.protocol.tape import Owned, shorten_rule
 
 
 class Boundary:
@@ -186,7 +187,7 @@ class Boundary:
         self._box.adopted[f] = order.version
         for round in [r for r, hold in self._holds.items() if hold.fragment == f and r <= order.round]:
             del self._holds[round]
-        self._tape.add(AdoptedEntry(self._t, f, order.version, RULES[order.rule], order.copy_t))
+        self._tape.add(AdoptedEntry(self._t, f, order.version, shorten_rule(order.rule), order.copy_t))
         adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
         self._courier.send(Took(order.slot, adopted, self.epoch))
 
@@ -256,27 +257,13 @@ def _host_base(box: Mailbox, fragment: int) -> list[torch.Tensor]:
 def adopt(
     own: list[torch.Tensor],
     new: list[torch.Tensor],
-    rule: AdoptRule,
+    rule: str,
     *,
     blend: float = 0.0,
     read: list[torch.Tensor] | None = None,
 ) -> None:
     """In place, computed in fp32 whatever the parameters' type."""
-    if rule == "overwrite":
-        torch._foreach_copy_(own, new)
-    elif rule == "blend":
-        mixed = torch._foreach_mul(_floats(own), blend)
-        torch._foreach_add_(mixed, new, alpha=1.0 - blend)
-        torch._foreach_copy_(own, mixed)
-    else:
-        assert read is not None
-        carried = torch._foreach_sub(_floats(own), read)
-        torch._foreach_add_(carried, new)
-        torch._foreach_copy_(own, carried)
-
-
-def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.float() for tensor in tensors]
+    ADOPT.load(rule).adopt(own, new, blend=blend, read=read)
 
 
 # ---- the shared memory ----------------------------------------------------------------------------------------------

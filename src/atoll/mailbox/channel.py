@@ -23,7 +23,7 @@ from atoll.protocol.effects import Adopted, Registered, Saved, Stepped
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Range, TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import AdoptRule, AnyEntry
+from atoll.protocol.tape import AnyEntry
 
 FRAME_LIMIT = 16 * 2**20
 """A frame may carry the names and shapes of every tensor; more than this is nonsense."""
@@ -206,7 +206,7 @@ class AdoptOrder(Frame, frozen=True):
     fragment: int
     version: int
     round: int
-    rule: AdoptRule
+    rule: str
     blend: float
     step: int
     minus: int = NOTHING

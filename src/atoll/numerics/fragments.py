@@ -10,12 +10,13 @@ Rules kept here:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
 import msgspec
 
+from atoll.choices import PLAN
 from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import TensorSpec
 
@@ -75,10 +76,9 @@ def default_fragments(tensors: int) -> int:
 
 def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanced") -> Plan:
     """Deal the tensors into `count` fragments. PlanError says what is wrong, and the fix."""
-    if strategy not in _DEAL:
-        raise PlanError(f"plan {strategy!r} is not known: use one of {', '.join(_DEAL)}")
+    by = PLAN.load(strategy)
     _check(tensors, count)
-    bins = _DEAL[strategy](sorted(tensors, key=lambda tensor: tensor.name), count)
+    bins = by.deal(sorted(tensors, key=lambda tensor: tensor.name), count)
     fragments = tuple(_fragment(index, held) for index, held in enumerate(bins))
     return Plan(strategy, fragments, _fingerprint(strategy, fragments))
 
@@ -117,11 +117,11 @@ def _check(tensors: Sequence[TensorSpec], count: int) -> None:
     if not have:
         raise PlanError("the model has no tensors to train: give the learner a model with trainable parameters")
     if count < 1:
-        raise PlanError(f"{count} fragments asked for: ask for 1 to {have} (--fragments {default_fragments(have)})")
+        raise PlanError(f"{count} fragments asked for: ask for 1 to {have} (--set fragments={default_fragments(have)})")
     if count > have:
         raise PlanError(
             f"{count} fragments asked for, but the model has {have} tensors: "
-            f"ask for {have} or fewer (--fragments {have})"
+            f"ask for {have} or fewer (--set fragments={have})"
         )
     seen: set[str] = set()
     for tensor in tensors:
@@ -140,65 +140,6 @@ def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
         raise PlanError(
             f"{tensor.name!r} is {tensor.dtype}, which cannot be synced: use {', '.join(DTYPES)}, or freeze it"
         )
-
-
-def _balanced(tensors: Sequence[TensorSpec], count: int) -> Bins:
-    """Largest first, each into the lightest bin: the peak is at most 4/3 of the best possible."""
-    bins: Bins = [[] for _ in range(count)]
-    loads = [0] * count
-    for tensor in sorted(tensors, key=lambda tensor: (-elements(tensor), tensor.name)):
-        lightest = loads.index(min(loads))
-        bins[lightest].append(tensor)
-        loads[lightest] += elements(tensor)
-    return bins
-
-
-def _by_layer(tensors: Sequence[TensorSpec], count: int) -> Bins:
-    """Whole blocks dealt in strides over the fragments after the first; what is outside of blocks is the first."""
-    blocks: dict[tuple[str, int], list[TensorSpec]] = {}
-    for tensor in tensors:
-        if block := _block(tensor.name):
-            blocks.setdefault(block, []).append(tensor)
-    return _strides("layer", "blocks", tensors, [blocks[block] for block in sorted(blocks)], count)
-
-
-def _by_tensor(tensors: Sequence[TensorSpec], count: int) -> Bins:
-    """The same by single tensor: neighbours in a block go to different fragments."""
-    dealt = sorted((block, tensor.name, tensor) for tensor in tensors if (block := _block(tensor.name)))
-    return _strides("tensor", "tensors in blocks", tensors, [[tensor] for _, _, tensor in dealt], count)
-
-
-def _strides(plan: str, unit: str, tensors: Sequence[TensorSpec], units: list[list[TensorSpec]], count: int) -> Bins:
-    if count == 1:
-        return [list(tensors)]
-    outside = [tensor for tensor in tensors if _block(tensor.name) is None]
-    if not outside or not units:
-        which = "tensors outside of blocks" if not outside else "blocks (names such as 'blocks.3.mlp.weight')"
-        raise PlanError(f'plan "{plan}" leaves a fragment empty, the model has no {which}: use plan "balanced"')
-    if count > len(units) + 1:
-        most = len(units) + 1
-        raise PlanError(
-            f'plan "{plan}" leaves a fragment empty, {count} were asked for and the model has {len(units)} {unit}: '
-            f'ask for {most} or fewer (--fragments {most}), or use plan "balanced"'
-        )
-    dealt = [units[first :: count - 1] for first in range(count - 1)]
-    return [outside, *([tensor for unit in share for tensor in unit] for share in dealt)]
-
-
-def _block(name: str) -> tuple[str, int] | None:
-    """What comes before the first number in a dotted name, and that number: ("blocks", 3) of blocks.3.mlp.weight."""
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        if part.isascii() and part.isdigit():
-            return ".".join(parts[:place]), int(part)
-    return None
-
-
-_DEAL: dict[str, Callable[[Sequence[TensorSpec], int], Bins]] = {
-    "balanced": _balanced,
-    "layer": _by_layer,
-    "tensor": _by_tensor,
-}
 
 
 def _fragment(index: int, held: list[TensorSpec]) -> Fragment:

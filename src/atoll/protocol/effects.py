@@ -20,7 +20,7 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.records import AnyRecord, Undone
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import AdoptRule, AnyEntry
+from atoll.protocol.tape import AnyEntry
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -558,7 +558,7 @@ class Adopt(Fact, frozen=True):
     fragment: int
     version: int
     round: int
-    rule: AdoptRule
+    rule: str
     step: int = 0
     copy_t: int | None = None
     held_tokens: int = 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MOST, Name
+from atoll.protocol.bounds import MOST, ChoiceName, Name
 from atoll.protocol.errors import ConfigError
 
 USUAL = 24
@@ -34,13 +34,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """γ: the share of the slack that the grace window may use."""
     grace_cap_steps: float = 1.0
     """The longest grace window, in learner steps."""
-    adopt: Literal["overwrite", "blend", "carry"] = "overwrite"
+    adopt: ChoiceName = "overwrite"
     """How a learner takes a new version into its model."""
     blend: float = 0.5
     """α of adopt = "blend": the share of the learner's own values that stays."""
-    codec: Literal["fp32", "bf16"] = "bf16"
+    codec: ChoiceName = "bf16"
     """How contributions travel. It encodes Δ = base − θ, never θ."""
-    plan: Literal["balanced", "layer", "tensor"] = "balanced"
+    plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0
     """The run ends at this step: the median steps of its learners (pace.py). 0: no such limit."""

@@ -24,20 +24,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Literal
 
 import msgspec
 
-from atoll.protocol.bounds import Line, Number, Real, Row
-
-AdoptRule = Literal["overwrite", "blend", "carry"]
+from atoll.protocol.bounds import ChoiceName, Line, Number, Real, Row
 
 KEPT = 8192
 """Entries that a training process keeps for a courier or a syncer that has to hear them again."""
 AT_ONCE = 512
 """The most that one report carries."""
 
-RULES: dict[AdoptRule, Literal["o", "b", "c"]] = {"overwrite": "o", "blend": "b", "carry": "c"}
+SHORT_RULES = {"overwrite": "o", "blend": "b", "carry": "c"}
+"""Adoption rules that a tape names by a letter; the others by their whole name."""
+
+
+def shorten_rule(rule: str) -> str:
+    return SHORT_RULES.get(rule, rule)
+
+
+def whole_rule(short: str) -> str:
+    return {letter: rule for rule, letter in SHORT_RULES.items()}.get(short, short)
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -65,7 +71,7 @@ class Owned(Entry, frozen=True, tag="o"):
 class Adopted(Entry, frozen=True, tag="a"):
     fragment: Number
     version: Number
-    rule: Literal["o", "b", "c"] = "o"
+    rule: ChoiceName = "o"
     copy_t: Number = -1
     """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
 

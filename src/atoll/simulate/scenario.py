@@ -74,7 +74,7 @@ class Taped(World):
         gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in island.copies
         rule = "overwrite" if adopt.rule == "carry" and gone else adopt.rule
         copy_t = adopt.copy_t if rule == "carry" and adopt.copy_t is not None else -1
-        self._say(island, tape.Adopted(island.t, adopt.fragment, adopt.version, tape.RULES[rule], copy_t))
+        self._say(island, tape.Adopted(island.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
         super().adopted(island, adopt, value, dropped)
 
     def stepped(self, island: Training) -> None:

@@ -53,7 +53,6 @@ from atoll.protocol import tape
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
 
-RULES = {short: rule for rule, short in tape.RULES.items()}
 OVER = "the replay is over"
 
 
@@ -261,7 +260,7 @@ class Actor:
                 fragment=act.fragment,
                 version=act.version,
                 round=-1,
-                rule=RULES[act.rule],
+                rule=tape.whole_rule(act.rule),
                 blend=self._house.settings.blend,
                 step=0,
                 minus=slot,

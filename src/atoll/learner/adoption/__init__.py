@@ -1,0 +1,6 @@
+"""Adoption rules, a module each: how a new version is taken into the model between two steps.
+
+A module has `adopt(own, new, *, blend, read)`, which changes `own` in place and computes in fp32 whatever the tensors'
+type. `read` is the copy that the version already contains, or the base; it is given to "carry" alone. The inner
+optimizer's moments are never touched.
+"""

@@ -1,0 +1,29 @@
+"""Plain SGD: Θ ← Θ − ηΔ."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from atoll.numerics import kernels
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.outer import copied_parts
+
+
+class Sgd(msgspec.Struct, frozen=True):
+    name: ClassVar[str] = "sgd"
+    lr: float
+
+    def slots(self) -> tuple[str, ...]:
+        return ()
+
+    def step(self, theta: FloatArray, new_theta: FloatArray, state: dict[str, FloatArray], delta: FloatArray) -> None:
+        given = kernels.read_only(delta)
+        for part in copied_parts(theta, new_theta):
+            kernels.sgd(new_theta[part], given[part], np.float32(self.lr))
+
+
+def make(lr: float, momentum: float) -> Sgd:
+    return Sgd(lr)
