@@ -2,13 +2,8 @@
 
 The order matters: adopt first, then copy, then (synchronous runs) wait and adopt what was waited for.
 
-Adoption takes a new version Θ of a fragment into the model's parameters θ:
-
-    overwrite   θ ← Θ
-    blend       θ ← αθ + (1 − α)Θ
-    carry       θ ← Θ + (θ − θ_read), where θ_read is the copy that the version already contains, or the base
-
-The inner optimizer's moments are never touched.
+Adoption takes a new version Θ of a fragment into the model's parameters θ, by one of the rules in adoption/. The inner
+optimizer's moments are never touched.
 
 The memory that a learner shares with its courier is made when the run's settings are known, or filled from a snapshot.
 It outlives a courier: the next one finds counters, versions and the base in it. It is made anew when the run's fragment
