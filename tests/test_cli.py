@@ -241,6 +241,13 @@ def test_a_new_run_waits_for_its_learners_for_as_long_as_is_said(
     assert found == [30.0, 5.0, 0.0]
 
 
+def test_only_a_breakable_run_looks_for_plans_of_faults(monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun]) -> None:
+    run = begin(monkeypatch, taken, "--out", "plain")
+    assert run.beside is None and run.route is None and not run.syncer_words
+    run = begin(monkeypatch, taken, "--out", "breakable", "--breakable")
+    assert run.beside is not None and run.route is not None and "--disk" in run.syncer_words
+
+
 def test_the_demo_kills_one_and_may_be_repeated(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
 ) -> None:

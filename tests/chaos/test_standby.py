@@ -1,4 +1,4 @@
-"""A plan for a run that goes on: who takes it, and what is refused before anything is done."""
+"""A plan for a run that goes on: who takes it, and which runs take none."""
 
 from __future__ import annotations
 
@@ -23,32 +23,29 @@ PLAN = Plan(
         Fault(kind="disk-full", at_s=3.0, for_s=1.0),
     ),
 )
-SIGNALS = msgspec.structs.replace(PLAN, fault=PLAN.fault[:1])
 
 
-def signed(folder: Path, pid: int, *, breakable: bool) -> RunDir:
-    (folder / SIGN).write_bytes(msgspec.json.encode(Ready(pid, breakable)))
+def signed(folder: Path, pid: int) -> RunDir:
+    (folder / SIGN).write_bytes(msgspec.json.encode(Ready(pid)))
     return RunDir(folder)
 
 
-def test_links_and_the_disk_need_a_run_that_can_be_broken(tmp_path: Path) -> None:
-    out = signed(tmp_path, os.getpid(), breakable=False)
-    with pytest.raises(ConfigError, match="delay, disk-full need a run that was started with atoll train --breakable"):
-        order(out, PLAN)
+def test_a_run_that_nobody_may_attack_is_given_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run that can be attacked goes on in .*: start it with --breakable"):
+        order(RunDir(tmp_path), PLAN)
     assert not (tmp_path / ATTACK).exists()
-    order(out, SIGNALS)
-    assert msgspec.json.decode((tmp_path / ATTACK).read_bytes(), type=Plan) == SIGNALS
 
 
-def test_one_that_can_be_broken_takes_all_kinds(tmp_path: Path) -> None:
-    order(signed(tmp_path, os.getpid(), breakable=True), PLAN)
+def test_one_plan_waits_at_a_time(tmp_path: Path) -> None:
+    order(signed(tmp_path, os.getpid()), PLAN)
+    assert msgspec.json.decode((tmp_path / ATTACK).read_bytes(), type=Plan) == PLAN
     with pytest.raises(ConfigError, match="another plan waits"):
         order(RunDir(tmp_path), PLAN)
 
 
 def test_nobody_is_there_to_carry_it_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run goes on in"):
+    with pytest.raises(ConfigError, match="no run that can be attacked"):
         ready(RunDir(tmp_path))
     # A process id that cannot be in use: the kernel's largest is 2^22.
-    with pytest.raises(ConfigError, match="no run goes on in"):
-        ready(signed(tmp_path, 2**22 + 1, breakable=True))
+    with pytest.raises(ConfigError, match="no run that can be attacked"):
+        ready(signed(tmp_path, 2**22 + 1))

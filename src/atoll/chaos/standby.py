@@ -1,10 +1,10 @@
 """A run that can be attacked while it goes on: its supervisor looks for a plan in the run's folder, and carries it out.
 
-    standby.json        who looks (a process id), and whether links and the disk can be broken
-    attack.json         a plan for it: taken, and gone with that
+    standby.json        the process that looks
+    attack.json         a plan for it: read once, then deleted
 
-Signals and bad contributions need nothing. Links can only be broken where learners dial through lines of their own from
-the start, and a disk where the journal lies on one that can be told: `atoll train --breakable`.
+Only a run that was started with `atoll train --breakable` looks. Its learners dial through TCP relays from the start,
+and its journal lies on a disk that can be made to fail; any other run has none of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.chaos.inject import Injector
-from atoll.chaos.plan import KINDS, Plan, check
+from atoll.chaos.plan import Plan, check
 from atoll.chaos.trouble import NAME as TROUBLE
 from atoll.config import Config
 from atoll.launch.local import LocalRun
@@ -34,30 +34,19 @@ SIGN, ATTACK = "standby.json", "attack.json"
 TAKEN_S = 10.0
 """A plan that lies there for so long is not looked for by anybody."""
 TOLD = ("chaos", "fault", "mended", "spared", "warning", "ending", "finished")
-DISK_KINDS = ("disk-full", "disk-slow")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What can be done to a run, and by whom."""
+    """The supervisor that carries out what a plan says."""
 
     pid: int
-    breakable: bool
-
-    def refuses(self, plan: Plan) -> str:
-        """Why not this plan; empty: it can be done."""
-        if self.breakable:
-            return ""
-        kinds = {fault.kind for fault in plan.faults()}
-        needs = sorted(kind for kind in kinds if KINDS[kind].on == "link" or kind in DISK_KINDS)
-        return f"{', '.join(needs)} need a run that was started with atoll train --breakable" if needs else ""
 
 
 class Standby:
-    """Belongs to one run. Hand `route` (where it is breakable), `beside` and `watch` to it."""
+    """Belongs to one run. Hand `route`, `beside` and `watch` to it."""
 
-    def __init__(self, config: Config, out: RunDir, *, breakable: bool) -> None:
+    def __init__(self, config: Config, out: RunDir) -> None:
         self._out, self._config = out, config
-        self._ready = Ready(os.getpid(), breakable)
         self._injector = Injector(Plan(config=config), out.path / TROUBLE)
 
     async def run(self, run: LocalRun) -> None:
@@ -77,7 +66,7 @@ class Standby:
 
     async def beside(self) -> None:
         sign = self._out.path / SIGN
-        write_atomic(sign, msgspec.json.encode(self._ready))
+        write_atomic(sign, msgspec.json.encode(Ready(os.getpid())))
         try:
             while True:
                 if (plan := self._take()) is not None:
@@ -95,8 +84,6 @@ class Standby:
             plan = msgspec.json.decode(path.read_bytes(), type=Plan)
             plan = msgspec.structs.replace(plan, config=self._config)
             check(plan, ATTACK)
-            if reason := self._ready.refuses(plan):
-                raise ConfigError(reason)
         except (OSError, msgspec.MsgspecError, ConfigError) as error:
             events.say("warning", f"a plan of faults was not understood, and nothing is done: {error}")
             return None
@@ -118,7 +105,7 @@ def ready(out: RunDir) -> Ready:
         found = msgspec.json.decode((out.path / SIGN).read_bytes(), type=Ready)
         os.kill(found.pid, 0)
     except (FileNotFoundError, ProcessLookupError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"no run goes on in {out.path}: --run is for one that `atoll train` is busy with") from error
+        raise ConfigError(f"no run that can be attacked goes on in {out.path}: start it with --breakable") from error
     except PermissionError as error:
         raise ConfigError(f"the run in {out.path} belongs to somebody else: {error}") from error
     return found
@@ -127,8 +114,6 @@ def ready(out: RunDir) -> Ready:
 def order(out: RunDir, plan: Plan) -> Ready:
     """Hand a plan to a run that goes on."""
     found = ready(out)
-    if reason := found.refuses(plan):
-        raise ConfigError(reason)
     path: Path = out.path / ATTACK
     if path.exists():
         raise ConfigError(f"another plan waits in {path} already")

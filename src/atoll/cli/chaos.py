@@ -51,8 +51,8 @@ def chaos(
     """Attack a real run by a plan of faults, and get a verdict in numbers.
 
     Where the verdict compares with a run in peace, that one is made first. Exit code 0: everything holds that the plan
-    asks for. 1: something does not. The same plan and seed are the same faults. With --run, the run that `atoll train`
-    is busy with is attacked, by its own settings; the verdict is given when that run ends.
+    asks for. 1: something does not. The same plan and seed are the same faults. With --run, a run that goes on already
+    and was started with `atoll train --breakable` is attacked; the verdict is given when that run ends.
 
     Examples:
 

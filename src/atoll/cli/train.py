@@ -111,7 +111,7 @@ def train(
     ] = None,
     breakable: Annotated[
         bool,
-        typer.Option("--breakable", help="atoll chaos --run may break links and disk too.", rich_help_panel=RUN),
+        typer.Option("--breakable", help="atoll chaos --run may attack this run.", rich_help_panel=RUN),
     ] = False,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Figures for TensorBoard, as it goes.", metavar="DIR", rich_help_panel=RUN)
@@ -393,12 +393,13 @@ def _train(
     tail = EventTail(out.events)
     if resume is not None:
         tail.skip_to_end()  # what happened before was told then
-    standby = Standby(config, out, breakable=options.breakable)
+    standby = Standby(config, out) if options.breakable else None
     with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
-            standby.watch(status, {event["kind"] for event in events})
+            if standby is not None:
+                standby.watch(status, {event["kind"] for event in events})
             tracking.update(status, events)
             view.update(status, events)
 
@@ -412,14 +413,14 @@ def _train(
             watch=watch,
             pages=dashboard.NAME,
             listens=view.listens,
-            route=standby.route if options.breakable else None,
-            beside=standby.beside,
-            syncer_words=("--disk", DISK) if options.breakable else (),
+            route=standby.route if standby is not None else None,
+            beside=standby.beside if standby is not None else None,
+            syncer_words=("--disk", DISK) if standby is not None else (),
             max_restarts=options.max_restarts,
             devices=options.devices,
             launch=options.launch,
         )
-        asyncio.run(standby.run(run))
+        asyncio.run(standby.run(run) if standby is not None else run.run())
     for words in tracking.trouble:
         console.print(f"note: {words}", soft_wrap=True, highlight=False, markup=False)
     close(out, console, as_json)
