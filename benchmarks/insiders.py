@@ -38,10 +38,10 @@ from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.numerics.merge import merge
 from atoll.numerics.screen import Screen
-from atoll.protocol.claims import above_others
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.weights import limit_of, limited
+from atoll.protocol.syncer.claims import above_others
+from atoll.protocol.syncer.weights import limit_of, limited
 from atoll.syncer.parameters import Overflow, Parameters
 from atoll.workloads.schedule import learning_rate
 from atoll.workloads.text import Text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.protocol.figures import merged_share
+from atoll.protocol.statistics import merged_share
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
 FRAGMENTS = 24

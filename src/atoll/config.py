@@ -19,8 +19,8 @@ import msgspec
 import tomli_w
 
 from atoll.choices import ADOPT, CODEC, MERGE, OUTER_OPTIMIZER, PLAN
-from atoll.protocol.bounds import MOST
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import MOST
 from atoll.protocol.settings import Settings
 
 if TYPE_CHECKING:

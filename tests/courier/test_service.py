@@ -12,7 +12,7 @@ from atoll.courier import service
 from atoll.courier.service import Courier
 from atoll.mailbox.channel import Bye, Channel, Copy, DrainOrder, RunProgress, StopOrder, decode_to_training
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Refused
 
 

@@ -41,8 +41,8 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.records import Begun, Joined, Owned, Reset
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.outbox import TAPE_BYTES
 from atoll.protocol.tape import Began, Informed
-from atoll.protocol.taping import TAPE_BYTES
 from atoll.store.writer_lease import acquire
 from atoll.syncer.credentials import write_tokens
 from atoll.syncer.run_store import RunStore

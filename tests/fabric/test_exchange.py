@@ -32,7 +32,7 @@ from atoll.fabric.wire import (
 )
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from atoll.learner.folder import LearnerFolder, claim_folder, default_names, make_proof, run_or_address
-from atoll.protocol.bounds import is_name
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import is_name
 
 SYNCER = "http://127.0.0.1:7077"
 HOLD = """

@@ -14,7 +14,7 @@ from torch import nn
 
 from atoll.learner.step_stats import EVERY, Inputs
 from atoll.mailbox.channel import Step
-from atoll.protocol.bounds import MOST
+from atoll.protocol.limits import MOST
 
 
 class Anything(nn.Module):

@@ -17,8 +17,8 @@ from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.channel import StateCopy, StateTaken
 from atoll.mailbox.memory import reserve
-from atoll.protocol.bounds import LINE
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import LINE
 
 Lie = Callable[[dict[str, Any]], None]
 

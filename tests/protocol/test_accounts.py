@@ -9,14 +9,14 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
 from atoll.protocol.history import History
-from atoll.protocol.learner import Learner as Machine
-from atoll.protocol.membership import Learner, Membership
+from atoll.protocol.learner.machine import Learner as Machine
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
-from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
 
 BATCH = 4
 LEASE = LEASE_BATCHES * BATCH

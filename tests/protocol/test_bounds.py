@@ -9,8 +9,8 @@ import pytest
 from msgspec import inspect
 
 from atoll.fabric.wire import Score
-from atoll.protocol.bounds import LINE, clipped, near
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import LINE, clipped, near
 from atoll.protocol.messages import FromLearner, FromSyncer
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import AnyEntry

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from atoll.protocol.budget import FEW, Budget, Budgets
+from atoll.protocol.limits import FEW, Budget, Budgets
 
 
 def test_so_much_at_once_and_so_much_a_second() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.protocol.claims import STEPS, TIMES, TIMES_NEW, Usual, beyond_lease, beyond_rate, beyond_steps
+from atoll.protocol.syncer.claims import STEPS, TIMES, TIMES_NEW, Usual, beyond_lease, beyond_rate, beyond_steps
 
 step_s = st.floats(0.01, 10.0)
 per_step = st.integers(1, 100_000)

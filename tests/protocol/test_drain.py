@@ -7,7 +7,7 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol.messages import Pull
-from atoll.protocol.rounds import SILENT_BEATS
+from atoll.protocol.syncer.rounds import SILENT_BEATS
 
 
 def all_merged(world: World) -> None:

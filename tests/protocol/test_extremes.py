@@ -23,7 +23,7 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.history import History, State
 from atoll.protocol.records import encode
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 
 P = 4
 MOST_EFFECTS = 50_000

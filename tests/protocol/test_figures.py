@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.protocol.figures import RecentSamples, Spread, after_adoption, merged_share, participation, spread
+from atoll.protocol.statistics import RecentSamples, Spread, after_adoption, merged_share, participation, spread
 
 
 def test_what_is_in_flight_counts_for_nothing_yet() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Fresh, Helped, Seek, TensorSpec, Welcome
 from atoll.protocol.settings import Settings
 

@@ -4,9 +4,10 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.grace import Average, Estimates, grace_s
 from atoll.protocol.messages import Pull
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Average
+from atoll.protocol.syncer.closing import Estimates, grace_s
 
 
 def estimates(quorum_s: float, sync_s: float) -> Estimates:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.protocol import effects as fx
-from atoll.protocol.helping import KEPT_S, Helping
+from atoll.protocol.learner.peer_state import KEPT_S, Helping
+from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import FromLearner, Help, Ready, Release, Stream, Unable
-from atoll.protocol.versions import Versions
 
 
 class Peer:

@@ -8,13 +8,13 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.gathering import Gathering
-from atoll.protocol.learner import Learner
-from atoll.protocol.membership import Membership
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Drain, Leave, Progress, Welcome
 from atoll.protocol.records import Gone
-from atoll.protocol.round import Round
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.closing import Gathering
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.state import Round
 
 
 def test_it_is_told_and_written_down() -> None:

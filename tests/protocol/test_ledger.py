@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.protocol.figures import after_adoption
 from atoll.protocol.ledger import Fate, Ledger, LedgerState, Totals
 from atoll.protocol.records import Gone, Joined, Merged, Share
+from atoll.protocol.statistics import after_adoption
 
 
 def round_of(fragment: int, version: int, *shares: Share) -> Merged:

@@ -23,9 +23,8 @@ from atoll.protocol.effects import (
     Stepped,
     Uploading,
 )
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.membership import Membership
 from atoll.protocol.messages import (
     Announce,
     Ending,
@@ -40,7 +39,8 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.records import Owned
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
+from atoll.protocol.syncer.membership import Membership
 
 
 def test_the_first_joiner_gives_the_first_parameters_and_the_others_take_them() -> None:

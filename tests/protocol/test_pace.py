@@ -3,7 +3,7 @@
 import pytest
 from tests.protocol.world import World
 
-from atoll.protocol.pace import Pace
+from atoll.protocol.syncer.closing import Pace
 
 
 @pytest.mark.parametrize(("fragments", "every"), [(1, 4), (4, 24), (6, 6), (5, 7), (15, 24), (24, 24)])

@@ -1,6 +1,6 @@
 """The rule that closes a round, as a pure function, and the quorum it asks for."""
 
-from atoll.protocol.quorum import effective_quorum, judge, judge_all
+from atoll.protocol.syncer.closing import effective_quorum, judge, judge_all
 
 
 def test_below_quorum_a_round_waits_for_events_only() -> None:

@@ -10,7 +10,7 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import Ended
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 
 
 def read_again(world: World) -> History:

@@ -6,12 +6,12 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.gathering import Gathering
-from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Announce, Pull
-from atoll.protocol.round import Round
-from atoll.protocol.rounds import SILENT_BEATS
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.closing import Gathering
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.rounds import SILENT_BEATS
+from atoll.protocol.syncer.state import Round
 from atoll.simulate import campaign
 from atoll.simulate.disk import AGAIN_S
 

@@ -14,10 +14,10 @@ from atoll.protocol import effects as fx
 from atoll.protocol import records, schedule
 from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Hello, Progress, Welcome
-from atoll.protocol.pace import APART, Pace
 from atoll.protocol.records import Begun, Ended, Passed, Started
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.closing import APART, Pace
+from atoll.protocol.syncer.machine import Syncer
 
 
 def rounds_of(world: World) -> list[records.Merged | records.Passed]:

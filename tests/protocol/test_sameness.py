@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
-from atoll.protocol.membership import Membership
 from atoll.protocol.messages import Hello
-from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Begun
-from atoll.protocol.sameness import COMMON, SameBatches
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.learner_warnings import COMMON, SameBatches
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.outbox import Outbox
 
 
 class Watched:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.protocol import effects as fx
+from atoll.protocol.learner.peer_state import Seeking
 from atoll.protocol.messages import Fresh, FromLearner, Helped, Seek, Settled
-from atoll.protocol.seeking import Seeking
 
 
 class Newcomer:

@@ -7,11 +7,11 @@ from tests.protocol.world import World
 
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
-from atoll.protocol.membership import Learner, Membership
-from atoll.protocol.outbox import Outbox
 from atoll.protocol.records import Begun, Merged, Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.shares import ShareWatch
+from atoll.protocol.syncer.learner_warnings import ShareWatch
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
 
 H = 8
 

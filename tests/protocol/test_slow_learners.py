@@ -10,7 +10,7 @@ from tests.protocol.world import World
 from atoll.courier.slots import Outgoing
 from atoll.protocol import effects as fx
 from atoll.protocol import records
-from atoll.protocol.orders import Orders, RoundsPerStep
+from atoll.protocol.learner.copies import Orders, RoundsPerStep
 from atoll.protocol.settings import Settings
 from atoll.simulate.island import Island
 from atoll.simulate.training import Training

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.claims import TIMES_NEW, Usual
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
-from atoll.protocol.spending import LEAST_S, Counted, believed_rate, rate_of
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.claims import LEAST_S, TIMES_NEW, Counted, Usual, believed_rate, rate_of
+from atoll.protocol.syncer.machine import Syncer
 
 
 def test_whoever_is_alone_is_believed() -> None:

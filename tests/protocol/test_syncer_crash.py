@@ -9,12 +9,12 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
-from atoll.protocol.assembling import RETURN_S
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Welcome
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.ending import RETURN_S
+from atoll.protocol.syncer.machine import Syncer
 
 
 class DieAt:

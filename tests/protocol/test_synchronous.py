@@ -6,8 +6,8 @@ from tests.protocol.test_copies import copy, pull
 from tests.protocol.world import World
 
 from atoll.protocol.effects import LearnerEffect, Received, Scored, Upload
+from atoll.protocol.learner.copies import Orders
 from atoll.protocol.messages import Progress
-from atoll.protocol.orders import Orders
 from atoll.protocol.settings import Settings
 
 

@@ -11,8 +11,8 @@ from atoll.protocol import messages as msg
 from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.outbox import ROUND_BYTES, TAPE_BYTES, Taping
 from atoll.protocol.tape import KEPT, Adopted, Began, Informed, Numbered, Spoken
-from atoll.protocol.taping import ROUND_BYTES, TAPE_BYTES, Taping
 
 
 def entries(start: int, stop: int) -> tuple[Adopted, ...]:

@@ -3,10 +3,10 @@
 from tests.protocol.world import TENSORS, World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import Announce, Member, Welcome
 from atoll.protocol.settings import Settings
-from atoll.protocol.versions import Versions
 
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
 

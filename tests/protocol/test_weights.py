@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.pace import median
 from atoll.protocol.settings import Settings
-from atoll.protocol.weights import limit_of, limited, telling
+from atoll.protocol.statistics import median
+from atoll.protocol.syncer.weights import limit_of, limited, telling
 
 weights = st.lists(st.floats(1e-6, 1e18), min_size=1, max_size=40)
 limits = st.floats(1.0, 50.0)

@@ -11,7 +11,7 @@ from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import world as simulated
 from atoll.simulate.disk import Disk
 from atoll.simulate.invariants import Invariants

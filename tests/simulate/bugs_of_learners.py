@@ -9,13 +9,12 @@ from tests.simulate.planting import Plain, always, mutant
 
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
-from atoll.protocol.connection_state import ConnectionState
-from atoll.protocol.copies import Copies
-from atoll.protocol.hearing import Hearing
-from atoll.protocol.helping import Copy, Helping
-from atoll.protocol.learner import Learner
-from atoll.protocol.pulls import Pulls, Standing
-from atoll.protocol.versions import Versions
+from atoll.protocol.learner.connection import ConnectionState
+from atoll.protocol.learner.copies import Copies, Pulls, Standing
+from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.peer_state import Copy, Helping
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.syncer.contributions import Hearing
 
 # ---- recovery -----------------------------------------------------------------------------------------------------
 

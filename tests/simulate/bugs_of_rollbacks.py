@@ -6,11 +6,11 @@ from typing import Any
 
 from tests.simulate.planting import Plain, always, mutant, nothing
 
+from atoll.protocol.learner.versions import Versions
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.membership import Learner
-from atoll.protocol.restoring import Restoring
-from atoll.protocol.rounds import Rounds
-from atoll.protocol.versions import Versions
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.restoring import Restoring
+from atoll.protocol.syncer.rounds import Rounds
 
 
 def _merged_alone(plain: Plain) -> Any:

@@ -7,21 +7,20 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol import claims, gathering, hearing
-from atoll.protocol.attendance import Attendance
-from atoll.protocol.drain import Drain
 from atoll.protocol.effects import Merge, Merged, Part
-from atoll.protocol.hearing import Hearing
+from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases
-from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Contribution, Progress
-from atoll.protocol.pace import Pace
-from atoll.protocol.quorum import Verdict
-from atoll.protocol.round import Round, Seat
-from atoll.protocol.rounds import SILENT_BEATS, Rounds
-from atoll.protocol.versions import Versions
-from atoll.protocol.watch import Watch
-from atoll.protocol.weights import weight
+from atoll.protocol.syncer import claims, closing, contributions
+from atoll.protocol.syncer.closing import Pace, Verdict
+from atoll.protocol.syncer.contributions import Hearing
+from atoll.protocol.syncer.ending import Drain
+from atoll.protocol.syncer.joining import Attendance
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.rounds import SILENT_BEATS, Rounds
+from atoll.protocol.syncer.state import Round, Seat
+from atoll.protocol.syncer.watch import Watch
+from atoll.protocol.syncer.weights import weight
 
 # ---- what may be merged -------------------------------------------------------------------------------------------
 
@@ -54,7 +53,7 @@ def _any_base(plain: Plain) -> Any:
 
 mutant(
     "a stale base is accepted",
-    (hearing, "against_the_rules", _any_base),
+    (contributions, "against_the_rules", _any_base),
     (Learner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
     (Versions, "owed", always(None)),
 )
@@ -120,11 +119,11 @@ def _grace_goes_on(plain: Plain) -> Any:
     return broken
 
 
-mutant("the quorum is one short", (gathering, "judge", _one_less))
-mutant("the grace window is not closed when all are there", (gathering, "judge", _grace_goes_on))
+mutant("the quorum is one short", (closing, "judge", _one_less))
+mutant("the grace window is not closed when all are there", (closing, "judge", _grace_goes_on))
 mutant(
     "a quorum that cannot be had is waited for",
-    (gathering, "effective_quorum", lambda plain: lambda quorum, live, waited_s, patience_s: quorum),
+    (closing, "effective_quorum", lambda plain: lambda quorum, live, waited_s, patience_s: quorum),
 )
 mutant("there is no pace", (Pace, "is_due", always(True)))
 mutant("a new term begins at step 0 of the run", (Pace, "go_on_from", nothing))
@@ -290,8 +289,8 @@ def _as_if_it_had_ended(plain: Plain) -> Any:
 
 
 mutant("a run whose learners are drained is at its end", (Membership, "report", _as_if_it_had_ended))
-mutant("last steps wait behind a round that has none", (gathering.Gathering, "is_skipped", always(False)))
-mutant("last steps wait for a pace that nobody sets", (gathering.Gathering, "_is_paced", always(True)))
+mutant("last steps wait behind a round that has none", (closing.Gathering, "is_skipped", always(False)))
+mutant("last steps wait for a pace that nobody sets", (closing.Gathering, "_is_paced", always(True)))
 
 
 def _told_once(plain: Plain) -> Any:
@@ -335,4 +334,4 @@ def _of_the_term_before(plain: Plain) -> Any:
     return broken
 
 
-mutant("only what is of the term before is taken", (hearing, "not_its_own", _of_the_term_before))
+mutant("only what is of the term before is taken", (contributions, "not_its_own", _of_the_term_before))

@@ -7,17 +7,18 @@ from typing import Any
 from msgspec.structs import replace
 from tests.simulate.planting import Plain, always, mutant, nothing
 
-from atoll.protocol import counters, history, ledger, records
 from atoll.protocol import effects as fx
-from atoll.protocol.accounts import Accounts
-from atoll.protocol.attendance import Attendance
-from atoll.protocol.connection_state import ConnectionState
-from atoll.protocol.cut import Cuts
-from atoll.protocol.ending import End
+from atoll.protocol import history, ledger, records
+from atoll.protocol.learner import connection
+from atoll.protocol.learner.connection import ConnectionState
+from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases
-from atoll.protocol.membership import Membership
-from atoll.protocol.rounds import Rounds
-from atoll.protocol.versions import Versions
+from atoll.protocol.syncer.accounts import Accounts
+from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.ending import End
+from atoll.protocol.syncer.joining import Attendance
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate.disk import Disk
 
 # ---- durability ---------------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ def _uncounted(name: str) -> Any:
     return make
 
 
-mutant("the counters are not reset at an adoption", (counters, "counted", _uncounted("tokens")))
-mutant("what an adoption drops is not counted", (counters, "counted", _uncounted("dropped")))
+mutant("the counters are not reset at an adoption", (connection, "counted", _uncounted("tokens")))
+mutant("what an adoption drops is not counted", (connection, "counted", _uncounted("dropped")))
 mutant("what a version holds is counted as dropped too", (Versions, "tokens_in", always(0)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll import cli
-from atoll.protocol.rounds import Rounds
+from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate.worker import all_of, report, reports
 
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from atoll.cli.commands import app
 from atoll.protocol import effects as fx
-from atoll.protocol.membership import Learner, Membership
 from atoll.protocol.messages import Hello
+from atoll.protocol.syncer.membership import Learner, Membership
 from atoll.simulate.scope import SCOPES, Scope, search
 from atoll.simulate.scope_calm import calmly
 from atoll.simulate.scope_form import clone, form

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.protocol.rounds import Rounds
+from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate import campaign
 from atoll.simulate.campaign import Plan
 from atoll.simulate.faults import Fault

@@ -12,7 +12,7 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Greeted, Lost
 from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.model import PROGRAM, memory_bound
 from atoll.syncer.status import Meter
 

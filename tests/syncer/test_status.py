@@ -9,7 +9,7 @@ from atoll.config import Config, convert
 from atoll.fabric.wire import Score
 from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.syncer.status import Meter, nobody_here
 
 CONFIG: Config = convert(

@@ -28,10 +28,10 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
-from atoll.protocol.figures import after_adoption
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Contribution
 from atoll.protocol.records import Begun
+from atoll.protocol.statistics import after_adoption
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir

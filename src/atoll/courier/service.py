@@ -57,7 +57,7 @@ from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder

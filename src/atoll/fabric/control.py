@@ -34,8 +34,8 @@ from atoll.fabric.outbox import Outbox
 from atoll.fabric.owners import Owners
 from atoll.fabric.sequence import Sequences, unnumbered
 from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
-from atoll.protocol.budget import Budget, Budgets
 from atoll.protocol.errors import PeerError
+from atoll.protocol.limits import Budget, Budgets
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
 from atoll.protocol.succession import Holder, judge_claim, tell_taken
 

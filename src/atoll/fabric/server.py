@@ -50,8 +50,8 @@ from atoll.fabric.wire import (
     decode_score,
     decode_words,
 )
-from atoll.protocol.budget import Budgets
 from atoll.protocol.errors import PeerError
+from atoll.protocol.limits import Budgets
 
 __all__ = ["Channel", "Handlers", "Served", "Server"]
 

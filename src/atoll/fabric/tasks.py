@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from atoll.fabric.wire import one_line
-from atoll.protocol.budget import Budget
 from atoll.protocol.errors import AtollError
+from atoll.protocol.limits import Budget
 
 AGAIN_S = 1.0
 """The first wait before something that shows the run is started again; it doubles …"""

@@ -5,7 +5,7 @@ Rules:
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
 - a message of a learner is read within 50 ms, whatever it is: only a hello, which names every tensor, may be large;
 - every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
-- a name that a peer brings (learner, session) is one that may be part of a path (protocol/bounds.py).
+- a name that a peer brings (learner, session) is one that may be part of a path (protocol/limits.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.limits import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
 from atoll.protocol.messages import (
     NEW_FIELDS,
     NEW_MESSAGES,

@@ -32,7 +32,7 @@ from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.store.atomic import make_folder, staged
 from atoll.store.cuts import (
     BadCut,

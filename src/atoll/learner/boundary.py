@@ -44,9 +44,9 @@ from atoll.mailbox.channel import (
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PlanError
-from atoll.protocol.figures import after_adoption
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import after_adoption
 from atoll.protocol.tape import Adopted as AdoptedEntry
 from atoll.protocol.tape import Owned, shorten_rule
 

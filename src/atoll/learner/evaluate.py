@@ -16,8 +16,8 @@ from typing import Any, get_args
 from torch import nn
 
 from atoll.learner.script import end_script, find_syncer
-from atoll.protocol.bounds import LONGEST, Direction
 from atoll.protocol.errors import AtollError
+from atoll.protocol.limits import LONGEST, Direction
 
 
 def evaluate(

@@ -27,8 +27,8 @@ from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan, difference, elements
-from atoll.protocol.bounds import LONGEST, Direction, near
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
+from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
 

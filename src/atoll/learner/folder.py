@@ -35,8 +35,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from atoll.fabric.address import parse_address
-from atoll.protocol.bounds import LONGEST, is_name
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import LONGEST, is_name
 from atoll.protocol.succession import tell_taken
 from atoll.store.atomic import make_folder, mode_in
 from atoll.store.keys import kept_secret

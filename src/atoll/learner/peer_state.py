@@ -49,8 +49,8 @@ from atoll.learner.state import (
 from atoll.learner.unmerged import Unmerged
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.mailbox.memory import mapped, reserve
-from atoll.protocol.bounds import MOST, clipped
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
+from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.tape import Gave, Took
 
 PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from atoll.protocol.bounds import near
+from atoll.protocol.limits import near
 
 
 class Tally:

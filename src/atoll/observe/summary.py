@@ -43,8 +43,8 @@ from typing import Any
 
 from atoll.observe.presence import Presence, Span, starts_everything, stays
 from atoll.observe.scores import read_scores, training_losses
-from atoll.protocol.figures import Spread, participation, spread
 from atoll.protocol.ledger import FATES
+from atoll.protocol.statistics import Spread, participation, spread
 from atoll.telemetry.events import Event
 
 Summary = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.protocol.bounds import Count, Name
+from atoll.protocol.limits import Count, Name
 
 MOST_NAMES = 16384
 """In one clock that a peer sends."""

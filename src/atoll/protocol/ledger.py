@@ -40,8 +40,8 @@ from typing import TypeVar
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
-from atoll.protocol.figures import merged_share
 from atoll.protocol.records import Gone, Merged, Record, Share, Undone
+from atoll.protocol.statistics import merged_share
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 Small, frozen and tagged; unknown fields are forbidden, so a message of another version is refused, never guessed at.
 Tensors are not in here: a fragment's bytes travel as a body on a connection of its own, and the message that names them
 is sent once the body is whole. Every message carries its sender's vector clock. Whatever may be long or large has a
-bound in its type (bounds.py), checked before the bytes behind it are read; all but a hello are short as a whole
+bound in its type (limits.py), checked before the bytes behind it are read; all but a hello are short as a whole
 (fabric/wire.py).
 
 Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
@@ -26,8 +26,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.clock import Clock
+from atoll.protocol.limits import MANY, Count, Line, Name, Number, Real, Row, Seconds, Words
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import KEPT, AnyEntry
 

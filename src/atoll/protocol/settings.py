@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from atoll.protocol.bounds import MOST, ChoiceName, Name
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import MOST, ChoiceName, Name
 
 USUAL = 24
 """The paper's H, and its P where the model has so many tensors."""
@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0
-    """The run ends at this step: the median steps of its learners (pace.py). 0: no such limit."""
+    """The run ends at this step: the median steps of its learners (`Pace`, syncer/closing.py). 0: no such limit."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     cut_every: int = -1

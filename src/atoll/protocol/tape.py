@@ -27,7 +27,7 @@ from itertools import islice
 
 import msgspec
 
-from atoll.protocol.bounds import ChoiceName, Line, Number, Real, Row
+from atoll.protocol.limits import ChoiceName, Line, Number, Real, Row
 
 KEPT = 8192
 """Entries that a training process keeps for a courier or a syncer that has to hear them again."""

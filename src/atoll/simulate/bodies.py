@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.simulate.network import STUCK_S, Network
 from atoll.simulate.oracle import Body
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
 from atoll.simulate.promises import Violation
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
 from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Restored, Started
-from atoll.protocol.restoring import undone
+from atoll.protocol.syncer.outbox import must_be_synced
+from atoll.protocol.syncer.restoring import undone
 
 Entry = tuple[AnyRecord, float | list[float] | None]
 """A record, and what belongs to it: the merged outer gradient, or the values that the run is rolled back to."""

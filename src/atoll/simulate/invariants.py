@@ -36,7 +36,7 @@ from atoll.protocol.clock import Clock, knows
 from atoll.protocol.ledger import Account
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, Welcome
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.bounds import too_much
 from atoll.simulate.conduct import Conduct
 from atoll.simulate.drains import Drains

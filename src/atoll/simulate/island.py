@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
 from atoll.simulate import states
 from atoll.simulate.clocks import HostClock

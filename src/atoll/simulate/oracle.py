@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
-from atoll.protocol.restoring import undone
+from atoll.protocol.syncer.restoring import undone
 from atoll.simulate.promises import Violation
 from atoll.simulate.samples import Samples
 

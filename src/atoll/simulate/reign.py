@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
-from atoll.protocol.batch import next_batch
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Pull
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
+from atoll.protocol.syncer.outbox import next_batch
 from atoll.simulate.clocks import HostClock
 from atoll.simulate.disk import AGAIN_S, Entry
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.protocol import effects as fx
-from atoll.protocol.figures import after_adoption
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromLearner, Range
+from atoll.protocol.statistics import after_adoption
 
 DATA = fx.Registered((("text", 1_000_000, 1.0),), 0, 1)
 """What every learner takes its batches from: one sample a step."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.messages import Contribution
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import scope_checks as checks
 from atoll.simulate.scope_form import clone, form
 from atoll.simulate.scope_world import FAULTS, Choice, Party, Ruler, State, newcomer

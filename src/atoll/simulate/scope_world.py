@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
-from atoll.protocol.learner import Learner
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.scope_form import clone, form
 from atoll.simulate.scope_learner import DATA, Island
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
-from atoll.protocol.membership import Learner
 from atoll.protocol.messages import Progress, Pull
-from atoll.protocol.round import Round
-from atoll.protocol.watch import PROBE_EVERY_S
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import Round
+from atoll.protocol.syncer.watch import PROBE_EVERY_S
 from atoll.simulate.promises import Violation
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol.figures import after_adoption
+from atoll.protocol.statistics import after_adoption
 from atoll.simulate.data import Leased
 from atoll.simulate.leaving import Leaving
 

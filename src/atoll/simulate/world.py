@@ -16,7 +16,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.agenda import Agenda
 from atoll.simulate.bodies import Bodies
 from atoll.simulate.disk import AGAIN_S, Disk

@@ -47,7 +47,7 @@ from atoll.protocol.records import (
     Sources,
     Started,
 )
-from atoll.protocol.restoring import undone
+from atoll.protocol.syncer.restoring import undone
 from atoll.store.audit_members import Tallies, Wrong
 from atoll.store.cuts import CutState
 

@@ -24,7 +24,7 @@ from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import Gone, Joined, Merged, Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.weights import limited, under_median
+from atoll.protocol.syncer.weights import limited, under_median
 
 
 class Wrong(AtollError):

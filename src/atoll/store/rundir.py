@@ -20,7 +20,7 @@ The folder is this user's alone (mode 700), and so is all that is in it: a file 
 `[service] share_files` is as open as the umask says; its secrets never are.
 
 A folder that holds a run is never written over unless that was asked for, and then only these names are removed. Names
-that come from outside (learners, processes) become part of a path only if they are such (protocol/bounds.py).
+that come from outside (learners, processes) become part of a path only if they are such (protocol/limits.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from atoll.protocol.bounds import ALLOWED, LONGEST, is_name
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.limits import ALLOWED, LONGEST, is_name
 from atoll.store.atomic import make_folder, staged
 from atoll.store.writer_lease import hold_run
 

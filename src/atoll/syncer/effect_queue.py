@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from atoll.protocol import effects as fx
-from atoll.protocol.batch import next_batch
 from atoll.protocol.records import AnyRecord
+from atoll.protocol.syncer.outbox import next_batch
 from atoll.store.disk import NoRoom
 from atoll.store.writer_lease import Deposed
 

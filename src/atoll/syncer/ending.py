@@ -15,7 +15,7 @@ from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError
 from atoll.protocol.ledger import Totals
 from atoll.protocol.messages import Drain
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.telemetry.events import EventLog
 
 GOODBYE_S = 15.0

@@ -27,8 +27,8 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import Hello
 from atoll.protocol.records import Begun
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer import Syncer
-from atoll.protocol.taping import TAPE_BYTES
+from atoll.protocol.syncer.machine import Syncer
+from atoll.protocol.syncer.outbox import TAPE_BYTES
 from atoll.syncer.parameters import OLD, Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 

@@ -25,11 +25,11 @@ import numpy as np
 from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.protocol import effects as fx
-from atoll.protocol.batch import must_be_synced
 from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
+from atoll.protocol.syncer.outbox import must_be_synced
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,

@@ -36,7 +36,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
 from atoll.syncer.changes import change
 from atoll.syncer.contributions import Inbox, Merging

@@ -14,10 +14,10 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.wire import Score, one_line
 from atoll.numerics.fragments import Plan
-from atoll.protocol.figures import participation, spread
 from atoll.protocol.ledger import Totals
-from atoll.protocol.membership import Learner
-from atoll.protocol.syncer import Syncer
+from atoll.protocol.statistics import participation, spread
+from atoll.protocol.syncer.machine import Syncer
+from atoll.protocol.syncer.membership import Learner
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
 RECENT = 256

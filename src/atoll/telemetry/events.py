@@ -50,8 +50,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.protocol.bounds import clipped
-from atoll.protocol.budget import Budgets
+from atoll.protocol.limits import Budgets, clipped
 
 TEXT_CHARS = 4000
 """Of a text in an event."""

@@ -14,8 +14,8 @@ from statistics import fmean
 import msgspec
 
 from atoll.protocol import effects as fx
-from atoll.protocol.figures import participation
 from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import participation
 from atoll.simulate.goodput.chips import Chips, Stretch
 from atoll.simulate.goodput.profile import Profile
 from atoll.simulate.training import Training

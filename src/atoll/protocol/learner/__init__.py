@@ -1,0 +1,1 @@
+"""The rules of a learner, which its courier runs. Begin with machine.py."""

@@ -1,0 +1,211 @@
+"""A learner's counters, as its training process last told them, and whether they fit together.
+
+Rules kept here, each with its test: an adoption at a boundary whose step is not told yet waits for that step's report,
+which says both; between an order to forget and the next word of the training process its counters are of two lives, and
+are not told; a new life has taken none of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from atoll.protocol.clock import Clock, merged
+from atoll.protocol.effects import Adopted, HangUp, LearnerEffect, Save, Saved, Say, Stepped
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import (
+    Announce,
+    Contribution,
+    CutSaved,
+    FromLearner,
+    FromSyncer,
+    Heartbeat,
+    Progress,
+    Refused,
+    Welcome,
+)
+from atoll.protocol.tape import Spoken
+
+
+class Counters:
+    def __init__(self) -> None:
+        self.last = Stepped(0, (), ())
+        self._half_told = False
+        """It adopted at a boundary whose step is not told yet."""
+        self._forgetting = False
+        """It was told to forget, and is in the middle of a step for all we know."""
+
+    @property
+    def t(self) -> int:
+        return self.last.t
+
+    @property
+    def fit(self) -> bool:
+        """Whether they are all of one moment and of one life."""
+        return not self._half_told and not self._forgetting
+
+    def stepped(self, told: Stepped) -> None:
+        self.last, self._half_told, self._forgetting = told, False, False
+
+    def adopted(self, told: Adopted) -> None:
+        self._forgetting = False
+        if told.t > self.t:
+            self._half_told = True  # the report of that step is on its way, with all counters as they are then
+        else:
+            self.last = counted(self.last, told)
+
+    def forget(self, fragments: int, *, in_a_step: bool) -> None:
+        self.last = forgotten(self.last, fragments)
+        self._forgetting |= in_a_step
+
+
+def counted(stepped: Stepped, adopted: Adopted) -> Stepped:
+    """The counters after an adoption."""
+    if not stepped.steps:
+        return stepped
+    rows = {}
+    for name in ("steps", "tokens", "dropped", "missed"):
+        row = list(getattr(stepped, name)) or [0] * len(stepped.steps)
+        row[adopted.fragment] = getattr(adopted, name)
+        rows[name] = tuple(row)
+    return msgspec.structs.replace(stepped, **rows)
+
+
+def forgotten(stepped: Stepped, fragments: int) -> Stepped:
+    """The counters of another life, which has taken none of its samples yet."""
+    zeros = (0,) * fragments
+    rows = {"steps": zeros, "tokens": zeros, "dropped": zeros, "missed": zeros}
+    return msgspec.structs.replace(stepped, **rows, position=min(0, stepped.position))
+
+
+# What a learner says of itself: the messages made of its counters.
+
+
+def progress_of(
+    last: Stepped, versions: Versions, offer: int, aims: int, incarnation: int, seeking: bool, tape: Spoken
+) -> Progress:
+    zeros = (0,) * len(versions.held)
+    taped, entries = tape.next()
+    return Progress(
+        t=last.t,
+        steps=last.steps or zeros,
+        tokens=last.tokens or zeros,
+        versions=tuple(versions.held),
+        offer=offer,
+        aims=aims,
+        tokens_total=last.tokens_total,
+        busy_s=last.busy_s,
+        loss=last.loss,
+        stopped=last.stopped,
+        incarnation=incarnation,
+        dropped=last.dropped or zeros,
+        missed=last.missed if any(last.missed) else (),
+        counted=tuple(versions.counted),
+        position=last.position,
+        seeking=seeking,
+        taped=taped,
+        tape=entries,
+        leaving=last.leaving,
+        inputs=last.inputs,
+    )
+
+
+def cut_saved(saved: Saved, incarnation: int) -> CutSaved:
+    return CutSaved(
+        of=saved.cut,
+        incarnation=incarnation,
+        t=saved.t,
+        file=saved.file,
+        digest=saved.digest,
+        reason=saved.reason,
+    )
+
+
+class ConnectionState:
+    """A learner's line to the syncer: who it is there, whom it listens to, and what it says.
+
+    Rules kept here, each with its test: a syncer of an earlier term is not listened to; nothing is heeded before the
+    welcome, nor a welcome that was meant for an earlier process of this name, nor what follows that one; nothing is
+    said while there is no connection; every message carries the learner's vector clock and the newest term it has
+    heard of; a contribution says whose it is, and takes along what the tape holds that no report has said; one with
+    nothing to say sends heartbeats.
+    """
+
+    def __init__(self, do: Callable[[LearnerEffect], None], counters: Counters, name: str, session: str) -> None:
+        self._do, self._counters = do, counters
+        self.name, self.session = name, session
+        self.run = ""
+        self.term = 0
+        self.incarnation = 0
+        self.connected = False
+        self.said_at = 0.0
+        self.heard: Clock = {}
+        """What it was told of everybody's steps."""
+        self.tape = Spoken()
+
+    @property
+    def clock(self) -> Clock:
+        return merged(self.heard, {self.name: self._counters.t})
+
+    def heeds(self, message: FromSyncer) -> bool:
+        """Whether a message counts; if it does, its clock and term are taken in."""
+        if message.term < self.term and not isinstance(message, Refused):
+            self._do(HangUp(f"it speaks for term {message.term}, the run is in term {self.term}"))
+            return False
+        if not self.connected and not isinstance(message, Welcome | Refused):
+            return False  # it was meant for an earlier connection; the welcome will tell
+        if isinstance(message, Welcome) and message.session not in ("", self.session):
+            # It was meant for an earlier process of this name, and so is all that follows until the own welcome:
+            # what waited for the disk goes to whoever has the name by then, in the order in which it was decided.
+            self.connected = False
+            return False
+        self.term = max(self.term, message.term)
+        self.heard = merged(self.heard, message.clock)
+        return True
+
+    def say(self, now: float, message: FromLearner) -> None:
+        if self.connected:
+            self.said_at = now
+            if isinstance(message, Contribution):
+                message = self._signed(message)
+            self._do(Say(msgspec.structs.replace(message, clock=self.clock, term=self.term)))
+
+    def _signed(self, given: Contribution) -> Contribution:
+        """Whose it is; and a round names what it depends on."""
+        given = msgspec.structs.replace(given, run=self.run, learner=self.name, incarnation=self.incarnation)
+        if self.tape.waiting:
+            taped, tape = self.tape.next()
+            given = msgspec.structs.replace(given, taped=taped, tape=tape)
+        return given
+
+    def turn(self, now: float, heartbeat_s: float, wakes: list[float]) -> None:
+        """A heartbeat, where nothing else was said for so long."""
+        if self.connected:
+            if now >= self.said_at + heartbeat_s:
+                self.say(now, Heartbeat())
+            wakes.append(self.said_at + heartbeat_s)
+
+
+class Marker:
+    """When a learner saves its part of a cut: every message carries the newest cut's number, and the first to name one
+    is the marker.
+
+    Rules kept here, each with its test: at a welcome a cut is old news, the others have saved theirs; only one that
+    trains saves, or has trained until the run's end; nobody saves twice for one cut, unless a new term takes it anew.
+    """
+
+    def __init__(self, do: Callable[[LearnerEffect], None]) -> None:
+        self._do = do
+        self._newest = 0
+        """The newest cut it has heard of."""
+        self._kept: tuple[int, ...] = ()
+        """The complete ones that the run keeps."""
+
+    def look(self, message: FromSyncer, *, training: bool) -> None:
+        """`training`: it holds the run's parameters and has made its steps on them."""
+        if isinstance(message, Welcome | Announce):
+            self._kept = message.cuts
+        if message.cut > self._newest and not isinstance(message, Welcome) and training:
+            self._do(Save(message.cut, self._kept))
+        self._newest = message.cut if isinstance(message, Welcome) else max(self._newest, message.cut)

@@ -1,0 +1,418 @@
+"""A learner's copies and the pulls they answer: at hand, waited for, on their way to the syncer.
+
+One copy of a fragment is at hand at a time, the newest. A pull that finds none waits for the next boundary. What a
+contribution says of itself (step, counters, base) is what its copy said when it was made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from atoll.protocol import schedule
+from atoll.protocol.effects import (
+    CancelRead,
+    Copied,
+    Drop,
+    Hold,
+    LearnerEffect,
+    LetGo,
+    Read,
+    Upload,
+    Uploaded,
+    UploadFailed,
+)
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import Contribution, Decline, FromLearner, Pull
+from atoll.protocol.settings import Settings
+
+
+@dataclass(slots=True)
+class Copies:
+    do: Callable[[LearnerEffect], None]
+    offer: int = -1
+    """The newest round that a copy was made for."""
+    waiting: dict[int, Pull] = field(default_factory=dict)
+    """Pulls that wait for a copy, by fragment; the oldest first."""
+    _at_hand: dict[int, Copied] = field(default_factory=dict)
+    _sent: dict[tuple[int, int], tuple[Copied, Pull]] = field(default_factory=dict)
+    """(round, attempt) → what is on its way."""
+
+    def __contains__(self, fragment: int) -> bool:
+        return fragment in self._at_hand
+
+    def read_at(self, fragment: int) -> int:
+        """The step of the copy at hand; -1 when there is none."""
+        return self._at_hand[fragment].t if fragment in self._at_hand else -1
+
+    def keep(self, copy: Copied) -> Pull | None:
+        """It takes the place of an older one; the pull that waited for it, if one did."""
+        old = self._at_hand.get(copy.fragment)
+        if old is not None and old.t != copy.t:
+            self.do(Drop(copy.fragment, old.t))
+        self._at_hand[copy.fragment] = copy
+        self.offer = max(self.offer, copy.round)
+        return self.waiting.pop(copy.fragment, None)
+
+    def drop(self, fragment: int, until: int | None = None) -> int | None:
+        """Of no more use; with `until`, only a copy made for that round or one before it. The round it was made for."""
+        copy = self._at_hand.get(fragment)
+        if copy is None or (until is not None and copy.round > until):
+            return None
+        del self._at_hand[fragment]
+        self.do(Drop(fragment, copy.t))
+        return copy.round
+
+    def is_on_its_way(self, pull: Pull) -> bool:
+        return (pull.round, pull.attempt) in self._sent
+
+    def send(self, pull: Pull) -> bool:
+        """Send the copy at hand as the answer; False when there is nothing in it."""
+        copy = self._at_hand[pull.fragment]
+        if copy.steps == 0 and not pull.probe:
+            return False
+        self._sent[pull.round, pull.attempt] = (copy, pull)
+        self.do(Upload(pull.round, pull.attempt, pull.fragment))
+        return True
+
+    def arrived(self, number: int, attempt: int, digest: str) -> Contribution | None:
+        """What to say of a body that has arrived; None when nobody wants it any more."""
+        if (sent := self._sent.pop((number, attempt), None)) is None:
+            return None
+        copy, pull = sent
+        return Contribution(
+            round=number,
+            attempt=attempt,
+            fragment=copy.fragment,
+            base=copy.base,
+            t=copy.t,
+            steps=copy.steps,
+            tokens=copy.tokens,
+            digest=digest,
+            probe=pull.probe,
+            total=copy.total,
+            position=copy.position,
+        )
+
+    def failed(self, number: int, attempt: int, *, keep: bool) -> bool:
+        """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
+        same: a learner that waits for a round makes no other."""
+        if (sent := self._sent.pop((number, attempt), None)) is None:
+            return False
+        if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
+            self.drop(sent[0].fragment)
+        return True
+
+    def committed(self, fragment: int, number: int) -> None:
+        """The round is behind the run: nobody waits for an answer to it."""
+        waits = self.waiting.get(fragment)
+        if waits is not None and waits.round <= number:
+            del self.waiting[fragment]
+
+    def disconnect(self) -> None:
+        """The connection is gone, and with it every pull."""
+        self.waiting.clear()
+        self._sent.clear()
+
+    def forget(self) -> None:
+        for fragment in list(self._at_hand):
+            self.drop(fragment)
+        self.disconnect()
+        self.offer = -1
+
+
+# Which copy the training process makes next, and (synchronous) at which step it waits for which round.
+#
+# Asynchronous: at every boundary the learner copies each fragment that comes due before its next boundary: one where
+# it keeps the run's pace, several where it is slower (several rounds then go by during one of its steps). A round
+# that has not frozen by the next boundary gets a fresher copy there. A pull that finds no copy is served at the next
+# boundary.
+#
+# Synchronous: the schedule says at which nominal step each round's fragment is read and at which its new version is
+# adopted; the shift says how the learner's own steps lie to it. Every copy that may be due before the training
+# process goes on must be ordered before. A learner that the run has gone past takes its place anew.
+
+RECENT = 16
+"""Own steps, and rounds, by which a learner judges what comes due before its next boundary."""
+
+
+class RoundsPerStep:
+    """How the run's rounds lie to this learner's own steps, of late.
+
+    Counted, not timed: how many rounds went by between two boundaries says all, whatever made them fast or slow. The
+    most of the last few is what the next boundary prepares for, because a missing copy costs a round and a needless one
+    only a copy.
+    """
+
+    def __init__(self) -> None:
+        self._passed: deque[int] = deque(maxlen=RECENT)
+        """Rounds that began to gather between two boundaries."""
+        self._gaps: deque[int] = deque(maxlen=RECENT)
+        """Own steps from one round's gathering to the next one's."""
+        self._boundary: tuple[int, int] | None = None
+        self._moved: tuple[int, int] | None = None
+
+    def pass_boundary(self, t: int, gathering: int) -> None:
+        if self._boundary is not None and t > self._boundary[0]:
+            steps, rounds = t - self._boundary[0], gathering - self._boundary[1]
+            self._passed.append(-(-rounds // steps))
+        self._boundary = (t, gathering)
+
+    def move_on(self, t: int, gathering: int) -> None:
+        if self._moved is not None and gathering > self._moved[1]:
+            self._gaps.append((t - self._moved[0]) // (gathering - self._moved[1]))
+        self._moved = (t, gathering)
+
+    def count_ahead(self, settings: Settings) -> int:
+        """Rounds that may freeze before the next boundary."""
+        most = max(self._passed, default=-(-settings.fragments // settings.sync_every))
+        return max(1, min(most, settings.fragments))
+
+    def steps_to_next(self, settings: Settings) -> int:
+        """Own steps after which a round that has just begun to gather wants its first copy."""
+        return max(1, min([*self._gaps, int(schedule.interval(settings))]) - 1)
+
+
+class Orders:
+    def __init__(self, do: Callable[[LearnerEffect], None]) -> None:
+        self.settings = Settings()
+        self.gathering = 0
+        """The round that the syncer gathers."""
+        self.pending: dict[int, int] = {}
+        """Copies ordered and not made yet: round → step."""
+        self._do = do
+        self._rounds_per_step = RoundsPerStep()
+        self._first_step = 0
+        """Asynchronous: no boundary before this step copies for the round that gathers."""
+        self._shift: int | None = None
+        """Synchronous: own step minus the run's nominal step."""
+        self._last = -1
+        """Synchronous: no round up to this one is still to be ordered."""
+        self._holds: set[int] = set()
+
+    @property
+    def aims(self) -> int:
+        return min(self.pending, default=-1)
+
+    def order(self, number: int, step: int) -> None:
+        self.pending[number] = step
+        self._do(Read(number, schedule.fragment_of(number, self.settings), step))
+
+    # ---- asynchronous -------------------------------------------------------------------------------------------
+
+    def pass_boundary(self, t: int) -> None:
+        self._rounds_per_step.pass_boundary(t, self.gathering)
+
+    def move_on(self, t: int, gathering: int) -> None:
+        """The syncer gathers a later round."""
+        self.gathering = gathering
+        self._rounds_per_step.move_on(t, gathering)
+        self._first_step = t + self._rounds_per_step.steps_to_next(self.settings)
+
+    def order_ahead(self, t: int, waited_for: Iterable[int]) -> None:
+        """Order the copies that rounds may want before the boundary after the coming one, and what pulls wait for."""
+        step = max(t + 1, self._first_step)
+        count = self._rounds_per_step.count_ahead(self.settings)
+        wanted = dict.fromkeys(range(self.gathering, self.gathering + count), step)
+        wanted |= dict.fromkeys(waited_for, t)
+        # Those of this boundary may be on their way off the device; older ones had no slot and were never made.
+        for number in [n for n, at in self.pending.items() if n not in wanted and at != t]:
+            del self.pending[number]
+            self._do(CancelRead(number))
+        for number, at in wanted.items():
+            if self.pending.get(number) != at:
+                self.order(number, at)
+
+    # ---- synchronous --------------------------------------------------------------------------------------------
+
+    def align(self, t: int) -> None:
+        """Take a place in the run: it stands where the round before the one that gathers is adopted."""
+        if self._shift is None:
+            nominal = schedule.adopt_step(self.gathering - 1, self.settings) if self.gathering else 0
+            self._shift, self._last = t - nominal, self.gathering - 1
+            while schedule.read_step(self._last + 1, self.settings) <= nominal:
+                self._last += 1
+        self.plan(min(self._holds, default=self._last + 1))  # one that comes back has its orders already
+
+    def plan(self, oldest: int) -> None:
+        """Order every copy that may be due before round `oldest` is adopted."""
+        if self._shift is None:
+            return
+        until = schedule.adopt_step(oldest, self.settings)
+        while schedule.read_step(self._last + 1, self.settings) <= until:
+            self._last += 1
+            self.order(self._last, schedule.read_step(self._last, self.settings) + self._shift)
+            self._holds.add(self._last)
+            self._do(Hold(self._last, schedule.adopt_step(self._last, self.settings) + self._shift))
+
+    def behind(self, number: int) -> bool:
+        """Whether round `number`, now behind the run, is one this learner has yet to copy."""
+        return self._shift is not None and (number in self.pending or number > self._last)
+
+    def adopt_step(self, number: int) -> int:
+        """The own step at which the version of this round is taken; 0: at once, for it waits for no such round."""
+        if self._shift is None or number not in self._holds:
+            return 0
+        return schedule.adopt_step(number, self.settings) + self._shift
+
+    def let_go(self, number: int) -> None:
+        """Nothing comes of that round. What is due after it must be on order before the training process goes on."""
+        if number in self._holds:
+            self.plan(number + 1)
+        self._holds.discard(number)
+        self._do(LetGo(number))
+
+    def void_copy(self, number: int | None) -> None:
+        """The copy for that round is gone before its version came, as when the run is rolled back: a learner that
+        still waited for the round could make no other copy, and nobody would ever get an answer from it."""
+        if number in self._holds:
+            self.let_go(number)
+
+    def adopted(self, fragment: int, number: int) -> None:
+        """The training process has taken the version of round `number`, and waits for none before it any more."""
+        self._holds -= {n for n in self._holds if n <= number and n % self.settings.fragments == fragment}
+
+    def forget(self) -> None:
+        """No place in the run, nothing on order, nothing to wait for."""
+        for number in sorted(self._holds):
+            self._do(LetGo(number))
+        self._holds.clear()
+        self.pending.clear()
+        self._shift, self._last = None, -1
+
+
+# What a learner answers to a pull: a copy that lies ready, one that the next boundary brings, or why there is none;
+# and which copies it therefore orders ahead.
+#
+# Rules kept here, each with its test: nothing is contributed before it has recovered; a pull is declined while the
+# version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no
+# use; after the last step nothing older than it is given.
+
+
+class Standing(NamedTuple):
+    """Where the learner stands now."""
+
+    t: int
+    steps: tuple[int, ...]
+    stepping: bool
+    """More boundaries will come."""
+    recovered: bool
+
+
+class Pulls:
+    def __init__(
+        self,
+        do: Callable[[LearnerEffect], None],
+        say: Callable[[float, FromLearner], None],
+        standing: Callable[[], Standing],
+        orders: Orders,
+        copies: Copies,
+        versions: Versions,
+    ) -> None:
+        self._do, self._say, self._standing = do, say, standing
+        self._orders, self._copies, self._versions = orders, copies, versions
+
+    @property
+    def _synchronous(self) -> bool:
+        return self._orders.settings.synchronous
+
+    def pull(self, now: float, pull: Pull) -> None:
+        fragment = pull.fragment
+        if not self._standing().recovered:
+            self._decline(now, pull, "it has not recovered yet")
+        elif (owed := self._versions.owed(fragment)) is not None:
+            self._decline(now, pull, f"version {owed}, which holds its last steps, is not adopted yet")
+        elif self._is_at_hand(fragment):
+            self._answer(now, pull)
+        elif not pull.probe and self._nothing_comes(fragment):
+            self._decline(now, pull, "no steps since its last adoption")
+        else:
+            self._copies.waiting[fragment] = pull
+            self._orders.order(pull.round, self._standing().t)
+
+    def copied(self, now: float, copy: Copied) -> bool:
+        """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
+        ordered = self._orders.pending.pop(copy.round, None) is not None
+        if not self._is_useful(copy, ordered):
+            if self._copies.read_at(copy.fragment) != copy.t:  # else it is the one at hand, ordered for two rounds
+                self._do(Drop(copy.fragment, copy.t))
+            return False
+        if (pull := self._copies.keep(copy)) is None:
+            return self._synchronous
+        self._answer(now, pull)
+        return False
+
+    def delivered(self, now: float, event: Uploaded) -> None:
+        if (contribution := self._copies.arrived(event.round, event.attempt, event.digest)) is not None:
+            self._say(now, contribution)
+
+    def undelivered(self, now: float, event: UploadFailed) -> None:
+        if self._copies.failed(event.round, event.attempt, keep=self._synchronous):
+            reason = f"its answer did not arrive: {event.reason}"
+            self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
+
+    def order_waited_for(self, step: int) -> None:
+        """A copy that did not do, for a pull that waits, is made again."""
+        for pull in self._copies.waiting.values():
+            if pull.round not in self._orders.pending:
+                self._orders.order(pull.round, step)
+
+    def pass_boundary(self) -> None:
+        """A step was reported: what the next boundary copies is ordered now."""
+        self._orders.pass_boundary(self._standing().t)
+        self._order_ahead()
+
+    def plan(self) -> None:
+        """Orders for a learner that has just recovered or come back."""
+        standing = self._standing()
+        if standing.stepping and self._synchronous:
+            self._orders.align(standing.t)
+        else:
+            self._order_ahead()
+
+    def move_on(self, gathering: int) -> None:
+        """The syncer gathers a later round: aim at its fragment and the ones that follow."""
+        if gathering > self._orders.gathering:
+            self._orders.move_on(self._standing().t, gathering)
+            self._order_ahead()
+
+    def _order_ahead(self) -> None:
+        """Asynchronous, and only while it steps: the next boundary's copies."""
+        standing = self._standing()
+        if standing.stepping and standing.recovered and not self._synchronous:
+            self._orders.order_ahead(standing.t, [pull.round for pull in self._copies.waiting.values()])
+
+    def pass_over(self, number: int) -> None:
+        """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""
+        self._orders.let_go(number)
+        self._copies.drop(number % len(self._versions.held), until=number)
+
+    def _is_useful(self, copy: Copied, ordered: bool) -> bool:
+        if copy.base < 0 or copy.base != self._versions.held[copy.fragment]:
+            return False
+        if not self._standing().stepping or copy.fragment in self._copies.waiting:
+            return True
+        return ordered if self._synchronous else copy.steps > 0
+
+    def _is_at_hand(self, fragment: int) -> bool:
+        """A copy that will do. After the last step it is the last chance: only a copy of all steps will."""
+        standing = self._standing()
+        return fragment in self._copies and (standing.stepping or self._copies.read_at(fragment) >= standing.t)
+
+    def _nothing_comes(self, fragment: int) -> bool:
+        """Whether the next boundary would bring no copy with steps in it."""
+        standing = self._standing()
+        if standing.stepping:
+            return self._synchronous
+        return not standing.steps or standing.steps[fragment] == 0
+
+    def _answer(self, now: float, pull: Pull) -> None:
+        if self._synchronous and self._copies.is_on_its_way(pull):
+            return  # the same copy twice: the second would be turned away, and the first be taken for it
+        if not self._copies.send(pull):
+            self._decline(now, pull, "no steps since its last adoption")
+
+    def _decline(self, now: float, pull: Pull, reason: str) -> None:
+        self._say(now, Decline(round=pull.round, attempt=pull.attempt, reason=reason))

@@ -1,0 +1,471 @@
+"""The learner's rules, with no clock, no socket and no tensors: `handle(now, event) -> effects`.
+
+It runs in the courier beside the training process. Training never waits for it: it reports steps, says which fragment
+to copy at the coming boundary, answers pulls from those copies, and hands new versions over to be adopted between two
+steps. In a synchronous run it also says at which step to wait for which round.
+
+connection.py knows whom it listens to, what it may report and when it saves for a snapshot; copies.py which fragments
+it copies, when, and what it answers to a pull; versions.py what it holds of the run; peer_state.py how a newcomer takes
+a peer's inner optimizer. This file handles the syncer's messages, adoption and the end of a run.
+
+Rules kept here, each with its test: nothing is contributed from a fragment that was not adopted from this run, nor
+before a peer's state is taken or known not to come; a copy dies with the adoption of its fragment; a run of another
+name makes it forget what it held, and so does an incarnation that changed while it was away.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from atoll.protocol import effects as fx
+from atoll.protocol import messages as msg
+from atoll.protocol.clock import SYNCER
+from atoll.protocol.learner.connection import ConnectionState, Counters, Marker, cut_saved, progress_of
+from atoll.protocol.learner.copies import Copies, Orders, Pulls, Standing
+from atoll.protocol.learner.peer_state import Helping, Seeking
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.settings import Settings
+from atoll.protocol.succession import Holder
+from atoll.protocol.tape import Spoken
+
+Phase = Literal["out", "joining", "training", "ending", "finished"]
+
+
+class Learner:
+    def __init__(
+        self,
+        name: str,
+        session: str,
+        tensors: tuple[msg.TensorSpec, ...],
+        data: str = "",
+        *,
+        kept: bool = False,
+        tokens_per_step: int = 0,
+        holder: Holder | None = None,
+        frozen: str = "",
+        takes_frozen: bool = False,
+    ) -> None:
+        """`kept`: its inner optimizer comes out of a cut, so it seeks none when it joins. `holder`: who has this name,
+        and by what it is proved. `frozen`: a digest of what it does not merge; where it is not the run's,
+        `takes_frozen` has it seek a peer's."""
+        self.name, self.session = name, session
+        self._holder = holder or Holder(session)
+        self.phase: Phase = "out"
+        self.settings = Settings()
+        self.wake_at: float | None = None
+        self._tensors, self._data, self._kept, self._declared = tensors, data, kept, tokens_per_step
+        self._frozen, self._takes_frozen, self._run_frozen = frozen, takes_frozen, ""
+        self._data_of: fx.Registered | None = None
+        self._effects: list[fx.LearnerEffect] = []
+        self._counters = Counters()
+        self._connection = ConnectionState(self._do, self._counters, name, session)
+        self._marker = Marker(self._do)
+        self._orders = Orders(self._do)
+        self._versions = Versions(self._do)
+        self._copies = Copies(self._do)
+        self._pulls = Pulls(self._do, self._connection.say, self._standing, self._orders, self._copies, self._versions)
+        self._seeking = Seeking(self._do, self._connection.say)
+        self._helping = Helping(self._do, self._connection.say, self._versions)
+        self._final: tuple[int, ...] | None = None
+
+    # ---- the face ---------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        return self._connection.run
+
+    @property
+    def term(self) -> int:
+        return self._connection.term
+
+    @property
+    def incarnation(self) -> int:
+        return self._connection.incarnation
+
+    @property
+    def t(self) -> int:
+        return self._counters.t
+
+    @property
+    def versions(self) -> list[int]:
+        """Adopted, per fragment."""
+        return self._versions.held
+
+    @property
+    def newest(self) -> list[int]:
+        """Announced, per fragment."""
+        return self._versions.newest
+
+    @property
+    def recovered(self) -> bool:
+        return self._versions.complete and not self._seeking.open
+
+    @property
+    def _stepping(self) -> bool:
+        """More boundaries will come."""
+        return self.phase == "training" and not self._counters.last.stopped
+
+    def _standing(self) -> Standing:
+        return Standing(self.t, self._counters.last.steps, self._stepping, self.recovered)
+
+    def restore(
+        self,
+        run: str,
+        versions: list[int],
+        stepped: fx.Stepped,
+        incarnation: int = 0,
+        counted: list[int] | None = None,
+        *,
+        seeking: bool = False,
+        term: int = 0,
+    ) -> None:
+        """What the shared memory and the training process say, for a courier that takes over from a dead one."""
+        self._connection.run, self._connection.incarnation, self._connection.term = run, incarnation, term
+        self._versions.held = list(versions)
+        self._versions.counted = list(versions if counted is None else counted)
+        self._seeking.open = seeking
+        self._counters.last = stepped
+
+    def hello(self) -> msg.Hello:
+        return msg.Hello(
+            protocol=msg.PROTOCOL,
+            learner=self.name,
+            session=self.session,
+            run=self.run,
+            versions=tuple(self.versions),
+            incarnation=self.incarnation,
+            t=self.t,
+            tensors=self._tensors,
+            data=self._data,
+            tokens_per_step=self._declared,
+            tokens_total=self._counters.last.tokens_total,
+            host=self._holder.host,
+            pid=self._holder.pid,
+            proof=self._holder.proof,
+            frozen=self._frozen,
+            clock=self._connection.clock,
+            term=self.term,
+        )
+
+    def make_goodbye(self, reason: str) -> list[msg.FromLearner]:
+        """What is said last when its training process goes. Before the welcome to a new connection nothing is reported,
+        and nobody asks again: so what became of its steps since the last report goes along with the goodbye. It names
+        its incarnation, and a syncer that has given it another one passes it over."""
+        words: list[msg.FromLearner] = [msg.Leave(reason=reason)]
+        if not self._connection.connected and self.versions and self._counters.fit:
+            # Without its tape: how much of that the syncer has, only the welcome would tell.
+            words.insert(0, self._progress(offer=-1, aims=-1, tape=Spoken()))
+        return [msgspec.structs.replace(word, clock=self._connection.clock, term=self.term) for word in words]
+
+    def handle(self, now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
+        match event:
+            case fx.Arrived(message):
+                self._hear(now, message)
+            case fx.Disconnected(reason):
+                self._disconnect(reason)
+            case fx.Stepped():
+                self._counters.stepped(event)
+                self._pulls.pass_boundary()
+                self._report(now)
+            case fx.Told(first, entries):
+                self._connection.tape.add(first, entries)  # the next report carries them
+            case fx.Registered():
+                self._data_of = event
+                self._register(now)
+            case fx.Copied():
+                if self._pulls.copied(now, event) and event.t <= self.t:
+                    self._report(now)  # otherwise the report of that step is on its way, and says both
+                self._pulls.order_waited_for(event.t + 1)
+            case fx.Adopted():
+                self._adopted(now, event)
+            case fx.Fetched(fragment, version):
+                self._fetched(fragment, version)
+            case fx.FetchFailed(fragment, reason):
+                self._versions.failed(now, fragment)
+                self._note("warning", f"fragment {fragment} could not be fetched: {reason}; trying again")
+            case fx.Uploaded():
+                self._pulls.delivered(now, event)
+            case fx.UploadFailed(number, _, reason):
+                self._note("warning", f"the answer to round {number} did not arrive: {reason}")
+                self._pulls.undelivered(now, event)
+            case fx.Saved():
+                self._connection.say(now, cut_saved(event, self.incarnation))
+            case fx.Captured():
+                self._helping.captured(now, event)
+            case fx.StateCame() | fx.StateFailed() | fx.Taken():
+                if isinstance(event, fx.Taken) and not event.reason and self._seeking.frozen:
+                    self._frozen = self._run_frozen
+                self._seeking.told(now, event)
+                self._train_if_recovered()
+                self._report(now)
+            case fx.Tick():
+                pass
+        self._seeking.conclude()  # behind the orders that the training process goes on with
+        self._by_time(now)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def _hear(self, now: float, message: msg.FromSyncer) -> None:
+        if self._connection.heeds(message):
+            ended = self.phase == "ending" and self.recovered
+            self._marker.look(message, training=ended or self.phase == "training")
+            self._arrive(now, message)
+
+    def _arrive(self, now: float, message: msg.FromSyncer) -> None:
+        match message:
+            case msg.Welcome():
+                self._welcome(now, message)
+            case msg.Started(uploader=uploader):
+                self._started(now, uploader)
+            case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):
+                if incarnation in (0, self.incarnation):  # else it was meant for another life under this name
+                    self._do(fx.Supply(ranges, over, own))
+            case msg.Pull():
+                self._pulls.pull(now, message)
+                self._pulls.move_on(message.gathering)
+            case msg.Announce():
+                self._announced(now, message)
+            case msg.Recover(incarnation=incarnation, reason=reason):
+                self._connection.incarnation = incarnation
+                self._recover(now, reason, reset=True)
+                self._seeking.begin(now, self._connection.heard[SYNCER])
+                self._fetch_missing()
+                self._register(now)
+            case msg.Help() | msg.Stream() | msg.Release():
+                self._helping.hear(now, message)
+            case msg.Helped() | msg.Fresh():
+                self._seeking.hear(message)
+                self._train_if_recovered()
+                self._report(now)
+            case msg.Drain(reason=reason):
+                self._do(fx.Drain(reason))
+            case msg.Ending(reason=reason):
+                self._ending(reason)
+            case msg.Finish(reason=reason, versions=versions):
+                self._ending(reason)
+                self._final = versions
+                self._versions.newest = list(versions)
+                self._fetch_missing()
+                self._finish_if_done(now)
+            case msg.Refused(reason=reason, final=True, over=over):
+                self.phase = "finished"
+                self._do(fx.Stop(reason, final=True, failed=not over))
+            case msg.Refused():
+                self._note("warning", message.reason)
+
+    def _welcome(self, now: float, welcome: msg.Welcome) -> None:
+        before, self._connection.incarnation = self.incarnation, welcome.incarnation
+        self._connection.connected = True
+        self._connection.tape.welcomed(welcome.taped)
+        self.settings = self._orders.settings = welcome.settings
+        new_run = self.run != welcome.run or len(self.versions) != len(welcome.versions)
+        if new_run:
+            self._change_run(now, welcome)
+        elif before not in (0, welcome.incarnation):
+            self._recover(now, "it was given up while the connection was down", reset=welcome.reset)
+        elif any(held > newest for held, newest in zip(self.versions, welcome.versions, strict=True)):
+            self._recover(now, "the run went back to what its disk had kept", reset=False)
+        self._seek(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
+        self._versions.welcomed(welcome)
+        if welcome.leases:
+            self._do(fx.Supply(welcome.leases))
+        self._register(now)
+        self._orders.gathering = max(welcome.gathering, 0)
+        if self.phase not in ("ending", "finished"):
+            self.phase = "training" if self.recovered else "joining"
+        self._do(fx.Inform(welcome.progress, welcome.global_step, welcome.committed))
+        if welcome.upload:
+            self._do(fx.UploadAll())
+        self._keep_up(welcome.committed - 1)
+        for number in range(max(0, welcome.committed - len(self.newest)), welcome.committed):
+            if not self._versions.lacks(number % len(self.newest)):
+                self._pulls.pass_over(number)
+        self._fetch_missing()
+        self._pulls.plan()
+        self._report(now)
+
+    def _seek(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
+        """A life that begins in a running run takes a peer's inner optimizer; in one that just begins all are fresh.
+        What is frozen must be the run's from the beginning."""
+        self._run_frozen = welcome.frozen
+        lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
+        if self._seeking.open or (new_life and not self._kept) or lacks:
+            if (welcome.committed > 0 or lacks) and self.phase not in ("ending", "finished"):
+                self._seeking.begin(now, welcome.committed, frozen=lacks)
+            else:
+                self._seeking.stop("the run has only begun: every inner optimizer is fresh")
+        self._kept = False
+
+    def _train_if_recovered(self) -> None:
+        """The run's parameters are there, and a peer's state is, or will not come."""
+        if self.phase == "joining" and self.recovered:
+            self.phase = "training"
+            self._pulls.plan()
+
+    def _change_run(self, now: float, welcome: msg.Welcome) -> None:
+        if self.run:
+            self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
+        self._connection.run, self._connection.heard = welcome.run, dict(welcome.clock)
+        self._forget(now, "a new run", fragments=len(welcome.versions), reset=False)
+
+    def _started(self, now: float, uploader: str) -> None:
+        self._versions.newest = [max(version, 0) for version in self.newest]
+        if uploader != self.name:
+            self._fetch_missing()
+            return
+        self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
+        if self.phase == "joining":
+            self.phase = "training"
+        self._pulls.plan()
+        self._do(fx.Own())
+        self._report(now)
+
+    def _announced(self, now: float, announce: msg.Announce) -> None:
+        mine = [m for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
+        self._versions.announced(announce, mine[0] if mine else None)
+        self._do(fx.Inform(announce.progress, announce.global_step, announce.round + 1))
+        self._copies.committed(announce.fragment, announce.round)
+        self._pulls.move_on(announce.gathering)
+        if self._keep_up(announce.round):
+            self._pulls.plan()
+            self._report(now)
+        if not announce.members:
+            self._pulls.pass_over(announce.round)
+        self._fetch_missing()
+
+    def _ending(self, reason: str) -> None:
+        if self.phase in ("training", "joining"):
+            self.phase = "ending"
+            self._seeking.stop("the run ends: no peer's inner optimizer is needed any more")
+            self._orders.pending.clear()
+            self._do(fx.Stop(reason))
+
+    def _disconnect(self, reason: str) -> None:
+        self._connection.connected = False
+        self._copies.disconnect()
+        self._helping.disconnect()
+        if self._final is not None:
+            self._stop_for_good("the run is over")
+        elif self.phase != "finished":
+            self._note("warning", f"the syncer is out of reach ({reason}); training goes on")
+
+    # ---- its place in the run -----------------------------------------------------------------------------------
+
+    def _keep_up(self, number: int) -> bool:
+        """Synchronous: a learner that the run has gone past takes its place anew, and waits for nothing older."""
+        if self.phase != "training" or not self._orders.behind(number):
+            return False
+        self._orders.forget()
+        return True
+
+    # ---- new versions -------------------------------------------------------------------------------------------
+
+    def _fetch_missing(self) -> None:
+        if self._connection.connected:
+            self._versions.fetch_missing()
+
+    def _fetched(self, fragment: int, version: int) -> None:
+        if not self._versions.fetched(fragment, version):
+            return
+        number = self._versions.rounds.get(fragment, -1)
+        if self.settings.synchronous:
+            self._before_adoption(fragment, number)
+        plain = not self.recovered or self._final is not None or self._versions.replaces_all(fragment, version)
+        adopt = fx.Adopt(
+            fragment=fragment,
+            version=version,
+            round=number,
+            rule="overwrite" if plain else self.settings.adopt,
+            step=self._orders.adopt_step(number) if self.phase == "training" else 0,
+            copy_t=self._versions.copy_in(fragment, version),
+            held_tokens=self._versions.tokens_in(fragment, version),
+        )
+        self._do(adopt)
+
+    def _before_adoption(self, fragment: int, number: int) -> None:
+        """The training process goes on once it has adopted: its next orders must be there before."""
+        if self.phase == "training":
+            self._orders.plan(max(number, 0) + 1)
+        elif self.phase == "joining" and self._versions.complete_with(fragment) and not self._seeking.open:
+            self.phase = "training"
+            self._pulls.plan()
+
+    def _adopted(self, now: float, event: fx.Adopted) -> None:
+        fragment = event.fragment
+        if (number := self._versions.adopted(fragment, event.version)) is None:
+            return
+        self._orders.adopted(fragment, number)
+        self._orders.void_copy(self._copies.drop(fragment))
+        self._counters.adopted(event)
+        self._train_if_recovered()
+        self._fetch_missing()
+        self._finish_if_done(now)
+        if self.phase != "finished":
+            self._report(now)
+
+    def _recover(self, now: float, reason: str, *, reset: bool) -> None:
+        fresh = " and an inner optimizer" if reset else ""
+        self._note("recovering", f"taking the run's parameters{fresh} anew: {reason}")
+        self._forget(now, reason, fragments=len(self.versions), reset=reset)
+
+    def _forget(self, now: float, reason: str, *, fragments: int, reset: bool) -> None:
+        self._helping.forget(now, "it starts over itself")
+        self._copies.forget()
+        self._orders.forget()
+        self._versions.forget(fragments)
+        # Whoever has made steps may be in one, also while it joins: no step waits for the run.
+        self._counters.forget(fragments, in_a_step=self.phase == "training" or self.t > 0)
+        if self.phase == "training":
+            self.phase = "joining"
+        self._do(fx.Forget(reason, reset))
+
+    # ---- the end and small things -------------------------------------------------------------------------------
+
+    def _finish_if_done(self, now: float) -> None:
+        if self._final is None or self.phase == "finished":
+            return
+        if all(held >= final for held, final in zip(self.versions, self._final, strict=True)):
+            self._report(now)
+            self._connection.say(now, msg.Leave(reason="the run is over"))
+            self._stop_for_good("the run is over")
+
+    def _stop_for_good(self, reason: str) -> None:
+        if self.phase != "finished":
+            self.phase = "finished"
+            self._do(fx.Stop(reason, final=True))
+
+    def _by_time(self, now: float) -> None:
+        wakes: list[float] = []
+        if self._helping.busy:
+            self._helping.turn(now, able=self._stepping and self.recovered)
+            wakes += self._helping.wakes
+        if retries := self._versions.retry_at:
+            for fragment in [f for f, at in retries.items() if now >= at]:
+                del retries[fragment]
+                self._fetch_missing()
+            wakes += retries.values()
+        self._connection.turn(now, self.settings.heartbeat_s, wakes)
+        self.wake_at = min(wakes, default=None)
+
+    def _register(self, now: float) -> None:
+        if (data := self._data_of) is not None:
+            self._connection.say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
+
+    def _report(self, now: float) -> None:
+        if not self._connection.connected or not self.versions or not self._counters.fit:
+            return
+        self._connection.say(now, self._progress(self._copies.offer, self._orders.aims, self._connection.tape))
+
+    def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
+        last, seeking = self._counters.last, self._seeking.open
+        return progress_of(last, self._versions, offer, aims, self.incarnation, seeking, tape)
+
+    def _do(self, effect: fx.LearnerEffect) -> None:
+        self._effects.append(effect)
+
+    def _note(self, kind: str, text: str) -> None:
+        self._do(fx.Note(kind, f"{self.name}: {text}", {"learner": self.name}))

@@ -1,0 +1,255 @@
+"""A newcomer's part in a recovery: it seeks a peer's state, fetches it, and has the training process take it.
+
+Parameters are not in it: those are the run's committed versions, taken from the syncer all the while. Until the state
+is taken, or it is told that there is none, it is not recovered. The syncer decides which peer it is and how long that
+may take; a newcomer that comes back to the syncer asks anew. A state that is refused is said, and another one awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import ge
+
+import msgspec
+
+from atoll.protocol.effects import (
+    Await,
+    Begin,
+    Capture,
+    Captured,
+    Dispose,
+    FetchState,
+    Give,
+    LearnerEffect,
+    LeaveState,
+    PassOn,
+    StateCame,
+    StateFailed,
+    TakeBack,
+    Taken,
+    TakeState,
+)
+from atoll.protocol.learner.versions import Versions
+from atoll.protocol.messages import Fresh, FromLearner, Help, Helped, Ready, Release, Seek, Settled, Stream, Unable
+
+
+class Seeking:
+    def __init__(self, do: Callable[[LearnerEffect], None], say: Callable[[float, FromLearner], None]) -> None:
+        self._do, self._say = do, say
+        self.open = False
+        self.frozen = False
+        """Frozen parameters are sought too."""
+        self._helped: Helped | None = None
+        """What it fetches, or has fetched and not taken yet."""
+        self._outcome = ""
+        """What it came to, until that is told."""
+
+    def begin(self, now: float, after: int, *, frozen: bool = False) -> None:
+        """Ask for a peer; once more after a reconnect: the syncer may be another one."""
+        self.open, self._outcome, self.frozen = True, "", frozen
+        self._do(Await())
+        self._say(now, Seek(after=after, frozen=frozen))
+
+    def hear(self, message: Helped | Fresh) -> None:
+        match message:
+            case Fresh(reason=reason):
+                self.stop(f"goes on with its own inner optimizer, which warms up where it is fresh: {reason}")
+            case Helped() if self.open:
+                self._leave()
+                self._helped = message
+                self._do(FetchState(message.ticket, message.size, message.digest, message.direct))
+
+    def told(self, now: float, event: StateCame | StateFailed | Taken) -> None:
+        """What became of what it was told to fetch; of anything older nobody wants to know."""
+        if (helped := self._helped) is None or helped.ticket != event.ticket:
+            return
+        match event:
+            case StateCame(ticket):
+                self._do(TakeState(ticket))
+            case StateFailed(ticket, reason):
+                self._helped = None
+                self._say(now, Settled(ticket=ticket, peer=helped.peer, reason=reason, again=True))
+            case Taken():
+                self._helped = None
+                self._settle(now, helped, event)
+
+    def _settle(self, now: float, helped: Helped, taken: Taken) -> None:
+        """It is in; it is not to be believed, and another peer's may be; or none could be taken here."""
+        size = helped.size if taken.refused or not taken.reason else 0
+        said = Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason)
+        self._say(now, msgspec.structs.replace(said, again=taken.refused))
+        if not taken.reason:
+            self.stop(f"goes on with the inner optimizer of {helped.peer}")
+        elif not taken.refused:
+            self.stop(f"goes on with its own inner optimizer, which warms up: {taken.reason}")
+
+    def stop(self, text: str) -> None:
+        """Settled, one way or the other."""
+        if self.open:
+            self._leave()
+            self.open, self._outcome = False, text
+
+    def conclude(self) -> None:
+        """Tell the training process, once whatever it goes on with is on order."""
+        if self._outcome:
+            self._do(Begin(self._outcome))
+            self._outcome = ""
+
+    def _leave(self) -> None:
+        if self._helped is not None:
+            self._do(LeaveState(self._helped.ticket))
+            self._helped = None
+
+
+COPIES = 2
+"""In memory at once, one being made among them; more newcomers wait for one of them to be let go."""
+KEPT_S = 120.0
+"""How long a copy is kept, or as long as a slow stream of it takes; usually the syncer says earlier that it may go."""
+BYTES_PER_S = 8 * 2**20
+"""A slow stream: a large state on a slow link has its time, one that is stuck has not."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """A peer's part in a recovery: a copy of its state for a newcomer, while it goes on training.
+
+    Rules kept here, each with its test: a copy is made only once everything that was committed when it was asked for
+    is adopted; one copy serves every newcomer that it is new enough for; at most two lie in memory; one that nobody
+    wants any more, or that has lain too long, is let go.
+    """
+
+    held: list[int]
+    """The versions in the model when it was ordered."""
+    fact: Captured | None = None
+    """Set once it is made."""
+    until: float = 0.0
+    tickets: set[str] = field(default_factory=set)
+    frozen: bool = False
+    """With frozen parameters, which only those get that ask for them: they may be most of the model."""
+
+    def serves(self, wanted: Wanted) -> bool:
+        return self.frozen == wanted.frozen and all(map(ge, self.held, wanted.versions))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a copy must have."""
+
+    versions: list[int]
+    frozen: bool
+
+
+class Helping:
+    def __init__(
+        self,
+        do: Callable[[LearnerEffect], None],
+        say: Callable[[float, FromLearner], None],
+        versions: Versions,
+    ) -> None:
+        self._do, self._say, self._versions = do, say, versions
+        self._asked: dict[str, Wanted] = {}
+        """Tickets that wait for a copy."""
+        self._copies: dict[int, Copy] = {}
+        self._number = 0
+
+    @property
+    def busy(self) -> bool:
+        """Somebody is being helped."""
+        return bool(self._copies or self._asked)
+
+    @property
+    def wakes(self) -> list[float]:
+        return [copy.until for copy in self._copies.values() if copy.fact is not None]
+
+    def hear(self, now: float, message: Help | Stream | Release) -> None:
+        match message:
+            case Help(ticket=ticket, frozen=frozen):
+                # announcements come before it on the same channel: what is committed is known
+                self._asked[ticket] = Wanted(list(self._versions.newest), frozen)
+            case Stream(ticket=ticket, offset=offset):
+                self._stream(now, ticket, offset)
+            case Release(ticket=ticket):
+                self._release(ticket)
+
+    def captured(self, now: float, event: Captured) -> None:
+        if (copy := self._copies.get(event.number)) is None or copy.fact is not None:
+            self._do(Dispose(event.number))
+        elif event.reason:
+            del self._copies[event.number]
+            self._decline(now, event.reason)
+        else:
+            copy.fact, copy.until = event, now + max(KEPT_S, event.size / BYTES_PER_S)
+
+    def _stream(self, now: float, ticket: str, offset: int) -> None:
+        if any(ticket in copy.tickets for copy in self._copies.values()):
+            self._do(PassOn(ticket, offset))
+        else:
+            self._say(now, Unable(ticket=ticket, reason="its copy is gone"))
+
+    def _release(self, ticket: str) -> None:
+        self._asked.pop(ticket, None)
+        for number, copy in list(self._copies.items()):
+            if ticket in copy.tickets:
+                copy.tickets.discard(ticket)
+                self._do(TakeBack(ticket))
+                if not copy.tickets:
+                    self._dispose(number)
+
+    def turn(self, now: float, *, able: bool) -> None:
+        """Give what fits, order what is missing, let go what has lain too long."""
+        for number, copy in list(self._copies.items()):
+            if copy.fact is not None and now >= copy.until:
+                self._dispose(number)
+        if not able:
+            self._decline(now, "it does not train, or has not recovered itself")
+        for ticket, wanted in list(self._asked.items()):
+            self._give_or_order(now, ticket, wanted)
+        for number, copy in list(self._copies.items()):
+            if copy.fact is not None and not copy.tickets:
+                self._dispose(number)
+
+    def disconnect(self) -> None:
+        """The syncer counts on a peer no more whose connection broke: no copy is made for what that one asked."""
+        self._asked.clear()
+
+    def forget(self, now: float, reason: str) -> None:
+        """It starts over: whatever it had to give is not worth having."""
+        self._decline(now, reason)
+        for number in list(self._copies):
+            self._dispose(number)
+
+    def _give_or_order(self, now: float, ticket: str, wanted: Wanted) -> None:
+        fit = [(number, copy) for number, copy in self._copies.items() if copy.serves(wanted)]
+        if ready := [(number, copy.fact) for number, copy in fit if copy.fact is not None]:
+            self._give(now, ticket, *ready[0])
+        elif not fit and len(self._copies) < COPIES and self._is_current(wanted.versions) and not self._is_copying():
+            self._number += 1
+            self._copies[self._number] = Copy(list(self._versions.held), frozen=wanted.frozen)
+            self._do(Capture(self._number, wanted.frozen))
+
+    def _give(self, now: float, ticket: str, number: int, fact: Captured) -> None:
+        del self._asked[ticket]
+        self._copies[number].tickets.add(ticket)
+        self._do(Give(number, ticket))
+        said = Ready(ticket=ticket, size=fact.size, digest=fact.digest, t=fact.t, direct=fact.direct)
+        self._say(now, said)
+
+    def _is_current(self, wanted: list[int]) -> bool:
+        held = self._versions.held
+        return len(held) == len(wanted) and all(have >= version for have, version in zip(held, wanted, strict=True))
+
+    def _is_copying(self) -> bool:
+        return any(copy.fact is None for copy in self._copies.values())
+
+    def _decline(self, now: float, reason: str) -> None:
+        for ticket in list(self._asked):
+            del self._asked[ticket]
+            self._say(now, Unable(ticket=ticket, reason=reason))
+
+    def _dispose(self, number: int) -> None:
+        copy = self._copies.pop(number)
+        for ticket in sorted(copy.tickets):
+            self._do(TakeBack(ticket))
+        if copy.fact is not None:
+            self._do(Dispose(number))

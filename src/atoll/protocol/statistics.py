@@ -1,0 +1,106 @@
+"""The figures that people read, each defined once: syncer, simulators, screens and summaries all use these.
+
+merged share    fragment-tokens merged over fragment-tokens computed, of those whose fate is known
+participation   mean over rounds of members over learners alive and recovered when the round was frozen
+effective H     learner steps between two syncs of a fragment: their median, mean and 95th percentile
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+
+def merged_share(merged: int, computed: int, in_flight: int = 0) -> float | None:
+    """None: nothing has a fate yet. What is in flight may still be merged: it counts for nothing so far."""
+    settled = computed - in_flight
+    return merged / settled if settled > 0 else None
+
+
+def participation(members: int, alive: int) -> float:
+    """Of one round. Whoever is a member was alive, whatever was believed of it when the round was frozen."""
+    return members / max(1, members, alive)
+
+
+def after_adoption(tokens: int, held: int, kept: int, dropped: int, missed: int) -> tuple[int, int]:
+    """A fragment's counters `dropped`, and of those `missed`, once a version has been adopted over `tokens`.
+
+    `held` of them are in the version, `kept` stay in the model (carry), the rest is dropped. A version that holds none
+    of this learner's steps means that it missed the round; in one that holds some, the rest was made between reading
+    the copy and adopting the version: overlap. Where the version holds more than `tokens`, steps that counted as missed
+    are in it after all.
+    """
+    gone = tokens - held - kept
+    dropped += gone
+    missed += gone if held == 0 or gone < 0 else 0
+    return dropped, max(0, min(missed, dropped))
+
+
+class Spread(NamedTuple):
+    """Of some samples; None where there are none."""
+
+    median: float | None
+    mean: float | None
+    p95: float | None
+
+
+def spread(samples: Sequence[int]) -> Spread:
+    return spread_sorted(sorted(samples))
+
+
+def spread_sorted(samples: Sequence[int]) -> Spread:
+    """Of what is in order already. p95: 95 % of the samples are at most this (nearest rank)."""
+    if not samples:
+        return Spread(None, None, None)
+    half, odd = divmod(len(samples), 2)
+    median = float(samples[half]) if odd else (samples[half - 1] + samples[half]) / 2
+    return Spread(median, sum(samples) / len(samples), float(samples[ceil(0.95 * len(samples)) - 1]))
+
+
+class RecentSamples:
+    """The newest so many samples, and their spread at any time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._samples: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, sample: int) -> None:
+        self._samples.append(sample)
+        insort(self._sorted, sample)
+        if len(self._samples) > self._most:
+            del self._sorted[bisect_left(self._sorted, self._samples.popleft())]
+
+    @property
+    def spread(self) -> Spread:
+        return spread_sorted(self._sorted)
+
+
+SMOOTHING = 0.1
+"""The weight of the newest sample."""
+
+
+@dataclass(slots=True)
+class Average:
+    """An exponential moving average; None before its first sample."""
+
+    value: float | None = None
+
+    def add(self, sample: float) -> None:
+        self.value = sample if self.value is None else self.value + SMOOTHING * (sample - self.value)
+
+
+def middle(values: list[float]) -> float:
+    """Their median; the list is put in order."""
+    values.sort()
+    return median(values)
+
+
+def median(values: list[float]) -> float:
+    """Of what is in order already."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2

@@ -1,0 +1,191 @@
+"""What a learner may say that it trained on. Its word is weighed (w = tokens² / steps), so it has to be likely.
+
+Rules kept here, each with its test:
+- leased samples: it has never taken more than it was leased, and its place in its leases never goes back;
+- tokens: a report claims too much only if all of this speaks against it: by the syncer's clock it is above `TIMES` its
+  usual rate and one step more, and by its own count of steps above `TIMES` its usual tokens per step, and above `TIMES`
+  those of the median of the others. So a pause, a burst after it, a reconnect or a slow link is no claim: the tokens
+  per step stay what they are; and larger batches are none where they take their time, or everybody has them;
+- a contribution's tokens per step keep to the same measure, and its tokens are no more than the ledger says it had;
+- a life of fewer than `STEPS` steps has no usual of its own: its tokens per step are held to `TIMES_NEW` times those of
+  the median of the others, where there are several. That leaves room for other hardware; what is within it, the weight
+  limit holds (weights.py);
+- whoever declares its tokens per step when it joins is held to that: no report and no contribution has more in its
+  steps. Who declares nothing is judged by what is usual alone;
+- whose steps have over `ABOVE` times the tokens of the median of the others is told of, once: it may have larger
+  batches, which the operator can allow it (`weight_limits`), or claim what it has not trained on;
+- nobody is judged by a usual of nothing, nor a newcomer by one learner alone, who may be the liar: all is believed.
+
+A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
+it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from atoll.protocol.statistics import middle
+
+TIMES = 8.0
+"""So many times the usual is beyond what chance brings."""
+TIMES_NEW = TIMES * TIMES
+"""The same, of one of whom nothing is known yet but what the others are like."""
+ABOVE = 3.0
+"""So many times the others' tokens per step are told of."""
+STEPS = 32
+"""Of one life, before it is judged by them."""
+
+
+@dataclass(slots=True)
+class Usual:
+    """What one life has claimed so far, by the syncer's clock."""
+
+    began_at: float | None = None
+    at: float = 0.0
+    """When it last reported a step …"""
+    t: int = 0
+    """… which was this one, …"""
+    total: int = 0
+    """… with so many tokens. A hello between two reports names steps, but no tokens: these belong together."""
+    steps: int = 0
+    tokens: int = 0
+
+    def add(self, now: float, t: int, total: int) -> None:
+        """A report that was taken in. What it had before the first is no measure of its speed."""
+        if self.began_at is None:
+            self.began_at = now
+        elif t > self.t:
+            self.steps, self.tokens = self.steps + t - self.t, self.tokens + total - self.total
+        else:
+            return
+        self.at, self.t, self.total = now, t, total
+
+    @property
+    def known(self) -> bool:
+        return self.steps >= STEPS and self.tokens > 0 and self.began_at is not None and self.at > self.began_at
+
+    @property
+    def per_step(self) -> float:
+        return self.tokens / self.steps
+
+    @property
+    def per_second(self) -> float:
+        assert self.began_at is not None
+        return self.tokens / (self.at - self.began_at)
+
+
+def beyond_lease(position: int, before: int, leased: int) -> str | None:
+    """`before`: the place it named last, −1 for none."""
+    if position > leased:
+        return f"it says it took {position} samples, {leased} were leased to it"
+    if 0 <= position < before:
+        return f"its place in its leases went back from {before} to {position}"
+    return None
+
+
+def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[float]) -> str | None:
+    """What it adds to its last report. `others`: the usual tokens per step of the other learners."""
+    steps, tokens = t - own.t, total - own.total
+    if not own.known:
+        return beyond_steps(steps, tokens, own, others)
+    if tokens <= own.per_step + TIMES * own.per_second * (now - own.at):
+        return None
+    if (wrong := beyond_steps(steps, tokens, own, others)) is None:
+        return None
+    usual = own.per_second * (now - own.at)
+    return f"{tokens} tokens in {now - own.at:.3g} s, where {usual:.3g} are usual: {wrong}"
+
+
+def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -> str | None:
+    """Whether so many tokens in so many steps are out of all proportion, to its own usual and to everybody's."""
+    if not own.known and not others:
+        return None
+    per_step, measure = tokens / max(1, steps), own.per_step if own.known else 0.0
+    if others:
+        measure = max(measure, middle(list(others)))
+    if per_step <= (TIMES if own.known else TIMES_NEW) * measure:
+        return None
+    return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"
+
+
+def beyond_declared(steps: int, tokens: int, declared: int) -> str | None:
+    """Whether so many steps can have so many tokens; `declared`: of one step at most, 0 for not at all."""
+    if not declared or tokens <= declared * max(1, steps):
+        return None
+    return f"{tokens} tokens in {max(1, steps)} steps, where {declared} per step were declared when it joined"
+
+
+def above_others(per_step: float, others: Sequence[float]) -> str | None:
+    """Whether its steps have far more tokens than those of the others, of which there are several."""
+    if len(others) < 2 or per_step <= ABOVE * (measure := middle(list(others))):
+        return None
+    return f"{per_step:.4g} tokens per step, {per_step / measure:.3g} times the median of the others"
+
+
+# What of a learner's tokens counts towards the run's budget: what it says, as far as that can be.
+#
+# A report could end a run by one number. So tokens are counted at a rate that is believed: `TIMES_NEW` times that of
+# the median of the others, or the whole budget in `LEAST_S`, whichever is more. What it says beyond that counts
+# later, as time passes, and is never taken back. So a run is counted to the token, however unlike its learners are,
+# unless one that is far faster than all others would end it in less than that time; then it may last so long. Nobody
+# ends it sooner by numbers, nor keeps it from ending by being slow.
+#
+# Rules kept here, each with its test: whoever is alone is believed; while the others have shown nothing yet, nothing
+# counts, for a patience; a learner that reports in bursts, or after a time without a line, is believed; no number of
+# reports is worth more than the time that they took.
+
+BUCKET_S = 60.0
+"""So much of the time behind it a learner may make use of at once; of a longer silence all of it."""
+LEAST_S = 3600.0
+"""The word of one learner alone spends a budget in no less than this."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """Of one training process, since `began_at`."""
+
+    tokens: int = 0
+    """They count."""
+    began_at: float = 0.0
+    at: float = 0.0
+    """When its credit was last made up."""
+    credit: float = 0.0
+    """Tokens that it would be believed besides."""
+    before: int = 0
+    """Of `tokens`: what an earlier term had counted by `began_at`. How long they took nobody here knows."""
+
+    def begin(self, now: float) -> None:
+        """It is heard of in this term, for the first time or again."""
+        if not self.at:
+            self.began_at = self.at = now
+
+    def add(self, now: float, total: int, believed: Callable[[], float | None]) -> None:
+        """A report names `total`. `believed`: tokens a second (None: all of them), asked for only where needed."""
+        if total - self.tokens > self.credit:
+            rate, elapsed_s = believed(), now - self.at
+            if rate is None:
+                self.tokens, self.at = total, now
+                return
+            self.credit = min(self.credit + rate * elapsed_s, rate * max(BUCKET_S, elapsed_s))
+            self.at = now
+        more = min(total - self.tokens, int(self.credit))
+        self.tokens, self.credit = self.tokens + more, self.credit - more
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that were believed; 0 before there are any."""
+        return (self.tokens - self.before) / (self.at - self.began_at) if self.at > self.began_at else 0.0
+
+
+def believed_rate(others: list[float], budget: int) -> float:
+    """`others`: their rates, as far as they have shown any; of two the lower one counts."""
+    return max(TIMES_NEW * sorted(others)[(len(others) - 1) // 2], budget / LEAST_S)
+
+
+def rate_of(counted: Counted, usual: Usual) -> float | None:
+    """What a learner shows the others: what was believed of it, or else what it says; None: it made no step yet."""
+    if counted.rate > 0:
+        return counted.rate
+    moved = usual.began_at is not None and usual.at > usual.began_at and usual.tokens > 0
+    return usual.per_second if moved else None

@@ -1,0 +1,338 @@
+"""Who is ready for a round, and whether it may freeze its members now.
+
+Asynchronous: at least K learners are ready (they have steps on this fragment that no version contains, on a base at or
+past the version that holds their last contribution to it), the pace says that the round is due (`Pace`), and the grace
+window is over or every learner is there (`grace_s`). Synchronous: every learner that was live
+when the round opened, and still is, has copied the fragment. At the end of a run: whoever has steps left.
+
+Nobody is asked for a fragment while the version that holds its last contribution is still on its way to it. A learner
+whose training loop has ended is asked for its last steps but not waited for; where only such are left, nothing paces
+the rounds that collect them, and those that would collect nothing are passed over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from atoll.protocol import schedule
+from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Average
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.state import Round
+
+OWN_STEPS = 1.5
+"""Of its own steps, by which a learner surely has come to a boundary."""
+
+
+class Gathering:
+    def __init__(self, settings: Settings, members: Membership) -> None:
+        self.settings, self.members = settings, members
+        self.estimates = Estimates()
+        self.pace = Pace(schedule.interval(settings))
+        self.draining = False
+        """The run ends: the last steps are collected, unpaced."""
+        self._names: list[str] = []
+        """Of those that set the pace."""
+        self._short_since: float | None = None
+        """Since when fewer learners step than the quorum asks for."""
+
+    @property
+    def grace_s(self) -> float:
+        return grace_s(self.members.step_s(), self.estimates, self.settings)
+
+    @property
+    def deadline_s(self) -> float:
+        """What a pull may take of one whose copy lies ready."""
+        return self.estimates.pull_deadline_s(self.settings, self.members.answer_s())
+
+    def deadline_of(self, one: Learner) -> float:
+        """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
+        is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner
+        until it has answered or missed a pull. It may have to come to its next boundary first, but no round is held
+        up for longer than the overlap that all are meant to have."""
+        usual_s, answer_s = self.members.step_s(), one.answer_s.value
+        if answer_s is None:
+            answer_s = self.members.answer_s()
+        if self.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
+            return self.deadline_s
+        step_s = usual_s if one.step_s.value is None else one.step_s.value
+        answer_by_s = min(self.deadline_s, max(self.settings.pull_floor_s, DEADLINE * answer_s))
+        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
+
+    def watch(self, now: float) -> bool:
+        """The live learners may have changed; whether they have."""
+        stepping = self.members.stepping()
+        names = [one.name for one in stepping]
+        changed = names != self._names
+        if changed:
+            self._names = names
+            self.pace.members({one.name: one.t for one in stepping})
+        if len(stepping) >= self.settings.quorum:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = now
+        return changed
+
+    def stepped(self, learner: Learner) -> None:
+        """It has reported its steps. A synchronous run's step follows from its rounds alone."""
+        if not self.settings.synchronous:
+            self.pace.stepped(learner.name, learner.t)
+
+    def count_round(self) -> None:
+        """One more round is behind the run. In a synchronous run that is H/P steps, but not in its last cycle: those
+        rounds collect what is left and take no steps."""
+        if self.settings.synchronous and not self.draining:
+            self.pace.clock = schedule.step_after(self.pace.clock, 1, self.settings)
+
+    def ready(self, round_: Round) -> list[Learner]:
+        some = self.members.reachable() if self.draining else self.members.live()
+        return [one for one in some if self._is_ready(one, round_)]
+
+    def _is_ready(self, one: Learner, round_: Round) -> bool:
+        if not one.may_give(round_.fragment):
+            return False
+        if self.draining or one.stopped:
+            return one.stopped and one.has_more(round_.fragment)
+        if self.settings.synchronous:
+            return one.offers_from <= round_.t <= one.offer
+        return one.is_ready(round_.fragment)
+
+    def judge(self, now: float, round_: Round, ready: list[Learner], *, in_turn: bool, wakes: list[float]) -> Verdict:
+        if self.draining:
+            return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
+        if self.settings.synchronous:
+            return judge_all(ready=len(ready), awaited=self._awaited(round_, ready))
+        quorum = self._quorum(now, wakes)
+        if len(ready) >= quorum and round_.quorum_at is None:
+            round_.quorum_at = now
+        if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
+            round_.due_at = now
+        self._note_on_time(round_, ready)
+        live = len(self.members.stepping())
+        return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
+
+    def froze(self, now: float, round_: Round) -> None:
+        """Book what the gathering took."""
+        self._note_late(round_)
+        quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
+        if not self.draining and not self.settings.synchronous:
+            self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
+        round_.grace_s = max(0.0, now - max(quorum_at, due_at))
+        if round_.attempt == 1:
+            self.pace.froze()
+
+    def is_behind_all(self, round_: Round) -> bool:
+        """Synchronous: whether every learner has gone past a round that none of them can give to."""
+        if not self.settings.synchronous or self.draining:
+            return False
+        stepping = self.members.stepping()
+        may_give = any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
+        return bool(stepping) and not may_give
+
+    def is_skipped(self, round_: Round) -> bool:
+        """Whether only last steps are left to collect, and none of this fragment."""
+        left = self._only_last_steps()
+        return bool(left) and not any(one.steps[round_.fragment] for one in left)
+
+    def _is_paced(self, round_: Round) -> bool:
+        """Not where no step would ever make it due."""
+        return round_.attempt == 1 and not self._only_last_steps()
+
+    def _only_last_steps(self) -> list[Learner]:
+        """Those that have them; nobody as long as anybody steps."""
+        if self.draining or self.members.stepping():
+            return []
+        return [one for one in self.members.live() if any(one.steps)]
+
+    def _awaited(self, round_: Round, ready: list[Learner]) -> int:
+        names = round_.roster - {one.name for one in ready}
+        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.members.stepping())
+
+    def _quorum(self, now: float, wakes: list[float]) -> int:
+        if self._short_since is None:
+            return self.settings.quorum
+        patience_s, until = self.settings.patience_s, self._short_since + self.settings.patience_s
+        wakes.append(until)
+        waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
+        return effective_quorum(self.settings.quorum, len(self.members.stepping()), waited_s, patience_s)
+
+    def _grace_ends(self, round_: Round) -> float | None:
+        if round_.quorum_at is None or round_.due_at is None:
+            return None
+        return max(round_.quorum_at, round_.due_at) + self.window_s(round_)
+
+    def window_s(self, round_: Round) -> float:
+        """The grace window of this round. Where a learner was late for this fragment the last time, versions take
+        nearly H steps to come back to it, and it would be left out every time: such a round waits for up to a step.
+        The pace is kept, since the next round does not wait behind it for longer than H/P steps."""
+        step_s = self.members.step_s()
+        late = any(round_.fragment in one.late for one in self.members.stepping())
+        if not late or not self.settings.grace or step_s is None:
+            return self.grace_s
+        return max(self.grace_s, min(self.settings.grace_cap_steps, self.pace.interval) * step_s)
+
+    def _note_on_time(self, round_: Round, ready: list[Learner]) -> None:
+        """Once the window opens."""
+        if round_.quorum_at is not None and round_.due_at is not None and round_.on_time is None:
+            round_.on_time = frozenset(one.name for one in ready)
+
+    def _note_late(self, round_: Round) -> None:
+        for one in self.members.stepping():
+            if round_.on_time is None or one.name in round_.on_time:
+                one.late.discard(round_.fragment)
+            else:
+                one.late.add(round_.fragment)
+
+
+def _may_yet_copy(one: Learner, round_: Round) -> bool:
+    return one.offer < round_.t and one.aims <= round_.t
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """When a round may freeze its members: enough learners, and the grace window over or everybody there."""
+
+    close: bool
+    reason: str
+    """Shown in the events and on the screen, asserted in tests."""
+    until: float | None = None
+    """When the answer may change by itself; None: only by an event."""
+
+
+def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float) -> int:
+    """K, or after a patience as many as can be had: max(1, min(K, live))."""
+    return quorum if waited_s < patience_s else max(1, min(quorum, live))
+
+
+def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
+    """Whether a round may freeze its members now. `grace_ends` is None while the round is not due by its pace."""
+    if ready < quorum:
+        return Verdict(False, f"{ready} of {quorum} learners reported")
+    if grace_ends is None:
+        return Verdict(False, "not due yet: the pace keeps H")
+    if ready >= live:
+        return Verdict(True, f"all {live} live learners reported")
+    if now < grace_ends:
+        return Verdict(False, f"grace window open for {grace_ends - now:.3f} s", until=grace_ends)
+    return Verdict(True, f"grace window over with {ready} of {live}")
+
+
+def judge_all(*, ready: int, awaited: int) -> Verdict:
+    """The synchronous rule: every learner that was live when the round opened and still is."""
+    if ready == 0 or awaited > 0:
+        return Verdict(False, f"{ready} of {ready + awaited} learners reported")
+    return Verdict(True, f"all {ready} learners reported (synchronous)")
+
+
+# The grace window: how long a round waits after quorum for more learners.
+#
+#     slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
+#
+# ξ_step, ξ_quorum, ξ_sync are exponential moving averages. Until they exist a round waits for all live learners, at
+# most a start-up time.
+#
+# A pull has four times ξ_sync, which the slowest member sets: a slow link has its time. But whoever answers as late
+# as it may makes the next deadline longer, so there is an end to it: four times the deadline that the median
+# learner's answers would set. If all are slow, that is no bound; one alone cannot go past it.
+
+DEADLINE = 4
+"""Times the usual that a pull may take."""
+
+
+@dataclass(slots=True)
+class Estimates:
+    """What the syncer has measured of its own rounds."""
+
+    quorum_s: Average = field(default_factory=Average)
+    """From the moment a round is due to its quorum."""
+    sync_s: Average = field(default_factory=Average)
+    """From freezing the members to the commit."""
+
+    def pull_deadline_s(self, settings: Settings, answer_s: float | None = None) -> float:
+        """max(floor, 4 ξ_sync), at most 4 max(floor, 4 ξ_answer). `answer_s`: the median learner's ξ_answer."""
+        by_all = max(settings.pull_floor_s, DEADLINE * (self.sync_s.value or 0.0))
+        if answer_s is None:
+            return by_all
+        return min(by_all, DEADLINE * max(settings.pull_floor_s, DEADLINE * answer_s))
+
+
+def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:
+    if not settings.grace:
+        return 0.0
+    quorum_s, sync_s = estimates.quorum_s.value, estimates.sync_s.value
+    if step_s is None or quorum_s is None or sync_s is None:
+        return settings.startup_s
+    slack = settings.overlap * step_s - (quorum_s + sync_s)
+    return max(0.0, min(settings.grace_share * slack, settings.grace_cap_steps * step_s))
+
+
+APART = 16.0
+"""So many times as fast as the other one of two learners may be believed to be. Honest ones that differ by more are
+only paced a little more slowly than their mean."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """The run's step, and keeping H honest: one round per H/P learner steps, whatever the network could do.
+
+    The pace clock is the median number of steps that the live learners have made. Membership changes must not make it
+    jump, so at each of them every learner is taken to stand where the clock stands. A run that fell behind by more
+    than one round does not catch up in a burst: that would sync a fragment again long before its H steps.
+
+    The clock is also the run's step: it never falls, it is written down with every round, and a later term goes on
+    from what is written. One learner of several cannot move it far by claiming steps: of three or more the median
+    stays among the steps of the others, and of two the one that is ahead counts for at most `APART` times the other.
+    In a synchronous run no report moves it: there the schedule says at which step each round is (schedule.py).
+    """
+
+    interval: float
+    """H/P: learner steps from one round to the next."""
+    clock: float = 0.0
+    due: float = field(default=0.0)
+    """The clock at which the next round may freeze."""
+    _anchored_at: float = 0.0
+    """The clock when the live learners last changed …"""
+    _anchors: dict[str, int] = field(default_factory=dict)
+    """… and the steps that each of them had made then."""
+    _places: dict[str, float] = field(default_factory=dict)
+    """Where each learner stands on the clock."""
+    _sorted: list[float] = field(default_factory=list)
+    """The same places, in order: one of them moves with every report."""
+
+    def __post_init__(self) -> None:
+        self.due = self.interval
+
+    def members(self, steps: dict[str, int]) -> None:
+        """The live learners have changed."""
+        if steps.keys() != self._anchors.keys():
+            self._anchored_at, self._anchors = self.clock, dict(steps)
+            self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # as `stepped` rounds
+            self._sorted = sorted(self._places.values())
+
+    def stepped(self, learner: str, t: int) -> None:
+        if learner in self._anchors:
+            del self._sorted[bisect_left(self._sorted, self._places[learner])]
+            self._places[learner] = self._anchored_at + t - self._anchors[learner]
+            insort(self._sorted, self._places[learner])
+            self.clock = max(self.clock, self._middle())
+
+    def _middle(self) -> float:
+        """The median place; of two in the middle, the upper one as far as it is believed."""
+        half, odd = divmod(len(self._sorted), 2)
+        if odd:
+            return self._sorted[half]
+        lower, upper = self._sorted[half - 1 : half + 1]
+        most = self._anchored_at + APART * (1.0 + lower - self._anchored_at)
+        return (lower + min(upper, most)) / 2
+
+    def go_on_from(self, step: float) -> None:
+        """An earlier term came this far. The next round is due an interval later: none is made up for."""
+        self.clock, self.due = step, step + self.interval
+
+    def is_due(self) -> bool:
+        return self.clock >= self.due - 1e-9
+
+    def froze(self) -> None:
+        """A round has used its turn."""
+        self.due = max(self.due + self.interval, self.clock - self.interval)

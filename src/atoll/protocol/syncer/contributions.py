@@ -1,0 +1,317 @@
+"""What learners say of their steps: reports and contributions, and whether they count.
+
+A report moves the learner's counters. A contribution takes its seat in the round that asked for it; it is refused when
+it breaks a rule (`against_the_rules`) or claims more than can be (`Scrutiny`), and that is a strike (`Strikes`).
+
+Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
+whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
+steps, tokens and base are weighed, not the report's; what is not a channel's own, or claims more than can be, is merged
+into nothing; no steps to give are no strike; what no learner says closes its channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import gt
+
+from atoll.protocol.limits import MOST
+from atoll.protocol.messages import Contribution, Progress, Recover, Refused
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.accounts import Accounts
+from atoll.protocol.syncer.claims import STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
+from atoll.protocol.syncer.joining import Attendance
+from atoll.protocol.syncer.learner_warnings import SameBatches, ShareWatch
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.peers import Peers
+from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.state import Round, RunPhase, Seat
+from atoll.protocol.syncer.watch import Watch
+
+
+class Hearing:
+    def __init__(
+        self,
+        run_phase: RunPhase,
+        members: Membership,
+        accounts: Accounts,
+        rounds: Rounds,
+        watch: Watch,
+        peers: Peers,
+        attendance: Attendance,
+        strikes: Strikes,
+        out: Outbox,
+    ) -> None:
+        self.run_phase, self.members, self.accounts, self.rounds = run_phase, members, accounts, rounds
+        self.watch, self.peers, self.attendance, self.strikes, self.out = watch, peers, attendance, strikes, out
+        self.scrutiny = Scrutiny(members, accounts)
+        self.shares = ShareWatch(members, out)
+        self.same_batches = SameBatches(members, out)
+
+    # ---- reports ------------------------------------------------------------------------------------------------
+
+    def report(self, now: float, learner: Learner, said: Progress) -> bool:
+        """True: it moved counters and nothing else."""
+        if said.incarnation > learner.incarnation:
+            self.attendance.expel(learner, f"a report of incarnation {said.incarnation}, which has not begun")
+            return False
+        if not self._tape(learner, said) or said.incarnation != learner.incarnation:  # a tape also of the life before
+            return False
+        if (wrong := wrong_report(learner, said, self.rounds.versions)) is not None:
+            self.attendance.expel(learner, wrong)
+            return False
+        if (beyond := self.scrutiny.report(now, learner, said)) is not None:
+            self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
+            return False
+        begins_to_leave = said.leaving and not learner.leaving
+        self.members.report(now, learner, said, self.rounds.furthest)
+        self.accounts.reported(learner, said)
+        if begins_to_leave:
+            text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
+            self.out.note("leaving", text, learner, t=learner.t)
+        if self.run_phase.phase == "running":
+            self.shares.reported(learner)
+            self.same_batches.reported(learner, said.inputs)
+            self._compare(learner)
+        if not said.seeking:
+            self.peers.gave_up(learner)
+        if learner.state == "joining" and self.run_phase.phase != "empty" and self._has_recovered(said):
+            self._let_in(now, learner)
+        same = not self.rounds.gathering.watch(now)
+        self.rounds.gathering.stepped(learner)
+        return same and learner.live and not learner.stopped
+
+    def _compare(self, learner: Learner) -> None:
+        """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""
+        allowed = learner.name in self.members.settings.weight_limits
+        if allowed or learner.above or (text := self.scrutiny.above(learner)) is None:
+            return
+        learner.above = text
+        limit = f"its weight is limited; `atoll set RUN weight_limit.{learner.name}=8` allows it more"
+        self.out.note("above", f"{learner.name} has {text}: {limit}", learner, declared=learner.declared)
+
+    def _has_recovered(self, said: Progress) -> bool:
+        """It holds a committed version of every fragment, and waits for no peer's state."""
+        return min(said.versions) >= 0 and not said.seeking
+
+    def _let_in(self, now: float, learner: Learner) -> None:
+        learner.state, learner.last_step_at, learner.recovered = "training", now, True
+        text = f"{learner.name} took the run's parameters and may contribute"
+        self.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
+
+    def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
+        """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
+        if not 0 <= said.taped < MOST:
+            self.attendance.expel(learner, f"its tape goes on at entry {said.taped}")
+            return False
+        missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
+        if missing is not None:
+            self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
+        if self.out.taping.is_full(learner.name):
+            self.attendance.expel(learner, "it said more of its tape than a learner keeps")
+        return learner.connected
+
+    # ---- contributions ------------------------------------------------------------------------------------------
+
+    def contribution(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
+        """`refusal`: what screening its body found."""
+        history = self.out.history
+        if (foreign := not_its_own(learner, given, history.run, history.term)) is not None:
+            self._turn_away(learner, given, foreign)
+        elif not self._tape(learner, given):
+            return
+        elif given.probe:
+            self.out.discard(learner.name, given.round, given.attempt)
+            self.watch.answered(learner)
+        elif self.rounds.has_given(learner, given.round, given.attempt):
+            return  # said twice: once is what counts, and its body is still needed
+        elif (seat := self.rounds.seat(learner, given.round, given.attempt)) is None:
+            self.out.discard(learner.name, given.round, given.attempt)
+        else:
+            self._judge(now, learner, seat, given, refusal)
+
+    def _judge(self, now: float, learner: Learner, seat: Seat, given: Contribution, refusal: str | None) -> None:
+        """It was asked for: refused, nothing to give, or taken."""
+        round_ = self.rounds.open[given.round]
+        refusal = refusal or against_the_rules(learner, round_, given, self.rounds.versions[round_.fragment])
+        claim = refusal is None and given.steps > 0
+        refusal = refusal or (self.scrutiny.contribution(now, learner, given) if claim else None)
+        if refusal is not None:
+            self.rounds.leave_out(round_, seat, f"refused: {refusal}")
+            what = f"contribution of {learner.name} to round {round_.t} refused"
+            self.strikes.strike(now, learner, what, refusal, round=round_.t, claim=claim)
+        elif given.steps == 0 or given.tokens == 0:
+            self.rounds.nothing_from(round_, seat, "nothing to give: no steps since its last adoption")
+        else:
+            seat.give(given)
+            round_.answered_at = now
+            learner.answer_s.add(now - round_.frozen_at)
+            learner.misses = learner.strikes = 0
+            learner.helper = ""  # whatever it began with, its numbers are good
+
+    def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:
+        """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
+        if self.rounds.has_given(learner, given.round, given.attempt):
+            return
+        seat = self.rounds.seat(learner, given.round, given.attempt)
+        self.out.discard(learner.name, given.round, given.attempt)
+        if seat is not None:
+            self.rounds.leave_out(self.rounds.open[given.round], seat, f"refused: {reason}")
+        elif given.incarnation < learner.incarnation:
+            return  # its life ended while the answer was on its way: nobody's mistake
+        text = f"contribution of {learner.name} to round {given.round} refused: {reason}"
+        self.out.note("refused", text, learner, round=given.round, reason=reason)
+        self.out.send(learner.name, Refused(reason=text, final=False))
+
+
+# What a learner's hello, report or contribution must keep to; each function says what is wrong with it, or None.
+
+
+def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
+    """An honest learner never sends such a report: its channel is closed."""
+    fragments = len(versions)
+    rows = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
+    if {*map(len, rows)} != {fragments}:
+        return f"a report of {len(report.steps)} fragments in a run of {fragments}"
+    if report.missed and (len(report.missed) != fragments or any(map(gt, report.missed, report.dropped))):
+        return "a report in which more was missed than dropped"
+    counted = (report.steps, report.tokens, report.dropped, report.missed or (0,), (report.t, report.tokens_total))
+    places = (report.versions, report.counted, (report.offer, report.aims, report.position))
+    if min(map(min, counted)) < 0 or min(map(min, places)) < -1:
+        return "a report with counters below zero"
+    if max(map(max, counted)) >= MOST or max(map(max, places)) >= MOST:
+        return "a report with counters that no run reaches"
+    if report.t < learner.t or report.tokens_total < learner.tokens_total:
+        return f"its counters went back: step {report.t} after step {learner.t}"
+    if any(map(gt, report.versions, versions)):
+        return "a report of versions that this run never committed"
+    return None
+
+
+def not_its_own(learner: Learner, given: Contribution, run: str, term: int) -> str | None:
+    """Whether a contribution was meant for another run, life or reign than the channel's that it came on.
+
+    Version 1 names neither run nor life. Who was welcomed knows the term: whoever is asked has heard of it.
+    """
+    if learner.protocol > 1:
+        said, own = (given.run, given.learner, given.incarnation), (run, learner.name, learner.incarnation)
+        if said != own:
+            return f"it is of {_life(*said)}, this channel of {_life(*own)}"
+    return f"it is of term {given.term}, the run is in term {term}" if given.term != term else None
+
+
+def _life(run: str, learner: str, incarnation: int) -> str:
+    return f"{learner or 'nobody'} (incarnation {incarnation}) in run {run or 'none'}"
+
+
+def against_the_rules(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
+    """Why a contribution may not be merged."""
+    merged, least = learner.merged[round_.fragment], learner.least_base(round_.fragment)
+    if given.fragment != round_.fragment:
+        return f"it is fragment {given.fragment}, the round takes {round_.fragment}"
+    if not 0 <= given.base <= newest:
+        return f"its base is version {given.base}, which this run never committed"
+    if given.base < merged:
+        return f"its base is version {given.base}, but version {merged} already contains its steps"
+    if given.base < least:
+        return f"its base is version {given.base}, but the run was rolled back with version {least}"
+    if min(given.t, given.steps, given.tokens, given.total, given.position + 1) < 0:
+        counters = f"{given.steps} steps, {given.tokens} tokens of {given.total}, step {given.t}"
+        return f"its counters are below zero: {counters}, position {given.position}"
+    if max(given.t, given.steps, given.tokens, given.total, given.position) >= MOST:
+        return "its counters are such as no run reaches"
+    if given.tokens > given.total:
+        return f"it names {given.tokens} tokens, its process has had {given.total} in all"
+    return None
+
+
+class Scrutiny:
+    """Whether a learner is believed: its reports and contributions held against what the syncer knows (claims.py)."""
+
+    def __init__(self, members: Membership, accounts: Accounts) -> None:
+        self._members, self._accounts = members, accounts
+
+    def report(self, now: float, learner: Learner, said: Progress) -> str | None:
+        """What it claims beyond what it can have, in one line."""
+        if (wrong := self._accounts.beyond_lease(learner, said.position, learner.position)) is not None:
+            return wrong
+        return self._beyond_rate(now, learner, said.t, said.tokens_total)
+
+    def contribution(self, now: float, learner: Learner, given: Contribution) -> str | None:
+        """Its copy may be older than the last report, or newer."""
+        before = learner.position if given.t >= learner.t else -1
+        wrong = self._accounts.beyond_lease(learner, given.position, before)
+        wrong = wrong or self._beyond_rate(now, learner, given.t, given.total)
+        wrong = wrong or self._accounts.beyond_ledger(learner, given)
+        wrong = wrong or beyond_declared(given.steps, given.tokens, learner.declared)
+        others = self._members.per_step(learner)
+        if wrong is not None or not others:
+            return wrong  # alone, it is weighed against nobody
+        return beyond_steps(given.steps, given.tokens, learner.usual, others)
+
+    def above(self, learner: Learner) -> str | None:
+        """Whether its steps have far more tokens than the others'; looked at every `STEPS` of its steps."""
+        if not learner.usual.known or learner.t < learner.compared_at:
+            return None
+        learner.compared_at = learner.t + STEPS
+        return above_others(learner.usual.per_step, self._members.per_step(learner))
+
+    def _beyond_rate(self, now: float, learner: Learner, t: int, total: int) -> str | None:
+        usual = learner.usual
+        if usual.began_at is not None:
+            wrong = beyond_declared(t - usual.t, total - usual.total, learner.declared)
+            if wrong is not None:
+                return wrong
+        return beyond_rate(now, t, total, learner.usual, self._members.per_step(learner))
+
+
+class Strikes:
+    """What a refusal costs a learner: its numbers are broken, or not to be believed.
+
+    Rules kept here, each with its test: three refusals in a row send a learner into recovery, as a new life that
+    takes the run's parameters and another inner optimizer; meanwhile it is in quarantine: no round waits for it, it
+    helps nobody. The peer whose state a newcomer refused, or went into quarantine with, gets a strike too, and that
+    newcomer never asks it again.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        members: Membership,
+        accounts: Accounts,
+        rounds: Rounds,
+        peers: Peers,
+        attendance: Attendance,
+        out: Outbox,
+    ) -> None:
+        self.settings, self.members, self.accounts, self.rounds = settings, members, accounts, rounds
+        self.peers, self.attendance, self.out = peers, attendance, out
+
+    def strike(self, now: float, learner: Learner, what: str, reason: str, **data: object) -> None:
+        """`what` was refused."""
+        learner.strikes += 1
+        self.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
+        if learner.strikes >= self.settings.strikes:
+            self.quarantine(now, learner, f"after {learner.strikes} refusals in a row", reason)
+
+    def strike_helper(self, now: float, peer: Learner, newcomer: Learner, reason: str) -> None:
+        """For the state that it gave the newcomer."""
+        self.strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
+
+    def quarantine(self, now: float, learner: Learner, when: str, reason: str) -> None:
+        text = f"{learner.name} is in quarantine {when}; it recovers from the run"
+        self.out.note("quarantined", text, learner)
+        self.rounds.unseat(learner, "it is in quarantine")
+        self.peers.lost(learner, "it is in quarantine")
+        self.attendance.close(learner, f"its numbers are broken: {reason}")
+        self.members.restart(now, learner)
+        self.accounts.open(learner)
+        self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
+        self._doubt_its_helper(now, learner, reason)
+
+    def _doubt_its_helper(self, now: float, learner: Learner, reason: str) -> None:
+        peer, learner.helper = self.members.learners.get(learner.helper), ""
+        if peer is not None and peer.session not in learner.distrusted:
+            learner.distrusted.add(peer.session)
+            if peer.connected and not peer.closed:
+                self.strike_helper(now, peer, learner, f"it went into quarantine with it: {reason}")

@@ -1,0 +1,134 @@
+"""Cuts: consistent snapshots of the whole run (Chandy and Lamport), taken while it goes on.
+
+Every so many rounds the syncer records its state right behind a commit, and from then on every message it sends names
+the open cut: the first such message a learner hears is its marker. It saves its own state in the background and says
+so; what was on its way between the two is kept by its sender (a copy is kept until its fragment is adopted), so nothing
+has to be caught on the wire.
+
+Rules kept here, each with its test: a cut never waits for the dead, nor for anybody past its deadline; those left out
+are named with the reason; only a cut whose syncer's part is durable is completed; one cut is open at a time. A run that
+ends in good order takes a last cut behind its last round, so that whoever goes on with it has the inner optimizers of
+its last steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from atoll.protocol.effects import CompleteCut, TakeCut
+from atoll.protocol.messages import CutSaved, Ending
+from atoll.protocol.records import CutDone
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
+
+
+@dataclass(slots=True)
+class OpenCut:
+    cut: int
+    deadline: float
+    awaited: dict[str, int]
+    """Learners that have not said yet that they saved, with their incarnations."""
+    saved: dict[str, CutSaved] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    kept: bool = False
+    """The syncer's part is durable."""
+    completing: bool = False
+    last: bool = False
+    """Of a run that ends: worth nothing without a learner's part."""
+
+
+class Cuts:
+    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
+        self.settings, self.members, self.out = settings, members, out
+        self.open: OpenCut | None = None
+
+    def first(self) -> None:
+        """Version 0, whole and durable before anybody adopts it. There is nobody else to wait for."""
+        self.out.add(TakeCut(0, self.out.history.state(), first=True))
+
+    def committed(self, now: float, rounds: int) -> None:
+        """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
+        every = self.settings.cut_every
+        if self.open is None and every and rounds % every == 0:
+            self._take(now, rounds, self.members.live())
+
+    def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
+        """The last steps are collected: take a cut unless one was taken here. True when there is none to wait for."""
+        if self.open is not None:
+            return False
+        there = [one for one in self.members.reachable() if one.stopped]
+        if not self.settings.cut_every or self.out.cut >= rounds or not there:
+            return True
+        self._take(now, rounds, there, last=True)
+        wakes.append(now + self.settings.cut_wait_s)  # this look at the time may be the last until then
+        for learner in there:  # nothing else would tell them of it
+            self.out.send(learner.name, Ending(reason=reason))
+        return False
+
+    def _take(self, now: float, rounds: int, learners: list[Learner], *, last: bool = False) -> None:
+        awaited = {one.name: one.incarnation for one in learners}
+        self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited, last=last)
+        self.out.cut = rounds
+        self.out.add(TakeCut(rounds, self.out.history.state()))
+
+    def saved(self, learner: Learner, said: CutSaved) -> None:
+        open_ = self.open
+        if open_ is None or said.of != open_.cut or open_.awaited.get(learner.name) != learner.incarnation:
+            return
+        del open_.awaited[learner.name]
+        if said.reason:
+            open_.left_out[learner.name] = said.reason
+        else:
+            open_.saved[learner.name] = said
+
+    def lose(self, learner: Learner) -> None:
+        """Its connection is gone. If it is back at once, the cut is old news to it."""
+        if self.open is not None and self.open.awaited.pop(learner.name, None) is not None:
+            self.open.left_out[learner.name] = "it was gone"
+
+    def kept(self, cut: int, reason: str) -> None:
+        """The syncer's part is durable, or (with a reason) will never be."""
+        if self.open is None or self.open.cut != cut:
+            return
+        if reason:
+            self.out.note("warning", f"cut {cut} came to nothing: {reason}", cut=cut)
+            self.open = None
+        else:
+            self.open.kept = True
+
+    def turn(self, now: float, wakes: list[float]) -> None:
+        """Leave out who is gone or late; complete what can be."""
+        if (open_ := self.open) is None or open_.completing:
+            return
+        there = {one.name: one.incarnation for one in self.members.connected()}
+        for name, incarnation in list(open_.awaited.items()):
+            late = now >= open_.deadline
+            if late or there.get(name) != incarnation:
+                del open_.awaited[name]
+                open_.left_out[name] = "it did not save in time" if late else "it was gone"
+        if open_.awaited:
+            wakes.append(open_.deadline)
+        elif open_.last and not open_.saved:  # the one before it has inner optimizers in it
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(open_.left_out.items()))
+            self.out.note("warning", f"the last cut, {open_.cut}, came to nothing: {reasons}", cut=open_.cut)
+            self.open = None
+        elif open_.kept:
+            open_.completing = True
+            saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())
+            self.out.add(CompleteCut(open_.cut, saved, left_out, self.out.history.spared_cut))
+
+    def written(self, cut: int, manifest: str) -> None:
+        """The manifest is durable."""
+        if (open_ := self.open) is None or open_.cut != cut:
+            return
+        self.open = None
+        self.out.persist(CutDone(cut, cut, tuple(sorted(open_.saved)), manifest))
+        without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
+        self.out.note(
+            "cut",
+            f"cut {cut} is complete: {len(open_.saved)} learners{without}",
+            cut=cut,
+            learners=sorted(open_.saved),
+            left_out=dict(open_.left_out),
+        )

@@ -1,0 +1,322 @@
+"""The syncer's rules, with no clock, no socket and no tensors: `handle(now, event) -> effects`.
+
+This file routes every event to its rule and then lets time do its work. The rules, each with its test, are in:
+
+    the state of a run             state.py; what is written down and sent, in order: outbox.py
+    who takes part                 membership.py; who joins and leaves, how a run begins: joining.py
+    who is silent, stalled, muted  watch.py
+    who helps a newcomer           peers.py
+    reports and contributions      contributions.py; what a learner may claim: claims.py; data and ledger: accounts.py
+    rounds                         rounds.py; when one closes: closing.py; what a contribution weighs: weights.py
+    snapshots                      cuts.py
+    scores and rollbacks           restoring.py
+    the end                        ending.py
+
+Most messages of many learners change nothing yet: a heartbeat, a step before a round is due. They skip the second part
+(`_is_quiet`), so that they cost little.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from atoll.protocol import effects as fx
+from atoll.protocol import messages as msg
+from atoll.protocol.history import History
+from atoll.protocol.records import Begun, Changed, Reset
+from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Spread
+from atoll.protocol.syncer.accounts import Accounts
+from atoll.protocol.syncer.closing import Estimates
+from atoll.protocol.syncer.contributions import Hearing, Strikes
+from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.ending import Assembling, End
+from atoll.protocol.syncer.joining import Attendance, Beginning
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.peers import Peers
+from atoll.protocol.syncer.restoring import Restoring
+from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.state import Phase, RunPhase
+from atoll.protocol.syncer.watch import Watch
+
+
+class Syncer:
+    def __init__(self, history: History) -> None:
+        """Of a run that has just begun, or of one that an earlier term left behind."""
+        self.settings = settings = history.settings
+        assert settings.fragments > 0 and settings.sync_every > 0, "settings must be resolved"
+        self.history, self.run = history, history.run
+        self.wake_at: float | None = None
+        self._asked: fx.ChangeAsked | None = None
+        """A change that waits for the merge under way."""
+        self._only_counted = False
+        """The report just taken in moved counters and nothing else."""
+        self.out = out = Outbox(history)
+        self.run_phase = run_phase = RunPhase.of(history)
+        self.members = members = Membership(settings)
+        self.accounts = accounts = Accounts(settings, members, out)
+        self.cuts = cuts = Cuts(settings, members, out)
+        self.rounds = rounds = Rounds(settings, members, cuts, out)
+        self.watch = watch = Watch(settings, members, rounds, out)
+        self.peers = peers = Peers(settings, members, rounds, out)
+        self.assembling = Assembling(settings, members, rounds, returning=bool(history.lives))
+        self.beginning = Beginning(run_phase, members, rounds, cuts, self.assembling, out)
+        self.attendance = Attendance(settings, run_phase, members, accounts, rounds, peers, self.beginning, out)
+        self.strikes = Strikes(settings, members, accounts, rounds, peers, self.attendance, out)
+        self.hearing = Hearing(run_phase, members, accounts, rounds, watch, peers, self.attendance, self.strikes, out)
+        self.restoring = Restoring(settings, run_phase, members, rounds, self.strikes, out)
+        self.end = End(settings, run_phase, members, rounds, peers, self.assembling, out)
+        self._remember()
+
+    @classmethod
+    def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
+        return cls(History(Begun(run, settings, {}, (), fingerprint)))
+
+    def _remember(self) -> None:
+        """Go on where the records end. Rounds that were not committed are void."""
+        self.rounds.versions = list(self.history.versions)
+        self.rounds.committed = self.rounds.next = self.history.committed
+        self.rounds.gathering.pace.go_on_from(self.history.step)
+        for name, life in self.history.lives.items():
+            self.members.remember(name, life)
+        self.members.recall(self.history.progress)
+        self.members.least[:] = self.history.least
+
+    # ---- the face ---------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self.run_phase.phase
+
+    @property
+    def progress(self) -> float:
+        """How much of the run's budget is spent, in [0, 1]."""
+        return self.rounds.spent()
+
+    @property
+    def versions(self) -> list[int]:
+        return self.rounds.versions
+
+    @property
+    def committed(self) -> int:
+        return self.rounds.committed
+
+    @property
+    def next_round(self) -> int:
+        return self.rounds.next
+
+    @property
+    def global_step(self) -> int:
+        return self.rounds.global_step
+
+    @property
+    def effective_h(self) -> float | None:
+        return self.rounds.effective_h
+
+    @property
+    def steps_between_syncs(self) -> Spread:
+        """Behind `effective_h`: median, mean and 95th percentile, of late."""
+        return self.rounds.steps_between_syncs
+
+    @property
+    def estimates(self) -> Estimates:
+        return self.rounds.gathering.estimates
+
+    @property
+    def grace_s(self) -> float:
+        return self.rounds.gathering.grace_s
+
+    @property
+    def last_members(self) -> tuple[str, ...]:
+        return self.rounds.last_members
+
+    @property
+    def last_reason(self) -> str:
+        return self.rounds.last_reason
+
+    # ---- what happens -----------------------------------------------------------------------------------------
+
+    def handle(self, now: float, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        self._take(now, event)
+        if not self._is_quiet(now, event):
+            self._advance(now)
+        self._only_counted = False
+        # Last: the first event of a term may be the change that opens a finished run again.
+        self.end.say_again()
+        return self.out.take()
+
+    def _take(self, now: float, event: fx.SyncerEvent) -> None:
+        match event:
+            case fx.Greeted(hello, token):
+                self.attendance.greet(now, hello, token)
+            case fx.Received(name) | fx.Delivered(name) | fx.Lost(name) | fx.DrainAsked(name):
+                if (learner := self._known(name)) is not None:
+                    self._take_of(now, learner, event)
+            case fx.Uploading(name, size):
+                self.beginning.uploading(now, name, size)
+            case fx.Initialised(name):
+                self.beginning.initialised(now, name)
+            case fx.Merged():
+                self.rounds.commit(now, event)
+            case fx.Unmergeable(number, reason, reset):
+                if reset:
+                    self.out.persist(Reset(self.rounds.open[number].fragment, reason))
+                self.rounds.fail(now, self.rounds.open[number], reason)
+            case fx.Scored(number, loss):
+                self.restoring.scored(number, loss)
+            case fx.Restorable():
+                self.restoring.restore(now, event)
+            case fx.Unrestorable(reason):
+                self.restoring.give_up(reason)
+            case fx.CutKept(cut, reason):
+                self.cuts.kept(cut, reason)
+            case fx.CutWritten(cut, manifest):
+                self.cuts.written(cut, manifest)
+            case fx.RelayWanted(ticket, offset):
+                self.peers.wanted(ticket, offset)
+            case fx.ChangeAsked():
+                self._asked = event
+            case fx.EndAsked(reason):
+                self.end.begin(now, reason)
+            case fx.Over():
+                for learner in self.members.learners.values():
+                    self.attendance.close(learner, "the run is over")
+            case fx.PullsSent(number, attempt, probed):
+                if probed:
+                    self.watch.probe_sent(now, probed)
+                else:
+                    self.rounds.pulls_sent(now, number, attempt)
+            case fx.StoodStill(seconds):
+                self.watch.stood_still(now, seconds)
+            case fx.Tick():
+                pass
+
+    def _known(self, name: str) -> Learner | None:
+        """One whose word counts. Once the run is over, accounts are closed of learners that are still connected: what
+        was on its way then is passed over, since nothing of that life is left to judge it by."""
+        learner = self.members.learners.get(name)
+        return learner if learner is not None and learner.connected and not learner.closed else None
+
+    def _take_of(
+        self, now: float, learner: Learner, event: fx.Received | fx.Delivered | fx.Lost | fx.DrainAsked
+    ) -> None:
+        match event:
+            case fx.Received(_, message):
+                self._heard(now, learner, message)
+                self._receive(now, learner, message)
+            case fx.Delivered(_, contribution, refusal):
+                self._heard(now, learner, contribution)
+                self.hearing.contribution(now, learner, contribution, refusal)
+            case fx.Lost(_, reason):
+                self.attendance.lose(learner, "lost", reason)
+            case fx.DrainAsked(_, reason):
+                self.attendance.ask_to_leave(learner, reason)
+
+    def _heard(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
+        learner.last_heard = now
+        self.out.hear(message.clock)
+
+    def _receive(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
+        match message:
+            case msg.Progress():
+                self._only_counted = self.hearing.report(now, learner, message)
+            case msg.Decline(round=number, attempt=attempt, reason=reason):
+                if (seat := self.rounds.seat(learner, number, attempt)) is not None:
+                    self.rounds.nothing_from(self.rounds.open[number], seat, reason)
+            case msg.Register():
+                self.accounts.register(learner, message)
+            case msg.CutSaved():
+                self.cuts.saved(learner, message)
+            case msg.Seek(after=after, frozen=frozen):
+                self.rounds.unseat(learner, "it takes a peer's state first")
+                self.peers.seek(now, learner, after, frozen=frozen)
+            case msg.Settled():
+                if (peer := self.peers.settled(now, learner, message)) is not None:
+                    self.strikes.strike_helper(now, peer, learner, message.reason)
+            case msg.Ready():
+                self.peers.ready(learner, message)
+            case msg.Unable():
+                self.peers.unable(learner, message)
+            case msg.Leave(reason=reason):
+                self.attendance.lose(learner, "left", reason)
+
+    # ---- what need not be followed up -------------------------------------------------------------------------
+
+    def _is_quiet(self, now: float, event: fx.SyncerEvent) -> bool:
+        """Nothing can follow from it: a sign of life, one step of many before a round is due, or one answer of several
+        that a round waits for."""
+        if self.wake_at is None or now >= self.wake_at:
+            return False
+        match event:
+            case fx.Received(_, msg.Heartbeat()):
+                return True
+            case fx.Received(name, msg.Progress()):
+                return self._only_counted and self._is_before_the_next(now, self.members.learners[name])
+            case fx.Delivered(name, given):
+                learner, round_ = self._known(name), self.rounds.open.get(given.round)
+                taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
+                return taken and not given.probe and round_ is not None and bool(round_.asked)
+            case _:
+                return False
+
+    def _is_before_the_next(self, now: float, learner: Learner) -> bool:
+        """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
+        if self.phase != "running" or self.settings.synchronous or self._asked is not None:
+            return False
+        if self.assembling.returning or self.rounds.any_due() or self.end.budget_spent():
+            return False
+        assert self.wake_at is not None
+        self.end.stepped(now)
+        self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
+        return True
+
+    # ---- what time brings -------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Let everything happen that may happen now, then say when to look again."""
+        moved = True
+        wakes: list[float] = []
+        while moved:
+            wakes.clear()
+            if self._asked is not None:
+                self._change(self._asked)
+            self.beginning.turn(now, wakes)
+            for silent in self.watch.turn(now, wakes):
+                self.attendance.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+            self.rounds.gathering.watch(now)
+            self.attendance.abandon(now, wakes)
+            self.cuts.turn(now, wakes)
+            self._help(now, wakes)
+            if self.restoring.turn():
+                break
+            self.end.turn(now, wakes)
+            self.attendance.hurry(now, wakes)
+            if self.phase == "running" and self.assembling.may_open(now, wakes):
+                self.rounds.open_next(now)
+            moved = self.rounds.turn(now, wakes)
+        self.wake_at = min([wake for wake in wakes if now < wake < inf], default=None)
+
+    def _help(self, now: float, wakes: list[float]) -> None:
+        if self.phase == "running":
+            self.peers.turn(now, wakes)
+        elif self.peers.open:
+            self.peers.end("the run ends" if self.phase != "empty" else "the run has no parameters yet")
+
+    def _change(self, asked: fx.ChangeAsked) -> None:
+        """Other settings from now on, written down like a round."""
+        if any(round_.stage == "merging" for round_ in self.rounds.open.values()):
+            return
+        self._asked = None
+        self.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
+        self.out.add(fx.Retune(asked.outer))
+        self.settings = asked.settings
+        for room in (
+            *(self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.peers),
+            *(self.assembling, self.attendance, self.strikes, self.restoring, self.end, self.end.drain),
+        ):
+            room.settings = asked.settings
+        if asked.reopen:
+            self.end.reopen()
+            self.assembling.reopen()
+        self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)

@@ -1,0 +1,348 @@
+"""Who takes part: joining, incarnations, heartbeats, leaving, and who counts as live.
+
+A learner is known by its name; each training process behind that name is an incarnation, told apart by its session. A
+new incarnation joins, takes the run's parameters, and is *recovered* once it has adopted a committed version of every
+fragment: only then may it contribute. Live means: connected, recovered, not muted (it reports but does not answer
+pulls), not stalled (it is there but makes no steps).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import Literal
+
+from atoll.protocol.history import Life
+from atoll.protocol.messages import PROTOCOL, Hello, Progress
+from atoll.protocol.settings import Settings
+from atoll.protocol.statistics import Average, middle
+from atoll.protocol.syncer.claims import Counted, Usual, believed_rate, rate_of
+
+State = Literal["joining", "training", "gone"]
+
+
+@dataclass(slots=True)
+class Learner:
+    """What the syncer knows of one learner."""
+
+    name: str
+    session: str
+    incarnation: int
+    joined_at: float
+    fragments: int
+    protocol: int = PROTOCOL
+    """The version that it speaks."""
+    state: State = "joining"
+    recovered: bool = False
+    """It has said that it took the run's parameters."""
+    muted: bool = False
+    stopped: bool = False
+    leaving: bool = False
+    """It was asked to leave, as it says."""
+    stalled: bool = False
+    last_heard: float = 0.0
+    last_step_at: float = 0.0
+    idle_at: float = 0.0
+    """When it last owed us no step: it had stopped, or (synchronous) it waited for a round."""
+    t: int = 0
+    offer: int = -1
+    offers_from: int = -1
+    """It has copied the fragment of every round from this one to `offer`."""
+    aims: int = -1
+    steps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    tokens_total: int = 0
+    tokens_before: int = 0
+    """Tokens of its earlier incarnations, as they counted."""
+    origin: int = 0
+    """Tokens of its process that earlier incarnations have accounted for, where another had its name in between."""
+    budgeted: Counted = field(default_factory=Counted)
+    """What of `tokens_total` counts towards the run's budget."""
+    busy_s: float = 0.0
+    loss: float | None = None
+    agreement: float | None = None
+    """Of its last contribution with the others' …"""
+    influence: float | None = None
+    """… and its share of that merge."""
+    suspect: str = ""
+    """Why what it gives is not trusted; empty: it is. When the run is rolled back it goes into quarantine."""
+    misses: int = 0
+    strikes: int = 0
+    helper: str = ""
+    """The peer whose state it goes on with, until a contribution of its own is taken."""
+    distrusted: set[str] = field(default_factory=set)
+    """Sessions of peers whose state it refused, or that it went into quarantine with: it takes no more of theirs."""
+    declared: int = 0
+    """The most tokens that one of its steps has, as it said when it joined; 0: it said nothing."""
+    usual: Usual = field(default_factory=Usual)
+    """What this life has claimed so far."""
+    above: str = ""
+    """How far its tokens per step are above the others'; empty: they are not, or it was not looked at yet."""
+    compared_at: int = 0
+    """The step at which its tokens per step are next held against the others'."""
+    step_s: Average = field(default_factory=Average)
+    answer_s: Average = field(default_factory=Average)
+    """From being asked to its whole answer."""
+    merged: list[int] = field(default_factory=list)
+    """Per fragment, the version its last contribution went into; −1 for none."""
+    least: list[int] = field(default_factory=list)
+    """Per fragment, the version that the run was last rolled back with, for all learners the same list."""
+    merged_tokens: dict[int, int] = field(default_factory=dict)
+    """Per fragment, the tokens of that contribution."""
+    late: set[int] = field(default_factory=set)
+    """Fragments for which it was not ready yet when the grace window opened the last time."""
+    declined: dict[int, int] = field(default_factory=dict)
+    """Per fragment, its step when it last had nothing to give: it is not asked again before the next one."""
+    synced_t: dict[int, int] = field(default_factory=dict)
+    """Per fragment, its step when the fragment was last synced."""
+    dropped: tuple[int, ...] = ()
+    """Per fragment, tokens it overwrote, as it last said."""
+    position: int = -1
+    """Leased samples it has taken, as it last said."""
+    reset: bool = False
+    """It is to start with a fresh inner optimizer, and has not said yet that it did."""
+    draining: str = ""
+    """Why it was asked to leave, once it was."""
+    closed: bool = False
+    """Its account is closed: this incarnation is over for good."""
+    probed_at: float = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return self.state != "gone"
+
+    @property
+    def live(self) -> bool:
+        return self.state == "training" and not self.muted and not self.stalled
+
+    @property
+    def was_asked(self) -> bool:
+        """To leave: by the operator here, or by whoever has its machine."""
+        return self.leaving or bool(self.draining)
+
+    def may_give(self, fragment: int) -> bool:
+        """Not while the version that holds its last contribution, or one that the run was rolled back with, is still
+        on its way to it."""
+        return bool(self.versions) and self.versions[fragment] >= self.least_base(fragment)
+
+    def least_base(self, fragment: int) -> int:
+        return max(self.merged[fragment], self.least[fragment] if self.least else -1)
+
+    def has_more(self, fragment: int) -> bool:
+        """Whether it has steps of this fragment that no version contains, on a base it may use."""
+        return self.may_give(fragment) and bool(self.steps) and self.steps[fragment] > 0
+
+    def is_ready(self, fragment: int) -> bool:
+        """Whether it can be asked for this fragment: by its steps on this one, whichever rounds it was in before."""
+        return self.has_more(fragment) and self.t > self.declined.get(fragment, -1)
+
+    def last_merged(self) -> tuple[tuple[int, int, int], ...]:
+        """Per fragment, the version its last contribution went into, the step it was read at and its tokens."""
+        return tuple(
+            (version, self.synced_t.get(fragment, 0), self.merged_tokens.get(fragment, 0))
+            for fragment, version in enumerate(self.merged)
+        )
+
+    def unmerged_tokens(self) -> float:
+        """Tokens that no version contains yet, averaged over the fragments."""
+        return sum(self.tokens) / self.fragments if self.tokens else 0.0
+
+
+class Membership:
+    """All learners a run has seen, by name."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.learners: dict[str, Learner] = {}
+        self._by_name: list[Learner] = []
+        """In the order of their names."""
+        self.asked_to_leave: dict[str, str] = {}
+        """Session → why, of processes that the operator drains: another may have their name when they come back."""
+        self.least = [-1] * settings.fragments
+        """Per fragment, the version that the run was last rolled back with."""
+        self._uncounted = 0
+        """Tokens that an earlier term was told of and did not count."""
+
+    def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
+        """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
+        did not keep that it was given."""
+        known = self.learners.get(hello.learner)
+        if known is not None and known.session == hello.session and not known.closed:
+            self._come_back(now, known, hello, run)
+            return known, False
+        again = known is not None and known.session == hello.session
+        origin = hello.tokens_total if not again and _had_a_life(known, hello, run) else 0
+        learner = Learner(
+            name=hello.learner,
+            session=hello.session,
+            incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
+            joined_at=now,
+            fragments=self.settings.fragments,
+            protocol=hello.protocol,
+            last_heard=now,
+            last_step_at=now,
+            t=hello.t,
+            tokens_total=known.tokens_total if known is not None and again else origin,
+            tokens_before=_tokens_before(known, hello.session),
+            origin=origin,
+            budgeted=known.budgeted if known is not None and again else Counted(0, now, now),
+            merged=[-1] * self.settings.fragments,
+            least=self.least,
+            draining=self.asked_to_leave.get(hello.session, ""),
+            declared=hello.tokens_per_step,
+        )
+        learner.budgeted.begin(now)
+        self._add(learner)
+        return learner, True
+
+    def remember(self, name: str, life: Life) -> None:
+        """A learner that an earlier term knew; it is away until it says hello."""
+        learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
+        learner.t, learner.least = life.t, self.least
+        learner.tokens_total, learner.tokens_before = life.total, life.before
+        learner.budgeted = Counted(life.total, before=life.total)
+        learner.merged = [version for version, _, _ in life.merged]
+        learner.synced_t = {f: t for f, (version, t, _) in enumerate(life.merged) if version >= 0}
+        learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
+        learner.closed = not life.open
+        self._add(learner)
+
+    def recall(self, progress: float) -> None:
+        """An earlier term came this far: the rest of what it was told by then it had not counted."""
+        if self.settings.tokens:
+            self._uncounted = max(0, self.tokens() - ceil(progress * self.settings.tokens))
+
+    def _add(self, learner: Learner) -> None:
+        place = bisect_left(self._by_name, learner.name, key=_name)
+        known = learner.name in self.learners
+        self._by_name[place : place + known] = [learner]
+        self.learners[learner.name] = learner
+
+    def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
+        """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
+        learner.protocol, learner.declared = hello.protocol, learner.declared or hello.tokens_per_step
+        same = hello.run == run and hello.incarnation == learner.incarnation
+        recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
+        learner.state = "training" if recovered else "joining"
+        learner.versions = hello.versions if recovered else ()
+        learner.last_heard = learner.last_step_at = now
+        learner.joined_at = learner.joined_at or now
+        learner.budgeted.begin(now)
+        learner.t = max(learner.t, hello.t)
+        learner.offer = learner.aims = -1
+        learner.stalled = False
+
+    def restart(self, now: float, learner: Learner) -> None:
+        """The same process starts over as a new incarnation (quarantine)."""
+        learner.incarnation += 1
+        learner.state, learner.joined_at = "joining", now
+        learner.strikes = learner.misses = 0
+        learner.reset, learner.closed, learner.recovered = True, False, False
+        learner.versions, learner.offer = (), -1
+        learner.declined.clear()
+        learner.late.clear()
+        learner.synced_t.clear()
+        learner.merged_tokens.clear()
+        learner.merged = [-1] * self.settings.fragments
+        learner.dropped, learner.position, learner.usual = (), -1, Usual()
+
+    def report(self, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+        """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
+        offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
+        if progress.t > learner.t and learner.state == "training":
+            learner.step_s.add((now - learner.last_step_at) / (progress.t - learner.t))
+        learner.usual.add(now, progress.t, progress.tokens_total)
+        learner.budgeted.add(now, progress.tokens_total - learner.origin, lambda: self._rate(now, learner))
+        if progress.t != learner.t or progress.stopped:
+            learner.last_step_at = now
+        if offer > learner.offer + 1 or learner.offer < 0:
+            learner.offers_from = offer
+        learner.t, learner.steps, learner.tokens = progress.t, progress.steps, progress.tokens
+        learner.versions, learner.offer, learner.aims = progress.versions, offer, aims
+        learner.tokens_total, learner.busy_s = progress.tokens_total, progress.busy_s
+        learner.loss, learner.stopped, learner.leaving = progress.loss, progress.stopped, progress.leaving
+        learner.reset = False
+        learner.dropped, learner.position = progress.dropped, progress.position
+
+    def live(self) -> list[Learner]:
+        return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
+
+    def alive(self, heard_since: float) -> list[str]:
+        """Alive and recovered: the denominator of participation. The muted and those that are not ready count; who
+        makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands)."""
+        return [one.name for one in self.reachable() if not one.stalled and one.last_heard >= heard_since]
+
+    def reachable(self) -> list[Learner]:
+        """Live, or muted, or stalled: all that could have last steps to give."""
+        return [one for one in self._by_name if one.state == "training"]
+
+    def stepping(self) -> list[Learner]:
+        """Live, and more steps will come."""
+        return [
+            one
+            for one in self._by_name
+            if one.state == "training" and not one.muted and not one.stalled and not one.stopped
+        ]
+
+    def connected(self) -> list[Learner]:
+        return [one for one in self._by_name if one.state != "gone"]
+
+    def step_s(self) -> float | None:
+        """ξ_step: the median of the live learners' averages."""
+        known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
+        return middle(known) if known else None
+
+    def answer_s(self) -> float | None:
+        """ξ_answer: the median of the learners' averages, of two the quicker."""
+        known = sorted(one.answer_s.value for one in self.reachable() if one.answer_s.value is not None)
+        return known[(len(known) - 1) // 2] if known else None
+
+    def per_step(self, but: Learner) -> list[float]:
+        """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
+        that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
+        others = [one.usual for one in self.reachable() if one is not but and one.usual.tokens > 0]
+        if but.usual.known:
+            return [usual.per_step for usual in others if usual.known]
+        return [usual.per_step for usual in others] if len(others) > 1 else []
+
+    def tokens(self) -> int:
+        """Trained on by all together, as far as that is believed."""
+        return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
+
+    def _rate(self, now: float, but: Learner) -> float | None:
+        """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
+        says, for there is nobody else, or no budget."""
+        others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
+        rates = [rate for one in others if (rate := rate_of(one.budgeted, one.usual)) is not None]
+        if rates:
+            return believed_rate(rates, self.settings.tokens)
+        since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
+        return 0.0 if now < since + self.settings.assemble_s else None
+
+    def silence_limit(self, learner: Learner) -> float:
+        return learner.last_heard + self.settings.lost_after_s
+
+    def stall_limit(self, learner: Learner) -> float:
+        """After this moment without a step a learner is not waited for. How long its first takes nobody knows: where
+        all wait for it, it has the time that a run gives to assemble."""
+        step_s, unknown_s = learner.step_s.value, self.settings.assemble_s if self.settings.synchronous else 0.0
+        patience_s = max(self.settings.stalled_after_s, unknown_s if step_s is None else 8 * step_s)
+        return max(learner.last_step_at, learner.idle_at) + patience_s
+
+
+def _name(one: Learner) -> str:
+    return one.name
+
+
+def _had_a_life(known: Learner | None, hello: Hello, run: str) -> bool:
+    """It has been part of this run, and then another process had its name."""
+    return known is not None and hello.run == run and hello.incarnation > 0
+
+
+def _tokens_before(known: Learner | None, session: str) -> int:
+    """Of its earlier processes; one that comes back after its account was closed goes on counting."""
+    if known is None:
+        return 0
+    return known.tokens_before + (known.budgeted.tokens if known.session != session else 0)

@@ -1,0 +1,167 @@
+"""What the syncer wants done after an event, in order; every message leaves with the syncer's vector clock and term.
+
+What is written down is part of the history from the moment it is decided; whoever carries effects out sees to it that
+nothing is told before it is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from atoll.protocol.clock import SYNCER, Clock, merged
+from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect, TakeCut
+from atoll.protocol.history import History
+from atoll.protocol.limits import MOST, Budgets
+from atoll.protocol.messages import FromSyncer
+from atoll.protocol.records import AnyRecord, Ended, Lent, Played, Restored, Stretch, encode
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.tape import KEPT, AnyEntry
+
+
+class Outbox:
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.taping = Taping(history)
+        self.clock: Clock = {SYNCER: history.committed}
+        """Never changed in place: messages carry it."""
+        self.cut = max(history.cuts, default=0)
+        self._effects: list[SyncerEffect] = []
+
+    def take(self) -> list[SyncerEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def add(self, effect: SyncerEffect) -> None:
+        self._effects.append(effect)
+
+    def send(self, learner: str, message: FromSyncer) -> None:
+        stamped = msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
+        self.add(Send(learner, stamped))
+
+    def persist(self, *records: AnyRecord, round: int = -1, restored: bool = False) -> None:
+        """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
+        lines: tuple[AnyRecord, ...] = (*self.taping.take(), *records)
+        for line in lines:
+            encode(line)  # what could not be written down is no part of the history
+            self.history.apply(line)
+        self.add(Persist(lines, round, restored))
+
+    def discard(self, learner: str, number: int, attempt: int) -> None:
+        self.add(Discard(learner, number, attempt))
+
+    def note(self, kind: str, text: str, learner: Learner | None = None, **data: object) -> None:
+        who: dict[str, object] = {"learner": learner.name, "incarnation": learner.incarnation} if learner else {}
+        self.add(Note(kind, text, {**who, **data}))
+
+    def count(self, rounds: int) -> None:
+        """So many rounds are behind us."""
+        self.clock = {**self.clock, SYNCER: rounds}
+
+    def hear(self, clock: Mapping[str, int]) -> None:
+        """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
+        ours, lives = self.clock, self.history.lives
+        if newer := {name: t for name, t in clock.items() if MOST > t > ours.get(name, -1) and name in lives}:
+            self.clock = merged(ours, newer)
+
+
+GAPS = 64
+"""Stretches of one learner that may wait."""
+TAPE_BYTES = 256 * 1024
+"""Of one learner's tape at once, as the journal has it: all that a training process keeps is about half of it."""
+ROUND_BYTES = 1024
+"""For every round more; an honest learner says what it adopted and heard of, some 40 bytes."""
+PLACE_BYTES = 96
+"""What a stretch or a loan costs beside its entries."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Taping:
+    """What the syncer hears of the learners' tapes, until it is written down.
+
+    Entries wait for the next record and go to the disk with it, before it: a round never stands in the journal
+    without what its members' contributions depend on. What a crash takes from here the learners say again, from the
+    number on that the journal knows. Of one learner no more may wait than twice what it could keep itself, and no
+    more is written down than TAPE_BYTES and some for every round: a tape grows with the run's rounds. Where entries
+    are missing for good, that is said once, and the reader of the tape sees it too.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._waiting: dict[str, list[Stretch]] = {}
+        """By learner; more than one only where entries are missing in between."""
+        self._lent: list[Lent] = []
+        self._room = Budgets(TAPE_BYTES, ROUND_BYTES)
+        """By learner, in bytes of the journal; rounds are the time."""
+        self._over: set[str] = set()
+        """Who said more than that."""
+
+    def heard(self, learner: str, incarnation: int, first: int, entries: Sequence[AnyEntry]) -> str | None:
+        """What is missing before these, if anything is."""
+        if not entries or (life := self._history.lives.get(learner)) is None:
+            return None
+        waiting = self._waiting.setdefault(learner, [])
+        last = waiting[-1] if waiting else Stretch(learner, incarnation, life.taped, ())
+        end = last.first + len(last.entries)
+        new = tuple(entries[max(0, end - first) :])
+        if new and not self._fits(learner, len(_encoder.encode(new)) + (PLACE_BYTES if first > end else 0)):
+            self._over.add(learner)
+            return None
+        if first > end:
+            waiting.append(Stretch(learner, incarnation, first, new))
+            return f"entries {end} to {first - 1} of its tape are missing"
+        if new:
+            waiting[-1:] = [Stretch(learner, last.incarnation, last.first, (*last.entries, *new))]
+        return None
+
+    def is_full(self, learner: str) -> bool:
+        """Whether this one said more than an honest learner could have kept."""
+        waiting = self._waiting.get(learner, ())
+        return (
+            learner in self._over or len(waiting) > GAPS or sum(len(stretch.entries) for stretch in waiting) > 2 * KEPT
+        )
+
+    def lent(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
+        """One that lends without end is not written down any more."""
+        if self._fits(peer, PLACE_BYTES):
+            self._lent.append(Lent(ticket, peer, incarnation, t))
+
+    def _fits(self, learner: str, size: int) -> bool:
+        return self._room.take(learner, self._history.committed, size)
+
+    def take(self) -> list[Played | Lent]:
+        """All that waits, to be written down now."""
+        tapes = tuple(stretch for name in sorted(self._waiting) for stretch in self._waiting[name])
+        found: list[Played | Lent] = [*([Played(tapes)] if tapes else []), *self._lent]
+        self._waiting, self._lent = {}, []
+        self._over.clear()
+        return found
+
+
+# What is written to the disk together, and what must survive the machine at once; in the service and in the simulated
+# one.
+
+
+def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
+    """From the front, in order: whatever waits, up to an outer gradient that is not made yet or a cut."""
+    batch: list[Persist] = []
+    for effect in waiting:
+        if isinstance(effect, TakeCut):
+            break
+        if isinstance(effect, Persist):
+            if (effect.round >= 0 or effect.restored) and batch:
+                break
+            batch.append(effect)
+    return batch
+
+
+def must_be_synced(records: Iterable[AnyRecord]) -> bool:
+    """Whether these wait for the disk also with durability = "cut".
+
+    A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
+    and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
+    a rollback: it would take as many bad scores again.
+    """
+    return any(isinstance(record, Ended | Restored) for record in records)

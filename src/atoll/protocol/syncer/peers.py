@@ -1,0 +1,260 @@
+"""Who helps whom: a newcomer takes the run's parameters from the syncer, the inner optimizer's state from a peer.
+
+A newcomer in a running run, and a learner out of quarantine, seeks (Seek). A healthy peer is asked (Help), by chance
+among those that help the fewest; once a copy of its state lies ready (Ready) the newcomer is told (Helped), gets it
+from the peer itself or through the relay, and says what became of it (Settled). The syncer decides and passes on; it
+keeps none of it.
+
+Rules kept here, each with its test: only a live learner that still steps, and whose last contribution was not refused,
+helps; several newcomers are spread over several peers; a peer that goes, declines or takes too long is followed by
+another, and two tries are enough; a peer whose state was refused gets a strike for it, once, and that newcomer asks it
+no more; with no peer, or after those tries, the newcomer goes on with a fresh inner optimizer; it is no member of any
+round before that is settled. Tickets and chance are made of the sessions of both, which nobody else knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atoll.protocol.learner.peer_state import BYTES_PER_S
+from atoll.protocol.messages import Fresh, Help, Helped, Ready, Release, Settled, Stream, Unable
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.rounds import Rounds
+
+BOUND_S = 10.0
+"""A try may take so long, or H rounds, or what its bytes need: whichever is longest."""
+TRIES = 2
+ADDRESS_CHARS = 256
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One newcomer, and the peer that helps it now."""
+
+    newcomer: Learner
+    incarnation: int
+    after: int
+    since: float
+    tries: int = 0
+    peer: Learner | None = None
+    ticket: str = ""
+    asked_at: float = 0.0
+    asked_round: int = 0
+    ready: Ready | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    """Peers that did not help, and why."""
+    declined: set[str] = field(default_factory=set)
+    frozen: bool = False
+    """It needs frozen parameters too."""
+
+    def trusts(self, peer: Learner) -> bool:
+        return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
+
+    @property
+    def why(self) -> str:
+        """What went wrong before."""
+        return "; ".join(f"{peer}: {reason}" for peer, reason in self.failed.items())
+
+
+class Peers:
+    def __init__(self, settings: Settings, members: Membership, rounds: Rounds, out: Outbox) -> None:
+        self.settings, self.members, self.rounds, self.out = settings, members, rounds, out
+        self.open: dict[str, Recovery] = {}
+        """By the newcomer's name."""
+        self._tickets = 0
+
+    # ---- what the newcomer says ---------------------------------------------------------------------------------
+
+    def seek(self, now: float, newcomer: Learner, after: int, *, frozen: bool = False) -> None:
+        """It cannot contribute until this is settled."""
+        self.over(newcomer, "it asks anew")
+        newcomer.state, newcomer.recovered = "joining", False
+        self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now, frozen=frozen)
+
+    def settled(self, now: float, newcomer: Learner, said: Settled) -> Learner | None:
+        """The peer whose state was refused, where that is a strike."""
+        if (recovery := self.open.get(newcomer.name)) is None:
+            return None
+        if said.again:
+            return self._again(recovery, said)
+        if said.reason:
+            self._go_on(recovery, said.reason, tell=False)
+            return None
+        newcomer.helper = said.peer
+        seconds, ready = round(now - recovery.since, 3), recovery.ready
+        text = f"{newcomer.name} goes on with {said.peer}'s inner optimizer: {said.size:,} bytes in {seconds:.1f} s"
+        known = {"peer": said.peer, "bytes": said.size, "seconds": seconds, "t": said.t}
+        self.out.note("helped", text, newcomer, **known, peer_t=ready.t if ready else None)
+        self.over(newcomer, "the newcomer has it")
+        return None
+
+    def _again(self, recovery: Recovery, said: Settled) -> Learner | None:
+        """It did not come, or was refused: what a newcomer says of one peer costs that peer a strike once."""
+        if (peer := recovery.peer) is None or said.ticket != recovery.ticket:
+            return None
+        self._fail(recovery, said.reason)
+        if said.size <= 0 or peer.session in recovery.newcomer.distrusted:
+            return None
+        recovery.newcomer.distrusted.add(peer.session)
+        return peer
+
+    def gave_up(self, newcomer: Learner) -> None:
+        """It says that it waits for nobody."""
+        if (recovery := self.open.get(newcomer.name)) is not None:
+            self._go_on(recovery, "it asks no more", tell=False)
+
+    def over(self, newcomer: Learner, reason: str) -> None:
+        """This one seeks no more, or is gone; its peer is free."""
+        if (recovery := self.open.pop(newcomer.name, None)) is not None:
+            self._release(recovery, reason)
+
+    # ---- what the peer says -------------------------------------------------------------------------------------
+
+    def ready(self, peer: Learner, said: Ready) -> None:
+        recovery = self._of(said.ticket)
+        if recovery is None or recovery.peer is not peer or said.size <= 0:
+            self.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
+            return
+        recovery.ready = said
+        self.out.taping.lent(said.ticket, peer.name, peer.incarnation, said.t)
+        direct = said.direct if len(said.direct) <= ADDRESS_CHARS else ""
+        helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
+        self.out.send(recovery.newcomer.name, helped)
+
+    def unable(self, peer: Learner, said: Unable) -> None:
+        recovery = self._of(said.ticket)
+        if recovery is not None and recovery.peer is peer:
+            recovery.declined.add(peer.name)
+            recovery.ticket = ""  # it knows of none: nothing to release
+            self._fail(recovery, said.reason)
+
+    def lost(self, learner: Learner, reason: str) -> None:
+        """It is gone, or its numbers are broken: it helps nobody, and seeks anew when it comes back."""
+        self.over(learner, "the newcomer is gone")
+        for recovery in self.open.values():
+            if recovery.peer is learner:
+                self._fail(recovery, reason)
+
+    # ---- through the relay --------------------------------------------------------------------------------------
+
+    def wrong_newcomer(self, ticket: str, learner: str) -> str | None:
+        """Why this learner may not have what is given under the ticket."""
+        recovery = self._of(ticket)
+        right = recovery is not None and recovery.newcomer.name == learner and recovery.ready is not None
+        return None if right else f"there is no recovery of {learner} under way by this ticket"
+
+    def wrong_peer(self, ticket: str, learner: str) -> str | None:
+        recovery = self._of(ticket)
+        right = recovery is not None and recovery.peer is not None and recovery.peer.name == learner
+        return None if right else f"{learner} is not asked for its state by this ticket"
+
+    def wanted(self, ticket: str, offset: int) -> None:
+        if (recovery := self._of(ticket)) is not None and recovery.peer is not None:
+            self.out.send(recovery.peer.name, Stream(ticket=ticket, offset=offset))
+
+    def _of(self, ticket: str) -> Recovery | None:
+        return next((one for one in self.open.values() if ticket and one.ticket == ticket), None)
+
+    # ---- what time brings ---------------------------------------------------------------------------------------
+
+    def turn(self, now: float, wakes: list[float]) -> None:
+        for recovery in list(self.open.values()):
+            if recovery.peer is not None and (reason := self._too_late(now, recovery, wakes)):
+                self._fail(recovery, reason)
+            if recovery.peer is None:
+                self._next(now, recovery, wakes)
+
+    def end(self, reason: str) -> None:
+        """Nothing more is trained."""
+        for recovery in list(self.open.values()):
+            self._go_on(recovery, reason)
+
+    def _too_late(self, now: float, recovery: Recovery, wakes: list[float]) -> str:
+        assert recovery.peer is not None
+        if recovery.ready is None and (not recovery.peer.live or recovery.peer.stopped):
+            return "it makes no steps, or does not answer"
+        size = recovery.ready.size if recovery.ready else 0
+        until = recovery.asked_at + max(BOUND_S, size / BYTES_PER_S)
+        wakes.append(until)
+        if now < until or self.rounds.committed < recovery.asked_round + self.settings.sync_every:
+            return ""
+        return f"not done within {self.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
+
+    def _next(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
+        """Another peer, if there is one; time to come for those that may be one soon; nobody."""
+        if recovery.tries >= TRIES:
+            self._go_on(recovery, f"two tries came to nothing ({recovery.why})")
+        elif (peer := self._healthiest(recovery)) is not None:
+            self._ask(now, recovery, peer)
+        elif self._may_come(recovery) and now < (until := recovery.since + self._patience_s(recovery)):
+            wakes.append(until)
+        else:
+            self._go_on(recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}")
+
+    def _patience_s(self, recovery: Recovery) -> float:
+        """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
+        return self.settings.assemble_s if recovery.frozen else self.settings.patience_s
+
+    def _healthiest(self, recovery: Recovery) -> Learner | None:
+        """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
+        helps = [one.peer.name for one in self.open.values() if one.peer is not None]
+        able = [one for one in self.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
+        chance = self._chance(recovery.newcomer)
+        return min(
+            able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), chance(one)), default=None
+        )
+
+    def _may_come(self, recovery: Recovery) -> bool:
+        """Whether somebody may yet turn up: one that is away, about to begin, or does not answer just now. One that
+        seeks an inner optimizer itself, out of quarantine, will soon have one, and has the frozen parameters all along:
+        without it the only learner that has them, refused once too often, would cost a newcomer its place."""
+        seeks = self.open.values() if not recovery.frozen else [one for one in self.open.values() if one.frozen]
+        lacking = {one.newcomer.name for one in seeks}
+        others = [one for one in self.members.learners.values() if one.name not in lacking]
+        return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
+
+    def _chance(self, newcomer: Learner) -> Callable[[Learner], str]:
+        """A draw that nobody can foresee or bend: it takes the newcomer's session."""
+        return lambda peer: self._hash(self.rounds.committed, newcomer.session, peer.session)
+
+    def _ask(self, now: float, recovery: Recovery, peer: Learner) -> None:
+        newcomer = recovery.newcomer
+        recovery.tries += 1
+        recovery.peer, recovery.ticket, recovery.ready = peer, self._ticket(newcomer, peer), None
+        recovery.asked_at, recovery.asked_round = now, self.rounds.committed
+        asked = Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after, frozen=recovery.frozen)
+        self.out.send(peer.name, asked)
+        again = f", after {recovery.why}" if recovery.failed else ""
+        text = f"{peer.name} helps {newcomer.name} with its inner optimizer, as of round {recovery.after}{again}"
+        known = {"peer": peer.name, "after": recovery.after, "attempt": recovery.tries, "reason": recovery.why}
+        self.out.note("helping", text, newcomer, **known)
+
+    def _fail(self, recovery: Recovery, reason: str) -> None:
+        assert recovery.peer is not None
+        recovery.failed[recovery.peer.name] = reason
+        self._release(recovery, reason)
+        recovery.peer, recovery.ticket, recovery.ready = None, "", None
+
+    def _go_on(self, recovery: Recovery, reason: str, *, tell: bool = True) -> None:
+        newcomer = recovery.newcomer
+        if tell:
+            self.out.send(newcomer.name, Fresh(reason=reason))
+        text = f"{newcomer.name} goes on without a peer's state, its inner optimizer warms up: {reason}"
+        self.out.note("fresh", text, newcomer, reason=reason)
+        self.over(newcomer, reason)
+
+    def _release(self, recovery: Recovery, reason: str) -> None:
+        if recovery.peer is not None and recovery.ticket and recovery.peer.connected:
+            self.out.send(recovery.peer.name, Release(ticket=recovery.ticket, reason=reason))
+
+    def _ticket(self, newcomer: Learner, peer: Learner) -> str:
+        self._tickets += 1
+        return self._hash(self._tickets, newcomer.session, peer.session)
+
+    def _hash(self, *parts: object) -> str:
+        parts = (self.out.history.run, self.out.history.term, *parts)
+        return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).hexdigest()

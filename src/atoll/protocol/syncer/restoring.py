@@ -1,0 +1,157 @@
+"""What follows from the run's scores: an alarm, or a rollback to the newest round with a good one (guard.py).
+
+The way back: no round begins any more, one that is being merged is committed, the others are abandoned → values and
+outer state of then are asked for → they are committed, for all fragments at once, as one version more than the run had;
+one record says so, and what was merged in between is rolled back. Learners are told of the new versions like of any
+other; they take them in place of their own values, and contribute nothing before.
+
+Rules kept here, each with its test: what is not of this run's rounds is no score; a run that ends, or has nothing to go
+back to, is not rolled back, and the alarm says why; suspects are in quarantine from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+
+from atoll.protocol import guard
+from atoll.protocol.effects import CommitRestored, Restorable, Restore
+from atoll.protocol.records import AnyRecord, Merged, Restored, Scored, Undone
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.contributions import Strikes
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.state import RunPhase
+
+REASON = "the run is rolled back"
+
+
+def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undone, ...]:
+    """Per incarnation, what these records merged from round `since` on and did not roll back themselves."""
+    merged: list[Merged] = []
+    for line in lines:
+        if isinstance(line, Merged) and line.round >= since:
+            merged.append(line)
+        elif isinstance(line, Restored):
+            merged = [one for one in merged if one.round < line.round]
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for one in merged:
+        for share in one.members:
+            row = tokens.setdefault((share.learner, share.incarnation), [0] * fragments)
+            row[one.fragment] += share.tokens
+    return tuple(Undone(*who, tuple(row)) for who, row in sorted(tokens.items()))
+
+
+class Restoring:
+    def __init__(
+        self,
+        settings: Settings,
+        run_phase: RunPhase,
+        members: Membership,
+        rounds: Rounds,
+        strikes: Strikes,
+        out: Outbox,
+    ) -> None:
+        self.settings, self.run_phase, self.members, self.rounds = settings, run_phase, members, rounds
+        self.strikes, self.out, self.history = strikes, out, out.history
+        self._to: int | None = None
+        """The round to go back to, once that is decided."""
+        self._asked = False
+        """Values and outer state of then are asked for."""
+        self._refused = ""
+        """Why the store could not give them, until the alarm is over."""
+
+    # ---- scores -------------------------------------------------------------------------------------------------
+
+    def scored(self, number: int, loss: float | None) -> None:
+        before, committed = self.history.trend, self.rounds.committed
+        if self.settings.guard == "off" or self.run_phase.phase != "running" or self._to is not None:
+            return
+        if not guard.counts(before, number, committed):
+            return
+        loss = loss if loss is not None and isfinite(loss) else None
+        self.out.persist(Scored(number, loss))
+        trend = self.history.trend
+        if trend.bad > before.bad and self.settings.guard == "rollback" and not self._refused:
+            self._to = guard.target(trend, committed)
+        if trend.alarmed and (not before.alarmed or self._to is not None):
+            self._alarm(number, loss)
+        elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
+            assert loss is not None, "a good score is finite"
+            self._refused = ""
+            self.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
+
+    def _alarm(self, number: int, loss: float | None) -> None:
+        trend = self.history.trend
+        found = "not finite" if loss is None else f"{loss:.4g}"
+        best = "" if trend.best is None else f", after {trend.best:.4g} at best (the limit is {trend.limit:.4g})"
+        text = f"the validation loss is {found} at round {number}{best}: {self._what_follows()}"
+        self.out.note("alarm", text, over=False, round=number, loss=loss, best=trend.best, good=trend.good)
+
+    def _what_follows(self) -> str:
+        trend = self.history.trend
+        if self._to is not None:
+            return f"the run is rolled back to round {self._to}"
+        if self.settings.guard != "rollback":
+            return "look for the cause, or let the run be rolled back (atoll set guard=rollback)"
+        if trend.rolled_back:
+            return f"it was rolled back to round {trend.good}, and no good score has come since: look for the cause"
+        return "there is no earlier round with a good score to go back to: look for the cause"
+
+    # ---- the way back -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return self._to is not None
+
+    def turn(self) -> bool:
+        """Whether everything else waits for it."""
+        if self._to is None:
+            return False
+        if self.run_phase.phase != "running":
+            self.give_up("the run ends")
+            return False
+        merging = any(round_.stage == "merging" for round_ in self.rounds.open.values())
+        if not merging and not self._asked:
+            self._asked = True
+            self.rounds.abandon(REASON)
+            self.out.add(Restore(self._to, tuple(self.history.rolled_back)))
+        return True
+
+    def give_up(self, reason: str) -> None:
+        """It stays as it is, and the alarm stands."""
+        if self._to is not None:
+            text = f"the validation loss is bad, but the run is not rolled back to round {self._to}: {reason}"
+            self.out.note("alarm", text, over=False)
+            self._to, self._asked, self._refused = None, False, reason
+
+    def restore(self, now: float, ready: Restorable) -> None:
+        if self._to is None or self.run_phase.phase != "running":
+            return
+        at, versions = self.rounds.committed, tuple(version + 1 for version in self.rounds.versions)
+        reason = f"the validation loss was good at round {self._to}, and is not any more"
+        self._to, self._asked = None, False
+        self.out.persist(
+            Restored(ready.round, at, versions, ready.digests, ready.undone, reason),
+            restored=True,
+        )
+        self.out.add(CommitRestored(versions, at))
+        self.members.least[:] = versions
+        self._tell(ready, at, versions)
+        self.rounds.restore(versions, ready.digests)
+        for learner in [one for one in self.members.connected() if one.suspect]:
+            self.strikes.quarantine(now, learner, "since the run is rolled back", "it is suspected of harm to the run")
+
+    def _tell(self, ready: Restorable, at: int, versions: tuple[int, ...]) -> None:
+        suspects = [one.name for one in self.members.connected() if one.suspect]
+        undone = sum(sum(one.tokens) for one in ready.undone)
+        self.out.note(
+            "restored",
+            f"the run is as it was after round {ready.round}: what rounds {ready.round} to {at - 1} brought is gone",
+            round=ready.round,
+            committed=at,
+            versions=list(versions),
+            fragment_tokens=undone,
+            suspects=suspects,
+        )
