@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from atoll import cli
+from atoll.baselines.compare import as_synchronous, comparable, product_outcome, rank_faults
+from atoll.baselines.faults import RankFault
 from atoll.chaos.plan import Plan, load, parse
-from atoll.cli.compare_methods import as_synchronous, comparable, product_outcome, rank_faults
-from atoll.launch.baselines.faults import RankFault
 from atoll.protocol.errors import ConfigError
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from tests.system.conftest import Run
 
+from atoll.baselines.supervisor import BaselineRun, ElasticRun, RestartingRun
 from atoll.config import Config, convert
-from atoll.launch.baselines.elastic import ElasticRun
-from atoll.launch.baselines.restarting import RestartingRun
-from atoll.launch.baselines.run import BaselineRun
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
 

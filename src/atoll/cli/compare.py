@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from atoll.baselines.compare import METHODS, Method, Outcome, comparable, run_method
 from atoll.chaos import plan as plans
 from atoll.chaos.plan import Plan
 from atoll.cli.app import app, compile_kernels, short
-from atoll.cli.compare_methods import METHODS, Method, Outcome, comparable, run_method
 from atoll.cli.lists import names
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError, RunFailed

@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from atoll.baselines.data_parallel import DataParallelRun
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
 from atoll.cli.app import app, close, compile_kernels, document_of, find_run, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.children import LIMIT
-from atoll.launch.data_parallel import DataParallelRun
 from atoll.launch.devices import Assignment, assign_devices, find_devices
 from atoll.launch.environment import LaunchEnvironment, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments

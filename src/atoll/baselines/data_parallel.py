@@ -1,19 +1,19 @@
-"""The baseline on this machine: M ranks that average their gradients at every step. One dies, all die."""
+"""A data-parallel run on this machine: M ranks average their gradients at every step. If one dies, all die."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from atoll.baselines.figures import RankLog, RankMessage
 from atoll.config import Config
 from atoll.launch.children import Child, cores, describe_exit
 from atoll.launch.local import RUNNER
+from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
@@ -21,7 +21,6 @@ from atoll.store.writer_lease import hold_run
 from atoll.telemetry.events import EventLog
 
 TICK_S = 0.2
-Report = dict[str, Any]
 
 
 @dataclass
@@ -29,19 +28,18 @@ class DataParallelRun:
     config: Config
     out: RunDir
     steps: int
-    watch: Callable[[Report], None] = lambda report: None
+    watch: Callable[[RankMessage], None] = lambda report: None
 
-    async def run(self) -> Report:
+    async def run(self) -> Summary:
         """The summary of the run."""
         with hold_run(self.out.path):
             return await self._run_held()
 
-    async def _run_held(self) -> Report:
+    async def _run_held(self) -> Summary:
         write_atomic(self.out.settings, self.config.toml())
         ranks = [self._rank(rank) for rank in range(self.config.protocol.learners)]
-        self._reports: list[Report] = []
-        self._read = 0
-        self._rest = b""
+        self._reports: list[RankMessage] = []
+        self._log = RankLog(ranks[0].log)
         began = time.time()
         sink = Appender(self.out.events)
         self._events = EventLog(sink)
@@ -49,11 +47,11 @@ class DataParallelRun:
             for child in ranks:
                 child.start()
             while any(child.running for child in ranks):
-                self._take(ranks[0])
+                self._take_reports()
                 self._check(ranks)
                 await asyncio.sleep(TICK_S)
             self._check(ranks)
-            self._take(ranks[0])
+            self._take_reports()
         finally:
             for child in ranks:
                 child.kill_all()
@@ -67,21 +65,14 @@ class DataParallelRun:
                 words = child.last_words().removeprefix("atoll: ")
                 raise error(words or f"{child.name} died: {describe_exit(code)}")
 
-    def _take(self, first: Child) -> None:
+    def _take_reports(self) -> None:
         """New reports of rank 0, from its log."""
-        with first.log.open("rb") as file:
-            file.seek(self._read)
-            fresh = file.read()
-        self._read += len(fresh)
-        *lines, self._rest = (self._rest + fresh).split(b"\n")
-        for line in lines:
-            if line.startswith(b"{"):
-                report = json.loads(line)
-                self._reports.append(report)
-                self._events.say(report["kind"], f"data-parallel {report['kind']}", report)
-                self.watch(report)
+        for report in self._log.read_new():
+            self._reports.append(report)
+            self._events.say(report["kind"], f"data-parallel {report['kind']}", report)
+            self.watch(report)
 
-    def _summary(self, total_s: float) -> Report:
+    def _summary(self, total_s: float) -> Summary:
         losses = [r["validation_loss"] for r in self._reports if r["kind"] == "validation"]
         end = next((r for r in self._reports if r["kind"] == "end"), None)
         if end is None or not losses:

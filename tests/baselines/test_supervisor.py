@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.baselines.supervisor import ElasticRun, RestartingRun
 from atoll.config import convert
-from atoll.launch.baselines.elastic import ElasticRun
-from atoll.launch.baselines.restarting import RestartingRun
 from atoll.store.rundir import RunDir
 
 CONFIG = convert({"protocol": {"learners": 3, "steps": 10}}, "test")

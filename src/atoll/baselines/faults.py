@@ -1,7 +1,7 @@
-"""Faults of ranks: what a plan does to a learner, done to the rank of the same number.
+"""Faults of ranks: what a plan does to a learner is done to the rank of the same number.
 
-A rank whose host stands still for longer than `patience_s` is given up and killed, as heartbeats that stay out would
-have it; it cannot be started again before its host is back. SIGTERM ends a rank as a kill does.
+A rank whose host is paused for longer than `patience_s` is given up and killed, as missed heartbeats would have it; it
+cannot be restarted before its host is back. SIGTERM ends a rank like a kill.
 """
 
 from __future__ import annotations

@@ -20,14 +20,12 @@ from typing import Literal, get_args
 
 import msgspec
 
+from atoll.baselines.faults import KINDS, RankFault
+from atoll.baselines.supervisor import BaselineRun, ElasticRun, RestartingRun
 from atoll.chaos import truth
 from atoll.chaos.performance import Performance, events_of, perform
 from atoll.chaos.plan import Fault, Plan
 from atoll.config import Config, converted
-from atoll.launch.baselines.elastic import ElasticRun
-from atoll.launch.baselines.faults import KINDS, RankFault
-from atoll.launch.baselines.restarting import RestartingRun
-from atoll.launch.baselines.run import BaselineRun
 from atoll.observe.summary import Summary, of_kind, summarise, training_part
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from atoll.launch.baselines.goodput import Pause, Step, covered_s, figures, kept
+from atoll.baselines.figures import Pause, RankLog, Step, covered_s, figures, kept
 
 
 def step(rank: int, number: int, began: float, generation: int = 1, compute: float = 0.75, wait: float = 0.125) -> Step:
@@ -67,3 +69,20 @@ def test_a_step_under_way_at_the_end_counts_up_to_it() -> None:
 
 def test_time_in_several_spans_counts_once() -> None:
     assert covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
+
+
+def test_lines_are_heard_once_and_halves_are_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    heard = RankLog(log)
+    assert heard.read_new() == []
+    log.write_bytes(b'a warning of torch\n{"kind": "ready", "step": 0}\n{"kind": "st')
+    assert heard.read_new() == [{"kind": "ready", "step": 0}]
+    with log.open("ab") as file:
+        file.write(b'ep", "step": 1}\n')
+    assert heard.read_new() == [{"kind": "step", "step": 1}] and heard.read_new() == []
+
+
+def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b'{"kind": "step", "st{"kind": "ready", "step": 4}\n{"kind": "step", \n')
+    assert RankLog(log).read_new() == [{"kind": "ready", "step": 4}]

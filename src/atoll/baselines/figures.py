@@ -1,18 +1,24 @@
-"""What a data-parallel run came to, as pure functions of its steps. Defined as for a run of Atoll (observe/summary.py).
+"""What the ranks of a data-parallel run report, and the figures computed from it.
 
-- The training part runs from the begin of the first step to the run's end.
-- A rank is stepping while it computes, while gradients travel and while it updates its model; it is not while it waits
-  for a slower rank: of the time in the collective counts what the last to come spent there. Nor is it while its host
-  stands still.
-- A step is kept unless the run went back behind it: a group that was formed after step s does away with every earlier
-  try of s + 1 and later. goodput, tokens and standstills are of kept steps; uptime is of all that were made.
+Ranks write lines of JSON to their logs. The figures are pure functions of their steps, defined as for a run of Atoll
+(observe/summary.py):
+
+- The training part runs from the start of the first step to the run's end.
+- A rank is stepping while it computes, while gradients travel and while it updates its model. It is not stepping while
+  it waits for a slower rank: of the time in the collective only what the last to arrive spent there counts. Nor is it
+  while its host is paused.
+- A step is kept unless the run went back behind it: a group that was formed after step s discards every earlier attempt
+  at s + 1 and later. goodput, tokens and standstills count kept steps; uptime counts all that were made.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -132,3 +138,36 @@ def _without(span: Span, holes: Iterable[Span]) -> list[Span]:
     for start, end in holes:
         left = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
     return left
+
+
+RankMessage = dict[str, Any]
+
+
+class RankLog:
+    """Reads a rank's messages from its log, each once; a restarted rank appends to the same log."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._read = 0
+        self._rest = b""
+
+    def read_new(self) -> list[RankMessage]:
+        if not self._log.exists():
+            return []
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            fresh = file.read()
+        self._read += len(fresh)
+        *lines, self._rest = (self._rest + fresh).split(b"\n")
+        return [message for line in lines if (message := _parse_message(line)) is not None]
+
+
+def _parse_message(line: bytes) -> RankMessage | None:
+    """None for other lines: a library's warning, or a line that a kill cut off before the next message began."""
+    start = line.rfind(b'{"kind"')
+    if start < 0:
+        return None
+    try:
+        return dict(json.loads(line[start:]))
+    except ValueError:
+        return None

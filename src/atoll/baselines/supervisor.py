@@ -1,9 +1,9 @@
-"""A data-parallel run under faults, on this machine: M ranks, and a supervisor that owns their generations.
+"""A data-parallel run under faults, on this machine: M ranks and a supervisor that forms their groups.
 
-A generation is a group of ranks that train together (workloads/elastic.py). The supervisor says who they are, reads
-what they say, notices deaths and starts the dead again; what it then makes of the group is the method's own:
-- ElasticRun: the living form a new group at once, and once more when the dead one is back;
-- RestartingRun: one dies, all are killed and go on together from the last checkpoint.
+A generation is a group of ranks that train together (workloads/elastic.py). The supervisor names its members, reads the
+ranks' logs, notices deaths and restarts the dead. What happens to the group depends on the method:
+- ElasticRun: the live ranks form a new group at once, and again when the dead one is back;
+- RestartingRun: one death kills all, and they restart together from the last checkpoint.
 The run begins when every rank has made its first step, and is stopped `seconds` later.
 """
 
@@ -21,12 +21,12 @@ from typing import Any
 
 import msgspec
 
+from atoll.baselines.faults import RankFault, strike
+from atoll.baselines.figures import Pause, RankLog, RankMessage, Step, figures
 from atoll.config import Config
-from atoll.launch.baselines.faults import RankFault, strike
-from atoll.launch.baselines.goodput import Pause, Step, figures
-from atoll.launch.baselines.words import Heard, Words
 from atoll.launch.children import BACKOFF_S, Child, cores, describe_exit
 from atoll.launch.local import RUNNER, TRAINING_NICE
+from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import Appender, make_folder, write_atomic
 from atoll.store.rundir import RunDir
@@ -41,7 +41,6 @@ END_S = 60.0
 AGAIN_S = 1.0
 """A group that broke though nobody died is formed again after this wait."""
 PATIENCE_S = 5.0
-Summary = dict[str, Any]
 
 
 class BaselineRun(ABC):
@@ -75,7 +74,7 @@ class BaselineRun(ABC):
         self._steps: list[Step] = []
         self._starts: dict[int, int] = {}
         self._pauses: list[Pause] = []
-        self._ends: dict[int, Words] = {}
+        self._ends: dict[int, RankMessage] = {}
         self._form_at: float | None = None
         self._stopping = False
         self._struck = 0
@@ -90,7 +89,7 @@ class BaselineRun(ABC):
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
             self._ranks = [self._child(rank) for rank in range(self.world)]
-            self._heard = [Heard(child.log) for child in self._ranks]
+            self._logs = [RankLog(child.log) for child in self._ranks]
             try:
                 return await self._through()
             finally:
@@ -199,26 +198,28 @@ class BaselineRun(ABC):
         self.after_death(rank)
 
     def _hear(self, rank: int) -> None:
-        for words in self._heard[rank].new():
-            self._take(rank, words)
+        for message in self._logs[rank].read_new():
+            self._take_message(rank, message)
 
-    def _take(self, rank: int, words: Words) -> None:
-        match words["kind"]:
+    def _take_message(self, rank: int, message: RankMessage) -> None:
+        match message["kind"]:
             case "ready":
                 self.ready.add(rank)
             case "step":
                 self._ranks[rank].give_way(TRAINING_NICE)
-                self._steps.append(msgspec.convert({**words, "rank": rank}, Step))
+                self._steps.append(msgspec.convert({**message, "rank": rank}, Step))
             case "formed":
-                self._starts[words["generation"]] = words["step"]
-                self._say("formed", f"rank-{rank} is in generation {words['generation']}", rank=rank, **_rest(words))
+                self._starts[message["generation"]] = message["step"]
+                self._say(
+                    "formed", f"rank-{rank} is in generation {message['generation']}", rank=rank, **_rest(message)
+                )
             case "saved":
-                self._say("saved", f"checkpoint after step {words['step']}", step=words["step"])
-            case "broken" if words["generation"] == self.generation and self._form_at is None:
+                self._say("saved", f"checkpoint after step {message['step']}", step=message["step"])
+            case "broken" if message["generation"] == self.generation and self._form_at is None:
                 self._form_at = time.monotonic() + AGAIN_S
             case "end":
-                self._ends[rank] = words
-                self._say("end", f"rank-{rank} ended after step {words['step']}", rank=rank, **_rest(words))
+                self._ends[rank] = message
+                self._say("end", f"rank-{rank} ended after step {message['step']}", rank=rank, **_rest(message))
 
     def _form(self, ranks: tuple[int, ...]) -> None:
         self.generation += 1
@@ -277,7 +278,7 @@ class BaselineRun(ABC):
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 
-    def _summary(self, ended_at: float, end: Words) -> Summary:
+    def _summary(self, ended_at: float, end: RankMessage) -> Summary:
         found = figures(self._steps, self._starts, end["step"], self.world, ended_at, self._pauses)
         summary = {
             "method": self.method,
@@ -295,5 +296,49 @@ class BaselineRun(ABC):
         self._events.say(kind, text, data)
 
 
-def _rest(words: Words) -> Words:
-    return {key: value for key, value in words.items() if key not in ("kind", "at")}
+def _rest(message: RankMessage) -> RankMessage:
+    return {key: value for key, value in message.items() if key not in ("kind", "at")}
+
+
+class ElasticRun(BaselineRun):
+    """The ranks that are left continue without a dead one, and admit it again when it is back."""
+
+    method = "elastic-data-parallel"
+
+    def after_death(self, rank: int) -> None:
+        """The others found their connections closed, and wait to be told who is left."""
+
+    def group_wanted(self) -> tuple[int, ...]:
+        """All that are there; the first group waits for everybody."""
+        if not self.generation and len(self.ready) < self.world:
+            return ()
+        return tuple(sorted(self.ready))
+
+
+class RestartingRun(BaselineRun):
+    """When one rank dies, all are killed and restart from the last checkpoint."""
+
+    method = "data-parallel"
+
+    def __init__(self, *arguments: Any, checkpoint_every: int = 0, **named: Any) -> None:
+        """`checkpoint_every`: steps between two checkpoints; 0: one about every 10 s."""
+        super().__init__(*arguments, **named)
+        self._checkpoint_every = checkpoint_every
+
+    def environment(self, rank: int) -> dict[str, str]:
+        path = self.out.path / "checkpoint.safetensors"
+        return {"ATOLL_CHECKPOINT": str(path), "ATOLL_CHECKPOINT_EVERY": str(self._checkpoint_every)}
+
+    def after_death(self, rank: int) -> None:
+        for other in range(self.world):
+            if other not in self._due and other not in self._doomed:
+                self.doom(other)
+
+    def starts_due(self) -> list[int]:
+        """All together, once all are dead and every host is there."""
+        everybody = len(self._due) == self.world and time.monotonic() >= max(self._due.values())
+        return list(self._due) if everybody else []
+
+    def group_wanted(self) -> tuple[int, ...]:
+        """Everybody or nobody."""
+        return tuple(range(self.world)) if len(self.ready) == self.world else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from atoll.launch.baselines.faults import RankFault, strike
+from atoll.baselines.faults import RankFault, strike
 
 
 class Noted:
