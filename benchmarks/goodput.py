@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.simulate import many
+from atoll.simulate import worker_pool
 from atoll.simulate.goodput.cell import Job, run
 from atoll.simulate.goodput.fit import published
 from atoll.simulate.goodput.profile import load, with_values
@@ -99,7 +99,7 @@ def main() -> int:
         "rule_of_thumb_worst_points": rule_of_thumb(cells),
         "week_of_2400k_chips_s": week_s,
         "week_goodput": next(iter(week.values()))["goodput"],
-        "memory_gib": largest * (1 + many.cores()),
+        "memory_gib": largest * (1 + worker_pool.cores()),
         "growth": growth(),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 from atoll import __version__  # noqa: E402
-from atoll.simulate.story import Told  # noqa: E402
+from atoll.simulate.story import FailureReport  # noqa: E402
 from atoll.simulate.worker import all_of  # noqa: E402
 from atoll.telemetry.versions import versions  # noqa: E402
 
@@ -53,7 +53,7 @@ def run_block(jobs: int, seeds: range) -> dict[str, Any]:
     }
 
 
-def describe(told: Told) -> dict[str, Any]:
+def describe(told: FailureReport) -> dict[str, Any]:
     return {
         "seed": told.seed,
         "promise": told.invariant,

@@ -302,17 +302,17 @@ def test_a_learner_that_took_more_than_it_was_leased_is_an_alarm() -> None:
 
 def test_tokens_of_processes_that_take_a_name_from_each_other_count_once() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.1).run_until(round=4)
-    one = world.islands["learner-1"]
+    one = world.learners["learner-1"]
     other = world.start_process("learner-1", 1.0)
     for number in range(8):
         back = other if number % 2 == 0 else one
-        world.islands["learner-1"] = back
-        world.network.connect(back, world.reign)
+        world.learners["learner-1"] = back
+        world.network.connect(back, world.simulated_syncer)
         world.run_until(seconds=3.3)
     trained = one.tokens_total + other.tokens_total
     fates = world.syncer.history.ledger.by_learner()["learner-1"].whole()
     assert 0 < fates["merged"] < fates["computed"] <= trained
-    assert world.syncer.members.tokens() <= trained + world.islands["learner-0"].tokens_total
+    assert world.syncer.members.tokens() <= trained + world.learners["learner-0"].tokens_total
     assert not world.said("unbalanced")
     assert [note.data["known_as"] for note in world.said("joined")][-2:] == [6, 7], "which life each knew itself in"
 
@@ -323,7 +323,7 @@ def eventful() -> World:
     world.kill("learner-1")
     world.run_until(seconds=2.0)
     world.join("learner-1")
-    world.islands["learner-2"].broken = True
+    world.learners["learner-2"].broken = True
     world.run_until(seconds=15.0)
     world.unlink("learner-0")
     world.run_until(seconds=12.0)
@@ -363,7 +363,7 @@ def test_what_was_on_its_way_when_the_run_was_over_is_passed_over() -> None:
     world = World(1).run_until(round=2)
     register = fx.Received("learner-0", Register(datasets=TEXT, epochs=0, batch=BATCH))
     world.inject(register)
-    machine = world.islands["learner-0"].machine
+    machine = world.learners["learner-0"].machine
     machine.handle(world.now, fx.Disconnected("it says the rest when it leaves"))
     said = machine.make_goodbye("x")[0]
     report = fx.Received("learner-0", msgspec.structs.replace(said, position=BATCH))
@@ -405,7 +405,7 @@ def test_its_return_is_a_new_life_without_a_reset() -> None:
     assert joined.origin == gone.total > 0, "its tokens so far belong to the life before"
     world.run_to_end()
     assert not world.said("quarantined")
-    assert world.syncer.members.tokens() == sum(island.tokens_total for island in world.islands.values())
+    assert world.syncer.members.tokens() == sum(learner.tokens_total for learner in world.learners.values())
     late = [m for r in world.journal if isinstance(r, Merged) for m in r.members if m.learner == "learner-1"][-1]
     assert late.incarnation == 2, "and it contributes again"
 

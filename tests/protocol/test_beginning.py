@@ -13,7 +13,7 @@ from atoll.simulate import campaign
 def test_nobody_trains_before_all_learners_are_here() -> None:
     world = World(3, present=2, wait_for_learners_s=30.0).run_until(seconds=10)
     assert world.syncer.phase == "empty" and world.syncer.beginning.awaited == 1
-    assert [island.t for island in world.islands.values()] == [0, 0]
+    assert [learner.t for learner in world.learners.values()] == [0, 0]
     assert world.said("waiting")[0].text == "waiting for 1 more of 3 learners, up to 30 s; then training begins"
     world.join("learner-2")
     world.run_until(seconds=1)
@@ -40,7 +40,7 @@ def test_the_step_of_a_run_that_waited_is_that_of_its_learners() -> None:
     world = World(2, present=1, steps=40, wait_for_learners_s=60.0).run_until(seconds=20)
     world.join("learner-1")
     world.run_to_end()
-    assert all(40 <= island.t <= 44 for island in world.islands.values())
+    assert all(40 <= learner.t <= 44 for learner in world.learners.values())
 
 
 def test_who_gave_the_first_parameters_may_die_while_others_are_waited_for() -> None:

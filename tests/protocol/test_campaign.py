@@ -36,7 +36,7 @@ def a_world(seed: int) -> tuple[World, random.Random]:
 
 
 def some_faults(world: World, dice: random.Random) -> None:
-    names = list(world.islands)
+    names = list(world.learners)
     for _ in range(dice.randint(0, 12)):
         name, start = dice.choice(names), dice.uniform(0, FAULTS_END_S - 25)
         length = dice.choice([0.0, dice.uniform(0, 3), dice.uniform(3, 20)])
@@ -46,13 +46,13 @@ def some_faults(world: World, dice: random.Random) -> None:
 
 
 def kill(world: World, name: str) -> None:
-    if world.islands[name].alive:
+    if world.learners[name].alive:
         world.kill(name)
 
 
 def rejoin(world: World, name: str) -> None:
-    if not world.islands[name].alive:
-        world.join(name, step_s=world.islands[name].step_s)
+    if not world.learners[name].alive:
+        world.join(name, step_s=world.learners[name].step_s)
 
 
 def unlink(world: World, name: str) -> None:
@@ -60,33 +60,33 @@ def unlink(world: World, name: str) -> None:
 
 
 def link(world: World, name: str) -> None:
-    island = world.islands[name]
-    if island.alive and not island.linked and not island.over:
+    learner = world.learners[name]
+    if learner.alive and not learner.linked and not learner.over:
         world.link(name)
 
 
 def hush(world: World, name: str) -> None:
-    world.islands[name].silent = True
+    world.learners[name].silent = True
 
 
 def speak(world: World, name: str) -> None:
     """What was not heard is lost with its connection; a channel that stays open loses nothing."""
-    if world.islands[name].silent:
-        world.islands[name].silent = False
+    if world.learners[name].silent:
+        world.learners[name].silent = False
         world.unlink(name)
     link(world, name)
 
 
 def mute(world: World, name: str) -> None:
-    world.islands[name].answers = False
+    world.learners[name].answers = False
 
 
 def unmute(world: World, name: str) -> None:
-    world.islands[name].answers = True
+    world.learners[name].answers = True
 
 
 def break_numbers(world: World, name: str) -> None:
-    world.islands[name].broken = True
+    world.learners[name].broken = True
 
 
 def nothing(world: World, name: str) -> None:
@@ -95,20 +95,20 @@ def nothing(world: World, name: str) -> None:
 
 def slow_stream(world: World, name: str) -> None:
     """What it gives to newcomers takes for ever."""
-    world.islands[name].stream_s = 100.0
+    world.learners[name].stream_s = 100.0
 
 
 def quick_stream(world: World, name: str) -> None:
-    world.islands[name].stream_s = 0.0
+    world.learners[name].stream_s = 0.0
 
 
 def restart_courier(world: World, name: str) -> None:
-    if world.islands[name].alive and world.islands[name].linked:
+    if world.learners[name].alive and world.learners[name].linked:
         world.restart_courier(name)
 
 
 def usurp(world: World, name: str) -> None:
-    world.join(name, step_s=world.islands[name].step_s)
+    world.join(name, step_s=world.learners[name].step_s)
 
 
 FAULTS = [
@@ -125,8 +125,8 @@ FAULTS = [
 
 
 def heal(world: World) -> None:
-    for name, island in list(world.islands.items()):
-        island.answers = True
+    for name, learner in list(world.learners.items()):
+        learner.answers = True
         world.resume(name)
         rejoin(world, name)
         speak(world, name)
@@ -139,7 +139,7 @@ def campaign(seed: int) -> World:
         world.at(FAULTS_END_S + at, lambda: heal(world))
     world.run_until(seconds=FAULTS_END_S)
     world.run_to_end(seconds=3000)
-    assert all(island.over for island in world.islands.values() if island.linked and not island.paused)
+    assert all(learner.over for learner in world.learners.values() if learner.linked and not learner.paused)
     return world
 
 

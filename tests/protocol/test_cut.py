@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import msgspec
 import pytest
-from tests.protocol.world import Island, World
+from tests.protocol.world import SimulatedLearner, World
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records
@@ -29,10 +29,10 @@ class CutWorld(World):
             self.taken.append((self.now, effect, as_it_was, list(self.journal)))
         super()._carry_out(effect)
 
-    def _do(self, island: Island, effect: fx.LearnerEffect) -> None:
+    def _do(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
         if isinstance(effect, fx.Save):
-            self.saves.append((self.now, island.machine.name, effect.cut))
-        super()._do(island, effect)
+            self.saves.append((self.now, learner.machine.name, effect.cut))
+        super()._do(learner, effect)
 
     def run_until(self, *, round: int | None = None, seconds: float | None = None) -> Self:
         super().run_until(round=round, seconds=seconds)
@@ -95,7 +95,7 @@ def test_version_0_is_in_the_first_cut_before_anybody_hears_of_it() -> None:
 
 def test_one_cut_is_open_at_a_time() -> None:
     world = CutWorld(cut_every=2, cut_wait_s=25.0)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=50)
     moments = [(at, e.cut, type(e)) for at, e in world.log if isinstance(e, fx.TakeCut | fx.CompleteCut)][1:]
     assert [kind for _, _, kind in moments[:6]] == [fx.TakeCut, fx.CompleteCut] * 3
@@ -123,7 +123,7 @@ def test_the_first_message_that_names_a_cut_is_a_learners_marker(latency_s: floa
     world = CutWorld(latency_s=latency_s).run_until(round=11)
     for cut in (4, 8):
         saves = {name: at for at, name, of in world.saves if of == cut}
-        assert saves == dict.fromkeys(world.islands, world.at_cut(cut) + latency_s), "at once, and once each"
+        assert saves == dict.fromkeys(world.learners, world.at_cut(cut) + latency_s), "at once, and once each"
 
 
 def test_what_was_sent_before_a_cut_is_no_marker_though_it_comes_later() -> None:
@@ -136,7 +136,7 @@ def test_what_was_sent_before_a_cut_is_no_marker_though_it_comes_later() -> None
     assert sent_at < opened < sent_at + 0.4 < world.now and lease.cut == 0, "it came when the cut was open"
     assert not world.saves
     world.run_until(seconds=0.1)
-    assert [(name, cut) for _, name, cut in world.saves] == [(name, 4) for name in world.islands]
+    assert [(name, cut) for _, name, cut in world.saves] == [(name, 4) for name in world.learners]
 
 
 def test_a_newcomer_saves_nothing_for_a_cut_that_was_opened_before_it_came() -> None:
@@ -145,7 +145,7 @@ def test_a_newcomer_saves_nothing_for_a_cut_that_was_opened_before_it_came() -> 
     world.run_until(round=18)
     assert {name for _, name, _ in world.saves} == {"learner-0", "learner-1"}
     world.run_until(round=22)
-    assert world.learners_of(20) == set(world.islands)
+    assert world.learners_of(20) == set(world.learners)
 
 
 def test_one_that_was_away_when_a_cut_was_opened_saves_nothing_for_it_when_it_comes_back() -> None:
@@ -156,7 +156,7 @@ def test_one_that_was_away_when_a_cut_was_opened_saves_nothing_for_it_when_it_co
     world.run_until(round=7)
     assert {name for _, name, cut in world.saves if cut == 4} == {"learner-0", "learner-2"}, "others have saved theirs"
     world.run_until(round=10)
-    assert world.learners_of(8) == set(world.islands)
+    assert world.learners_of(8) == set(world.learners)
 
 
 # ---- whom it waits for -----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_one_that_was_away_when_a_cut_was_opened_saves_nothing_for_it_when_it_co
 def test_a_cut_is_complete_with_all_learners_and_journaled() -> None:
     world = CutWorld().run_until(round=6)
     at, complete = world.completed(4)
-    assert world.learners_of(4) == set(world.islands) and complete.left_out == ()
+    assert world.learners_of(4) == set(world.learners) and complete.left_out == ()
     assert at == pytest.approx(world.at_cut(4) + 0.3), "there, saved, and back"
     assert [r for r in world.journal if isinstance(r, records.CutDone)] == [
         records.CutDone(4, 4, ("learner-0", "learner-1", "learner-2"), "digest")
@@ -179,7 +179,7 @@ def test_what_a_learner_said_of_its_part_is_in_the_cut() -> None:
     parts = dict(world.completed(4)[1].saved)
     for name, said in parts.items():
         assert (said.of, said.incarnation, said.file, said.digest) == (4, 1, "file", "digest")
-        assert 0 < said.t <= world.islands[name].t
+        assert 0 < said.t <= world.learners[name].t
 
 
 def test_one_that_is_dead_is_not_waited_for() -> None:
@@ -192,7 +192,7 @@ def test_one_that_is_dead_is_not_waited_for() -> None:
 
 def test_one_that_dies_while_a_cut_is_open_is_left_out_at_once() -> None:
     world = CutWorld(cut_wait_s=50.0).run_until(round=4)
-    world.islands["learner-2"].saves = False
+    world.learners["learner-2"].saves = False
     world.run_until(seconds=2.0)
     assert world.syncer.cuts.open is not None
     died = world.now
@@ -205,7 +205,7 @@ def test_one_that_dies_while_a_cut_is_open_is_left_out_at_once() -> None:
 
 def test_a_new_process_under_the_same_name_does_not_stand_in_for_the_one_that_was_asked() -> None:
     world = CutWorld(cut_wait_s=50.0).run_until(round=4)
-    world.islands["learner-2"].saves = False
+    world.learners["learner-2"].saves = False
     world.run_until(seconds=1.0)
     world.join("learner-2")
     world.run_until(seconds=1.0)
@@ -214,7 +214,7 @@ def test_a_new_process_under_the_same_name_does_not_stand_in_for_the_one_that_wa
 
 def test_one_that_never_saves_is_left_out_at_the_deadline_with_the_reason() -> None:
     world = CutWorld(cut_wait_s=5.0)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=6.0)
     assert world.left_out(4) == {"learner-1": "it did not save in time"}
     assert world.learners_of(4) == {"learner-0", "learner-2"}
@@ -224,7 +224,7 @@ def test_one_that_never_saves_is_left_out_at_the_deadline_with_the_reason() -> N
 
 def test_one_that_could_not_save_is_left_out_with_its_own_reason() -> None:
     world = CutWorld(cut_wait_s=50.0)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=1.0)
     assert world.syncer.cuts.open is not None
     world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, reason="its disk is full")))
@@ -233,17 +233,17 @@ def test_one_that_could_not_save_is_left_out_with_its_own_reason() -> None:
 
 def test_a_part_of_another_cut_does_not_count() -> None:
     world = CutWorld(cut_wait_s=50.0)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=1.0)
     world.inject(fx.Received("learner-1", CutSaved(of=3, incarnation=1, t=3, file="file", digest="digest")))
     assert world.syncer.cuts.open is not None and "learner-1" in world.syncer.cuts.open.awaited
     world.inject(fx.Received("learner-1", CutSaved(of=4, incarnation=1, t=3, file="file", digest="digest")))
-    assert world.learners_of(4) == set(world.islands)
+    assert world.learners_of(4) == set(world.learners)
 
 
 def test_one_that_was_not_asked_is_not_in_the_cut_whatever_it_says() -> None:
     world = CutWorld(3, present=2, cut_wait_s=50.0)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=4).run_until(seconds=0.5)
     world.join("learner-2")
     world.inject(fx.Received("learner-2", CutSaved(of=4, incarnation=1, t=0, file="file", digest="digest")))
@@ -255,13 +255,13 @@ def test_one_that_was_not_asked_is_not_in_the_cut_whatever_it_says() -> None:
 
 def test_when_everybody_is_gone_a_cut_is_the_syncers_part_alone() -> None:
     world = CutWorld(2, cut_wait_s=50.0)
-    for island in world.islands.values():
-        island.saves = False
+    for learner in world.learners.values():
+        learner.saves = False
     world.run_until(round=4)
-    for name in world.islands:
+    for name in world.learners:
         world.kill(name)
     world.run_until(seconds=1.0)
-    assert world.learners_of(4) == set() and set(world.left_out(4)) == set(world.islands)
+    assert world.learners_of(4) == set() and set(world.left_out(4)) == set(world.learners)
 
 
 # ---- what is in it ---------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_cuts_history_is_a_fold_over_the_journal_up_to_there_and_stays_it() ->
     world.kill("learner-1")
     world.run_until(seconds=5.0)
     world.join("learner-1")
-    world.islands["learner-2"].broken = True
+    world.learners["learner-2"].broken = True
     world.run_until(round=40)
     assert world.said("quarantined") and len(world.took()) >= 9
     for _, effect, as_it_was, journal in world.taken:
@@ -303,14 +303,14 @@ def test_a_syncers_part_that_cannot_be_written_ends_the_cut_with_a_warning() -> 
     world.run_until(round=7)
     assert 4 not in [complete.cut for complete in world.complete] and world.done() == []
     world.run_until(round=10)
-    assert world.learners_of(8) == set(world.islands), "the next one is taken all the same"
+    assert world.learners_of(8) == set(world.learners), "the next one is taken all the same"
 
 
 def test_a_manifest_that_cannot_be_written_ends_the_cut_too() -> None:
     class Unwritable(CutWorld):
         def _carry_out(self, effect: fx.SyncerEffect) -> None:
             if isinstance(effect, fx.CompleteCut) and effect.cut == 4:
-                self._later(0.0, lambda: self._tell(fx.CutKept(4, "input/output error")))
+                self._later(0.0, lambda: self._deliver(fx.CutKept(4, "input/output error")))
             else:
                 super()._carry_out(effect)
 
@@ -329,7 +329,7 @@ def test_a_cut_is_not_complete_before_the_syncers_part_is_durable() -> None:
     open_ = world.syncer.cuts.open
     assert open_ is not None and not open_.awaited and not world.complete, "all learners have saved"
     world.inject(fx.CutKept(4))
-    assert {name for name, _ in world.complete[0].saved} == set(world.islands)
+    assert {name for name, _ in world.complete[0].saved} == set(world.learners)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -347,7 +347,7 @@ def test_after_a_crash_of_the_syncer_the_next_cuts_come(when: str, kind: type[fx
     world.run_until(round=14)
     assert len(crashes) == 1 and world.syncer.history.term == 2
     assert world.done() == [8, 12]
-    assert world.learners_of(8) == world.learners_of(12) == set(world.islands)
+    assert world.learners_of(8) == world.learners_of(12) == set(world.learners)
 
 
 def test_a_learner_does_not_save_twice_for_a_cut_that_both_terms_name() -> None:
@@ -382,7 +382,7 @@ def test_the_last_one_has_its_deadline_also_when_nobody_says_anything_new() -> N
 def test_a_run_that_ends_takes_a_cut_of_everybody_behind_its_last_round(latency_s: float, adopt: str) -> None:
     world = ended(CutWorld(cut_every=50, latency_s=latency_s, adopt=adopt).run_until(round=7))
     assert world.done() == [world.syncer.committed]
-    assert world.learners_of(world.syncer.committed) == set(world.islands)
+    assert world.learners_of(world.syncer.committed) == set(world.learners)
     kinds = [type(record) for record in world.journal if isinstance(record, records.CutDone | records.Ended)]
     assert kinds == [records.Ended, records.CutDone, records.Ended], "and only then it is over"
 
@@ -393,7 +393,7 @@ def test_a_run_without_cuts_ends_without_one() -> None:
 
 def test_a_cut_that_is_open_when_a_run_ends_is_completed_before_the_last_one() -> None:
     world = CutWorld(cut_wait_s=3.0).run_until(round=3)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     ended(world.run_until(round=4))
     assert world.done() == [4, world.syncer.committed]
     assert world.left_out(4) == world.left_out(world.syncer.committed) == {"learner-1": "it did not save in time"}
@@ -401,8 +401,8 @@ def test_a_cut_that_is_open_when_a_run_ends_is_completed_before_the_last_one() -
 
 def test_a_last_cut_that_nobody_saved_for_does_not_take_the_place_of_one_before_it() -> None:
     world = CutWorld(cut_every=4, cut_wait_s=3.0).run_until(round=6)
-    for island in world.islands.values():
-        island.saves = False
+    for learner in world.learners.values():
+        learner.saves = False
     ended(world)
     assert world.done() == [4] and world.took()[-1] == world.syncer.committed
     assert any("the last cut" in note.text and "did not save in time" in note.text for note in world.said("warning"))
@@ -418,7 +418,7 @@ def test_while_the_last_steps_are_collected_no_other_cut_is_taken() -> None:
 
 def test_one_whose_connection_breaks_while_a_cut_is_open_is_left_out_though_it_is_back_at_once() -> None:
     world = CutWorld(cut_wait_s=1000.0).run_until(round=3)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.run_until(round=4)
     world.inject(fx.Lost("learner-1", "connection reset"))
     assert world.syncer.cuts.open is None or "learner-1" not in world.syncer.cuts.open.awaited
@@ -426,7 +426,7 @@ def test_one_whose_connection_breaks_while_a_cut_is_open_is_left_out_though_it_i
 
 def test_the_last_cut_does_not_wait_for_one_that_dies() -> None:
     world = CutWorld(cut_every=50, cut_wait_s=1000.0).run_until(round=7)
-    world.islands["learner-1"].saves = False
+    world.learners["learner-1"].saves = False
     world.end("Ctrl-C")
     while not world.took():
         world.run_until(seconds=0.1)
@@ -459,7 +459,7 @@ def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(when: str, kind: type
     ended(world)
     assert len(crashes) == 1 and world.syncer.history.term == 2
     last = [record for record in world.journal if isinstance(record, records.CutDone)]
-    assert [record.learners for record in last] == [tuple(sorted(world.islands))]
+    assert [record.learners for record in last] == [tuple(sorted(world.learners))]
     assert world.now - began < world.syncer.settings.cut_wait_s, "nobody is waited for in vain"
 
 

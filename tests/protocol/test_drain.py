@@ -11,11 +11,11 @@ from atoll.protocol.syncer.rounds import SILENT_BEATS
 
 
 def all_merged(world: World) -> None:
-    for name, island in world.islands.items():
-        if island.alive:
-            assert island.steps == [0] * world.settings.fragments, f"{name} has steps that no version contains"
-            assert island.adopted == world.syncer.versions
-            assert island.over and not island.failed
+    for name, learner in world.learners.items():
+        if learner.alive:
+            assert learner.steps == [0] * world.settings.fragments, f"{name} has steps that no version contains"
+            assert learner.adopted == world.syncer.versions
+            assert learner.over and not learner.failed
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.05, 0.4])
@@ -32,8 +32,8 @@ def test_a_budget_in_steps_ends_the_run_with_all_steps_merged(latency_s: float, 
 def test_with_carry_every_step_is_merged_exactly_once() -> None:
     world = World(3, fragments=3, sync_every=6, steps=60, adopt="carry", latency_s=0.3, step_s=[1.0, 0.8, 1.3])
     world.run_to_end()
-    for name, island in world.islands.items():
-        assert [world.merged_steps(name, fragment) for fragment in range(3)] == [island.t] * 3
+    for name, learner in world.learners.items():
+        assert [world.merged_steps(name, fragment) for fragment in range(3)] == [learner.t] * 3
 
 
 def test_with_carry_a_lost_announcement_does_not_merge_steps_twice() -> None:
@@ -42,14 +42,14 @@ def test_with_carry_a_lost_announcement_does_not_merge_steps_twice() -> None:
         world.at(at + 0.37, lambda: world.unlink("learner-0"))
         world.at(at + 1.1, lambda: world.link("learner-0"))
     world.run_to_end()
-    island = world.islands["learner-0"]
-    assert [world.merged_steps("learner-0", fragment) for fragment in range(2)] == [island.t] * 2
+    learner = world.learners["learner-0"]
+    assert [world.merged_steps("learner-0", fragment) for fragment in range(2)] == [learner.t] * 2
 
 
 def test_a_budget_in_tokens_ends_the_run() -> None:
     world = World(2, fragments=2, sync_every=4, tokens=400).run_to_end()
     assert world.said("ending")[0].text.startswith("the run ends: the budget of 400 tokens is spent")
-    assert sum(island.tokens_total for island in world.islands.values()) <= 400 + 2 * 2 * 10
+    assert sum(learner.tokens_total for learner in world.learners.values()) <= 400 + 2 * 2 * 10
     all_merged(world)
 
 
@@ -141,7 +141,7 @@ def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_
     world.end()
     while not world.said("round")[-1].text.endswith("the last steps of 3 learners"):
         world.run_until(seconds=0.05)
-    world.islands["learner-2"].frozen, before = True, world.now
+    world.learners["learner-2"].frozen, before = True, world.now
     world.run_to_end(seconds=60)
     assert world.now - before < world.settings.lost_after_s + 4 * 4.0, "four rounds on this link, and one wait"
 
@@ -157,7 +157,7 @@ def test_a_round_that_was_pulled_once_is_not_opened_anew_at_the_end() -> None:
     world.end("Ctrl-C")
     world.link("learner-1")
     world.run_to_end()
-    pulls = [(name, pull.round, pull.attempt) for name in world.islands for _, pull in world.sent(Pull, name)]
+    pulls = [(name, pull.round, pull.attempt) for name in world.learners for _, pull in world.sent(Pull, name)]
     assert len(set(pulls)) == len(pulls)
     all_merged(world)
 
@@ -169,7 +169,7 @@ def test_a_run_without_parameters_ends_at_once() -> None:
     world = World(2, latency_s=0.5)
     world.end()
     world.run_to_end()
-    assert all(island.over for island in world.islands.values())
+    assert all(learner.over for learner in world.learners.values())
 
 
 def test_a_run_whose_learners_are_all_gone_ends() -> None:
@@ -194,16 +194,16 @@ def test_a_learner_that_joins_during_the_drain_takes_the_result_and_ends() -> No
     world = World(3, present=2, fragments=4, sync_every=8, latency_s=0.3, steps=40)
     while world.syncer.phase != "ending":
         world.run_until(seconds=0.1)
-    island = world.join("learner-2")
+    learner = world.join("learner-2")
     world.run_to_end(seconds=60)
-    assert island.over and not island.failed
+    assert learner.over and not learner.failed
 
 
 def test_a_learner_that_never_stops_is_not_waited_for_without_end() -> None:
     world = World(2, fragments=2, sync_every=4, steps=20).run_until(round=6)
     world.pause("learner-1")
     world.run_to_end(seconds=100)
-    assert world.islands["learner-0"].adopted == world.syncer.versions
+    assert world.learners["learner-0"].adopted == world.syncer.versions
 
 
 def test_the_drain_is_one_cycle() -> None:
@@ -214,6 +214,6 @@ def test_the_drain_is_one_cycle() -> None:
 
 def test_progress_reaches_learners_and_never_goes_back() -> None:
     world = World(2, fragments=4, sync_every=8, steps=40, latency_s=0.1).run_to_end()
-    for island in world.islands.values():
-        assert island.informed == sorted(island.informed)
-        assert island.informed[-1] == 1.0
+    for learner in world.learners.values():
+        assert learner.informed == sorted(learner.informed)
+        assert learner.informed[-1] == 1.0

@@ -17,7 +17,7 @@ def histories(steps: int = 9, **settings: object) -> tuple[list[float], list[flo
         **settings,
     )
     world.run_until(seconds=steps + 0.5)
-    first, second = (island.history[: steps + 1] for island in world.islands.values())
+    first, second = (learner.history[: steps + 1] for learner in world.learners.values())
     assert first == second, "replicas that see the same data stay equal"
     return [h[0] for h in first], [h[1] for h in first]
 

@@ -60,16 +60,16 @@ def test_what_the_slowest_sets_ends_at_four_times_what_the_median_would() -> Non
 @pytest.mark.parametrize("learners", [2, 3, 5])
 def test_one_that_answers_as_late_as_it_may_does_not_make_deadlines_longer_without_end(learners: int) -> None:
     world = World(learners, fragments=4, sync_every=4, step_s=2.0, quorum=1).run_until(round=8)
-    tell, late = world._tell, "learner-1"
+    deliver, late = world._deliver, "learner-1"
 
     def at_the_last_moment(event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
         if not isinstance(event, fx.Delivered) or event.learner != late or event.contribution.probe:
-            return tell(event)
+            return deliver(event)
         wait_s = 0.9 * [pull for _, pull in world.sent(Pull, late)][-1].deadline_s
-        world.at(world.now + wait_s, lambda: tell(event))
+        world.at(world.now + wait_s, lambda: deliver(event))
         return []
 
-    world._tell = at_the_last_moment  # type: ignore[method-assign]
+    world._deliver = at_the_last_moment  # type: ignore[method-assign]
     world.run_until(round=120)
     asked = [pull.deadline_s for _, pull in world.sent(Pull, late)]
     assert max(asked) <= 4.0, "four times the floor: the others answer at once"

@@ -131,7 +131,7 @@ def test_the_journal_of_a_run_with_accidents_folds_the_same_way_from_every_cut()
     world.kill("learner-1")
     world.run_until(round=14)
     world.join("learner-1")
-    world.islands["learner-2"].broken = True
+    world.learners["learner-2"].broken = True
     world.run_until(round=20)
     world.crash_syncer()
     world.run_until(round=26)

@@ -45,7 +45,7 @@ def test_a_learner_hands_it_to_its_training_process() -> None:
 def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
     world = World(2).run_until(round=4)
     world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
-    hello = world.islands["learner-0"].machine.hello()
+    hello = world.learners["learner-0"].machine.hello()
     world.syncer.handle(world.now, fx.Lost("learner-0", "a bad line"))
     again = world.syncer.handle(world.now, fx.Greeted(hello))
     assert any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in again)
@@ -57,7 +57,7 @@ def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
 def test_one_that_was_asked_is_told_again_also_where_another_process_had_its_name_meanwhile() -> None:
     world = World(2).run_until(round=4)
     world.syncer.handle(world.now, fx.DrainAsked("learner-0", "this rack goes down"))
-    asked = world.islands["learner-0"].machine.hello()
+    asked = world.learners["learner-0"].machine.hello()
     world.syncer.handle(world.now, fx.Greeted(Learner("learner-0", "another session", ()).hello()))
     again = world.syncer.handle(world.now, fx.Greeted(asked))
     told = [one.message for one in again if isinstance(one, fx.Send) and isinstance(one.message, Drain)]
@@ -67,7 +67,7 @@ def test_one_that_was_asked_is_told_again_also_where_another_process_had_its_nam
 def test_who_has_left_is_not_remembered_as_asked() -> None:
     world = World(2).run_until(round=4)
     world.syncer.handle(world.now, fx.DrainAsked("learner-0", "x"))
-    assert list(world.syncer.members.asked_to_leave) == [world.islands["learner-0"].session]
+    assert list(world.syncer.members.asked_to_leave) == [world.learners["learner-0"].session]
     world.syncer.handle(world.now, fx.Received("learner-0", Leave(reason="x")))
     assert not world.syncer.members.asked_to_leave
 
@@ -101,36 +101,36 @@ def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of
     """Seed 22227: it dialled again, adopted and left before the welcome had come; what the adoption had overwritten was
     lost by the books, since nothing is reported before the welcome."""
     world = World(2, fragments=1, sync_every=4, latency_s=0.3).run_until(round=4)
-    island = world.islands["learner-0"]
+    learner = world.learners["learner-0"]
     world.run_until(seconds=1.0)
     world.unlink("learner-0")
     reported = world.syncer.members.learners["learner-0"].tokens_total
     world.run_until(seconds=3.0)
     world.link("learner-0")
-    assert island.tokens_total > reported
-    island.leaving.ask("this rack goes down", hurried=True)
-    island.go()
+    assert learner.tokens_total > reported
+    learner.leaving.ask("this rack goes down", hurried=True)
+    learner.leave_now()
     world.run_until(seconds=2.0)
     gone = [line for line in world.journal if isinstance(line, Gone)]
-    assert [(one.reason, one.total) for one in gone] == [("this rack goes down", island.tokens_total)]
+    assert [(one.reason, one.total) for one in gone] == [("this rack goes down", learner.tokens_total)]
 
 
 def test_it_is_told_once_when_a_learner_stops_in_order_to_leave() -> None:
     world = World(3, fragments=4, sync_every=8).run_until(round=8)
-    island = world.islands["learner-1"]
-    island.leaving.ask("this rack goes down", hurried=False)
+    learner = world.learners["learner-1"]
+    learner.leaving.ask("this rack goes down", hurried=False)
     world.run_until(seconds=30.0)
     told = [note for _, note in world.notes if note.kind == "leaving"]
-    assert island.leaving.left
-    assert [(note.data["learner"], note.data["t"]) for note in told] == [("learner-1", island.t)]
+    assert learner.leaving.left
+    assert [(note.data["learner"], note.data["t"]) for note in told] == [("learner-1", learner.t)]
 
 
 def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
     world = World(2, fragments=1, sync_every=4).run_until(round=4)
-    words = world.islands["learner-0"].machine.make_goodbye("x")
+    words = world.learners["learner-0"].machine.make_goodbye("x")
     assert [type(word) for word in words] == [Leave], "it has reported all its steps"
     world.unlink("learner-0")
-    report, leave = world.islands["learner-0"].machine.make_goodbye("x")
+    report, leave = world.learners["learner-0"].machine.make_goodbye("x")
     assert isinstance(report, Progress) and isinstance(leave, Leave)
     world.inject(fx.Greeted(Learner("learner-0", "another session", ()).hello()))
     world.inject(fx.Received("learner-0", report))
@@ -141,7 +141,7 @@ def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
 def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operator_asked() -> None:
     """Seeds 7619 and 9496: the disk was slow, and when the note of the drain was told another process had the name."""
     world = World(2).run_until(round=4)
-    asked = world.islands["learner-0"]
+    asked = world.learners["learner-0"]
     world.disk.full = True
     world.run_until(seconds=3)  # a round waits for the disk, and all that is decided from here on waits behind it
     world.inject(fx.DrainAsked("learner-0", "x"))
@@ -149,7 +149,7 @@ def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operat
     world.join("learner-0")
     world.disk.full = False
     world.run_until(seconds=10)
-    assert not asked.alive and world.islands["learner-0"].alive
+    assert not asked.alive and world.learners["learner-0"].alive
     assert [note for _, note in world.notes if note.kind == "draining"]
     world.invariants.drains.have_left()
 
@@ -160,16 +160,16 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
     """Nobody steps any more, so no step makes a round due; and of the fragment that is next it may have none left."""
     world = World(1, fragments=3, sync_every=6, overlap=1, synchronous=synchronous, adopt=adopt, latency_s=0.05)
     world.run_until(round=7)
-    island, before = world.islands["learner-0"], world.now
+    learner, before = world.learners["learner-0"], world.now
     world.inject(fx.DrainAsked("learner-0", "x"))
-    while island.alive:
+    while learner.alive:
         world.run_until(seconds=0.1)
     assert world.now - before < 4.0, "a step, and a cycle that nothing paces"
     world.run_until(seconds=2 * world.settings.assemble_s)
     assert world.syncer.phase == "running" and not world.said("ending")
     assert not any(world.syncer.history.ledger.totals().lost)
     if adopt == "carry":
-        assert [world.merged_steps("learner-0", fragment) for fragment in range(3)] == [island.t] * 3
+        assert [world.merged_steps("learner-0", fragment) for fragment in range(3)] == [learner.t] * 3
     world.join("learner-0")
     rounds = world.syncer.committed
     world.run_until(seconds=20)
@@ -219,7 +219,7 @@ def test_a_synchronous_run_does_not_wait_for_one_that_was_drained_before_it_bega
     world = World(3, present=2, fragments=2, sync_every=4, synchronous=True).run_until(seconds=1.5)
     world.inject(fx.DrainAsked("learner-1", "x"))
     world.run_until(seconds=15)
-    assert world.islands["learner-1"].leaving.left and world.syncer.committed == 0, "the third is still waited for"
+    assert world.learners["learner-1"].leaving.left and world.syncer.committed == 0, "the third is still waited for"
     world.join("learner-2")
     world.run_until(seconds=10)
     assert world.now < world.settings.assemble_s and world.syncer.committed > 2
@@ -229,9 +229,9 @@ def test_a_loop_that_ends_by_itself_ends_the_run_also_when_the_other_was_drained
     world = World(2, fragments=2, sync_every=4).run_until(round=6)
     world.inject(fx.DrainAsked("learner-1", "x"))
     world.run_until(seconds=20)
-    assert world.islands["learner-1"].leaving.left
-    world.islands["learner-0"].done = True
+    assert world.learners["learner-1"].leaving.left
+    world.learners["learner-0"].done = True
     world.run_until(seconds=5)
-    assert world.syncer.phase == "running" and world.islands["learner-0"].steps == [0, 0]
+    assert world.syncer.phase == "running" and world.learners["learner-0"].steps == [0, 0]
     world.run_to_end(seconds=2 * world.settings.assemble_s)
     assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")

@@ -46,8 +46,8 @@ from atoll.protocol.syncer.membership import Membership
 def test_the_first_joiner_gives_the_first_parameters_and_the_others_take_them() -> None:
     world = World(3, latency_s=0.1).run_until(round=1)
     assert world.said("initial")[0].text == "learner-0 gave the first parameters"
-    assert [a for a in world.islands["learner-0"].adoptions if a[2] == 0] == []
-    assert [a[1:] for a in world.islands["learner-1"].adoptions if a[2] == 0] == [(0, 0), (1, 0)]
+    assert [a for a in world.learners["learner-0"].adoptions if a[2] == 0] == []
+    assert [a[1:] for a in world.learners["learner-1"].adoptions if a[2] == 0] == [(0, 0), (1, 0)]
 
 
 def test_a_learner_has_a_number_of_its_own_and_keeps_it_in_its_next_life_and_under_the_next_syncer() -> None:
@@ -58,9 +58,9 @@ def test_a_learner_has_a_number_of_its_own_and_keeps_it_in_its_next_life_and_und
     world.run_until(round=8)
     world.crash_syncer(down_s=1.0)
     world.run_until(round=12)
-    numbers = [{welcome.index for _, welcome in world.sent(Welcome, name)} for name in world.islands]
+    numbers = [{welcome.index for _, welcome in world.sent(Welcome, name)} for name in world.learners]
     assert sorted(numbers, key=min) == [{0}, {1}, {2}]
-    assert all(len(world.sent(Welcome, name)) >= 2 for name in world.islands)
+    assert all(len(world.sent(Welcome, name)) >= 2 for name in world.learners)
 
 
 def test_when_the_uploader_dies_the_next_is_asked() -> None:
@@ -142,7 +142,7 @@ def test_when_the_only_joiner_dies_the_next_to_come_is_asked() -> None:
 def test_a_hello_with_a_row_of_another_length_is_refused_and_costs_only_its_sender(versions: tuple[int, ...]) -> None:
     """Who comes back is asked by what it says it holds: a row that is too short would end the syncer."""
     world = World(2, fragments=2, sync_every=4).run_until(round=6)
-    session = world.islands["learner-1"].session
+    session = world.learners["learner-1"].session
     hello = Hello(protocol=2, learner="learner-1", session=session, run="run", versions=versions, incarnation=1)
     assert hello.run == world.syncer.run
     effects = world.inject(Greeted(hello))
@@ -174,16 +174,16 @@ def test_a_late_joiner_takes_the_runs_parameters_before_it_contributes() -> None
 
 def test_an_unlinked_learner_trains_on_and_comes_back_in_the_same_incarnation() -> None:
     world = World(3, fragments=4, sync_every=4).run_until(round=10)
-    island = world.islands["learner-1"]
-    before = island.t
+    learner = world.learners["learner-1"]
+    before = learner.t
     world.unlink("learner-1")
     world.run_until(seconds=15)
-    assert island.t >= before + 14, "nobody waits"
-    held = list(island.adopted)
+    assert learner.t >= before + 14, "nobody waits"
+    held = list(learner.adopted)
     world.link("learner-1")
     world.run_until(seconds=3)
     assert world.syncer.members.learners["learner-1"].incarnation == 1
-    assert all(new > old + 1 for new, old in zip(island.adopted, held, strict=True)), "it skipped to the newest"
+    assert all(new > old + 1 for new, old in zip(learner.adopted, held, strict=True)), "it skipped to the newest"
     world.run_until(seconds=3)
     assert "learner-1" in world.members(world.syncer.committed - 1)
 
@@ -199,10 +199,10 @@ def test_another_process_takes_the_name_of_one_that_is_still_connected() -> None
 
 def test_a_silent_learner_is_expelled_and_may_come_back() -> None:
     world = World(2, fragments=2, sync_every=2, overlap=1).run_until(round=4)
-    world.islands["learner-1"].silent = True
+    world.learners["learner-1"].silent = True
     world.run_until(seconds=10)
     assert any("nothing heard for 6 s" in note.text for note in world.said("lost"))
-    world.islands["learner-1"].silent = False
+    world.learners["learner-1"].silent = False
     world.link("learner-1")
     world.run_until(seconds=5)
     assert "learner-1" in world.members(world.syncer.committed - 1)
@@ -228,7 +228,7 @@ def test_a_syncer_of_another_run_makes_learners_forget_and_start_over() -> None:
     world.replace_syncer("another run")
     world.run_until(seconds=10)
     assert world.syncer.committed > 3
-    assert all(island.machine.run == "another run" for island in world.islands.values())
+    assert all(learner.machine.run == "another run" for learner in world.learners.values())
     assert world.syncer.members.learners["learner-0"].incarnation == 1
 
 
@@ -245,34 +245,34 @@ def test_one_that_was_cut_off_at_the_end_still_ends_in_good_order() -> None:
     world.finished = False
     world.link("learner-1")
     world.run_until(seconds=5)
-    assert world.islands["learner-1"].over and not world.islands["learner-1"].failed
-    assert world.islands["learner-1"].adopted == world.syncer.versions
+    assert world.learners["learner-1"].over and not world.learners["learner-1"].failed
+    assert world.learners["learner-1"].adopted == world.syncer.versions
 
 
 def test_learners_whose_loops_end_by_themselves_end_the_run() -> None:
     world = World(2, fragments=2, sync_every=4).run_until(round=6)
-    for island in world.islands.values():
-        island.done = True
+    for learner in world.learners.values():
+        learner.done = True
     world.run_to_end(seconds=60)
     assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")
 
 
 def test_one_loop_that_ends_by_itself_holds_up_nobody_and_its_last_steps_are_merged() -> None:
     world = World(2, fragments=2, sync_every=4, quorum=2, patience_s=1.0).run_until(round=6)
-    world.islands["learner-1"].done = True
+    world.learners["learner-1"].done = True
     world.run_until(seconds=30)
     assert world.syncer.committed > 15
-    assert world.islands["learner-1"].steps == [0, 0]
+    assert world.learners["learner-1"].steps == [0, 0]
 
 
 def test_the_last_to_stop_ends_the_run_also_when_the_others_have_left() -> None:
     """It would wait for a minute otherwise, and its last steps with it."""
     world = World(2, fragments=2, sync_every=4).run_until(round=6)
-    world.islands["learner-1"].done = True
+    world.learners["learner-1"].done = True
     world.run_until(seconds=20)
     world.inject(Received("learner-1", Leave(reason="it left before the run ended")))
-    world.islands["learner-1"].alive = False
-    world.islands["learner-0"].done = True
+    world.learners["learner-1"].alive = False
+    world.learners["learner-0"].done = True
     world.run_to_end(seconds=10)
     assert world.said("ending")[0].text.startswith("the run ends: every learner has stopped")
 
@@ -416,21 +416,21 @@ def test_a_life_that_begins_while_it_joins_is_told_of_once_the_step_under_way_is
 def test_nobody_is_lost_muted_or_stalled_because_the_syncer_stood_still(seconds: float) -> None:
     """What was said meanwhile is read one by one; the first of it must not cost the others their place."""
     world = World(4, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8, lost_after_s=6.0).run_until(round=40)
-    world.reign.stop()
+    world.simulated_syncer.stop()
     world.run_until(seconds=seconds)
-    world.reign.wake_up()
+    world.simulated_syncer.wake_up()
     world.run_until(seconds=5.0)
     assert not [kind for kind in ("lost", "muted", "stalled", "again", "passed") if world.said(kind)]
-    assert world.members(world.syncer.committed - 1) == set(world.islands)
+    assert world.members(world.syncer.committed - 1) == set(world.learners)
 
 
 def test_a_learner_that_died_while_the_syncer_stood_still_is_lost_in_its_time() -> None:
     world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8, lost_after_s=6.0).run_until(round=40)
-    world.reign.stop()
+    world.simulated_syncer.stop()
     world.run_until(seconds=3.0)
-    world.end_process(world.islands["learner-2"])
+    world.end_process(world.learners["learner-2"])
     world.run_until(seconds=5.0)
-    world.reign.wake_up()
+    world.simulated_syncer.wake_up()
     woke_at = world.now
     world.run_until(seconds=10.0)
     lost = [(at - woke_at, note.data["learner"]) for at, note in world.notes if note.kind == "lost"]

@@ -28,7 +28,7 @@ def test_a_newcomer_goes_on_with_a_peers_inner_optimizer(direct: bool) -> None:
     world = running(direct=direct)
     newcomer = world.join("learner-3")
     helped = until(world, "helped")
-    peer = world.islands[str(helped.data["peer"])]
+    peer = world.learners[str(helped.data["peer"])]
     assert newcomer.source == peer.machine.name == "learner-0"
     assert newcomer.moments >= peer.moments - 2 > 0, "not fresh"
     assert (helped.data["learner"], helped.data["bytes"], helped.data["peer_t"]) == ("learner-3", 100, peer.t)
@@ -54,7 +54,7 @@ def test_one_that_brings_its_inner_optimizer_out_of_a_cut_asks_nobody() -> None:
 
 def test_nothing_is_trained_before_the_peers_state_is_there() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 5.0
+    world.learners["learner-0"].stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=4.5)
     assert min(newcomer.adopted) >= 2 and newcomer.t == 0, "it holds the run's parameters, and waits"
@@ -65,7 +65,7 @@ def test_nothing_is_trained_before_the_peers_state_is_there() -> None:
 
 def test_versions_that_are_committed_meanwhile_are_adopted_meanwhile() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 6.0
+    world.learners["learner-0"].stream_s = 6.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=2)
     early = list(newcomer.adopted)
@@ -77,7 +77,7 @@ def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
     """Its copy would be older than the newcomer's parameters otherwise."""
     world = World(3, present=2, fragments=2, sync_every=2, overlap=1, latency_s=0.4, pull_floor_s=1.0)
     world.run_until(round=6)
-    peer = world.islands["learner-0"]
+    peer = world.learners["learner-0"]
     world.pause("learner-1")
     world.run_until(seconds=15.6)  # it is not healthy any more
     world.join("learner-2")
@@ -95,14 +95,14 @@ def test_a_peer_answers_only_once_it_has_adopted_what_was_committed() -> None:
 def said_next(world: World, kind: type[Any]) -> list[Any]:
     """Runs until a learner has said something of this kind."""
     heard: list[Any] = []
-    tell = world._tell
+    deliver = world._deliver
 
     def listen(event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
         if isinstance(event, fx.Received) and isinstance(event.message, kind):
             heard.append(event.message)
-        return tell(event)
+        return deliver(event)
 
-    world._tell = listen  # type: ignore[method-assign]
+    world._deliver = listen  # type: ignore[method-assign]
     while not heard:
         world.run_until(seconds=0.01)
     return heard
@@ -110,7 +110,7 @@ def said_next(world: World, kind: type[Any]) -> list[Any]:
 
 def test_a_peer_that_dies_in_the_middle_is_followed_by_another() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 5.0
+    world.learners["learner-0"].stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     assert [n.data["peer"] for n in world.said("helping")] == ["learner-0"]
@@ -123,13 +123,13 @@ def test_a_peer_that_dies_in_the_middle_is_followed_by_another() -> None:
 
 def test_when_every_peer_dies_the_newcomer_goes_on_alone_and_says_so() -> None:
     world = running()
-    for island in world.islands.values():
-        island.stream_s = 5.0
+    for learner in world.learners.values():
+        learner.stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     for name in ("learner-0", "learner-1", "learner-2"):
         world.inject(fx.Received(name, leaves()))
-        world.islands[name].alive, world.islands[name].connection = False, None
+        world.learners[name].alive, world.learners[name].connection = False, None
     fresh = until(world, "fresh")
     assert "two tries came to nothing (learner-0: its training process died; learner-1: " in fresh.text
     assert "warms up" in fresh.text
@@ -165,11 +165,11 @@ def test_after_a_crash_of_the_syncer_those_that_trained_are_given_time_to_come_b
 def test_a_peer_that_does_not_answer_just_now_is_given_time() -> None:
     """On a busy machine the only other one may miss a pull or two while the newcomer starts."""
     world = running(2, 1)
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     until(world, "muted")
     newcomer = world.join("learner-1")
     world.run_until(seconds=1)
-    world.islands["learner-0"].answers = True
+    world.learners["learner-0"].answers = True
     until(world, "probed")
     assert until(world, "helped").data["peer"] == newcomer.source == "learner-0"
     assert not world.said("fresh")
@@ -177,7 +177,7 @@ def test_a_peer_that_does_not_answer_just_now_is_given_time() -> None:
 
 def test_a_crash_of_the_syncer_in_the_middle_makes_the_newcomer_ask_anew() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 8.0
+    world.learners["learner-0"].stream_s = 8.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     assert newcomer.fetching
@@ -189,8 +189,8 @@ def test_a_crash_of_the_syncer_in_the_middle_makes_the_newcomer_ask_anew() -> No
 
 def test_several_newcomers_are_spread_over_several_peers() -> None:
     world = running(6, 3)
-    for island in world.islands.values():
-        island.stream_s = 3.0
+    for learner in world.learners.values():
+        learner.stream_s = 3.0
     for name in ("learner-3", "learner-4", "learner-5"):
         world.join(name)
     world.run_until(seconds=15)
@@ -200,19 +200,19 @@ def test_several_newcomers_are_spread_over_several_peers() -> None:
 
 def test_one_copy_serves_newcomers_that_come_together() -> None:
     world = World(4, present=1, fragments=2, sync_every=8, latency_s=0.05).run_until(round=3)
-    world.islands["learner-0"].stream_s = 2.0
+    world.learners["learner-0"].stream_s = 2.0
     for name in ("learner-1", "learner-2", "learner-3"):
         world.join(name)
     world.run_until(seconds=6)
     assert len(world.said("helped")) == 3
     assert len({note.data["peer_t"] for note in world.said("helped")}) == 1
-    assert world.islands["learner-0"].machine._helping._number == 1
+    assert world.learners["learner-0"].machine._helping._number == 1
 
 
 def test_a_stream_past_its_bound_is_tried_once_more_elsewhere_and_then_given_up() -> None:
     world = running()
-    for island in world.islands.values():
-        island.stream_s = 1000.0
+    for learner in world.learners.values():
+        learner.stream_s = 1000.0
     newcomer = world.join("learner-3")
     fresh = until(world, "fresh")
     assert [n.data["peer"] for n in world.said("helping")] == ["learner-0", "learner-1"]
@@ -224,8 +224,8 @@ def test_a_stream_past_its_bound_is_tried_once_more_elsewhere_and_then_given_up(
 
 def test_the_bound_is_the_longer_of_h_rounds_and_ten_seconds() -> None:
     slow = running(fragments=1, sync_every=8, latency_s=0.0)  # a round every 8 s
-    for island in slow.islands.values():
-        island.stream_s = 1000.0
+    for learner in slow.learners.values():
+        learner.stream_s = 1000.0
     slow.join("learner-3")
     again = until(slow, "helping", count=2)
     assert "not done within 8 rounds" in str(again.data["reason"])
@@ -235,7 +235,7 @@ def test_the_bound_is_the_longer_of_h_rounds_and_ten_seconds() -> None:
 
 def test_a_large_state_has_the_time_its_bytes_need() -> None:
     world = running()
-    peer = world.islands["learner-0"]
+    peer = world.learners["learner-0"]
     peer.stream_s, peer.state_bytes = 1000.0, 800 * 2**20  # at 8 MiB/s that is 100 s
     world.join("learner-3")
     until(world, "helping")
@@ -274,17 +274,17 @@ def test_a_peer_that_stops_stepping_before_its_copy_is_made_is_given_up() -> Non
 def test_one_whose_contributions_were_refused_helps_nobody() -> None:
     world = running()
     world.syncer.members.learners["learner-0"].strikes = 1
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     world.join("learner-3")
     assert until(world, "helping").data["peer"] == "learner-1"
 
 
 def test_a_peer_that_goes_into_quarantine_is_followed_by_another() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 9.0
+    world.learners["learner-0"].stream_s = 9.0
     newcomer = world.join("learner-3")
     until(world, "helping")
-    world.islands["learner-0"].broken = True
+    world.learners["learner-0"].broken = True
     until(world, "quarantined")
     world.run_until(seconds=15)
     reasons = [str(note.data["reason"]) for note in world.said("helping") if note.data["learner"] == "learner-3"]
@@ -294,17 +294,17 @@ def test_a_peer_that_goes_into_quarantine_is_followed_by_another() -> None:
 
 def test_a_learner_out_of_quarantine_trains_on_and_takes_a_peers_inner_optimizer() -> None:
     world = running(3, 3)
-    world.islands["learner-1"].broken = True
+    world.learners["learner-1"].broken = True
     for name in ("learner-0", "learner-2"):
-        world.islands[name].stream_s = 5.0
+        world.learners[name].stream_s = 5.0
     until(world, "quarantined")
-    island = world.islands["learner-1"]
-    at = island.t
+    learner = world.learners["learner-1"]
+    at = learner.t
     world.run_until(seconds=4)
-    assert island.t > at and island.moments < island.t, "it steps meanwhile, with a fresh one"
+    assert learner.t > at and learner.moments < learner.t, "it steps meanwhile, with a fresh one"
     assert not world.syncer.members.learners["learner-1"].live, "and gives nothing"
     until(world, "helped")
-    assert island.source == "learner-0" and island.moments > 4
+    assert learner.source == "learner-0" and learner.moments > 4
     world.run_until(seconds=6)
     assert "learner-1" in world.members(world.syncer.committed - 1)
 
@@ -333,7 +333,7 @@ def test_the_peer_is_chosen_by_chance_among_the_healthy() -> None:
 
 def test_a_state_that_is_refused_is_a_strike_and_another_peer_is_asked() -> None:
     world = running()
-    world.islands["learner-0"].lies = True
+    world.learners["learner-0"].lies = True
     newcomer = world.join("learner-3")
     refused = until(world, "refused")
     assert world.syncer.members.learners["learner-0"].strikes == 1
@@ -361,7 +361,7 @@ def test_when_every_peers_state_is_refused_the_newcomer_starts_fresh() -> None:
 
 def test_the_only_peer_is_not_asked_again_once_its_state_was_refused() -> None:
     world = running(2, 1)
-    world.islands["learner-0"].lies = True
+    world.learners["learner-0"].lies = True
     newcomer = world.join("learner-1")
     fresh = until(world, "fresh")
     assert len(world.said("helping")) == 1 and "no healthy peer is there (learner-0: " in fresh.text
@@ -425,7 +425,7 @@ def test_a_newcomer_that_lies_costs_a_peer_one_strike_and_no_more() -> None:
 
 def test_a_newcomer_that_is_cut_off_asks_anew_when_it_is_back() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 5.0
+    world.learners["learner-0"].stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     world.unlink("learner-3")
@@ -438,7 +438,7 @@ def test_a_newcomer_that_is_cut_off_asks_anew_when_it_is_back() -> None:
 
 def test_a_newcomer_whose_courier_dies_is_helped_all_the_same() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 5.0
+    world.learners["learner-0"].stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     world.restart_courier("learner-3")
@@ -448,7 +448,7 @@ def test_a_newcomer_whose_courier_dies_is_helped_all_the_same() -> None:
 
 def test_a_peer_whose_courier_dies_is_followed_by_another() -> None:
     world = running()
-    world.islands["learner-0"].stream_s = 5.0
+    world.learners["learner-0"].stream_s = 5.0
     newcomer = world.join("learner-3")
     world.run_until(seconds=3)
     world.restart_courier("learner-0")
@@ -458,15 +458,15 @@ def test_a_peer_whose_courier_dies_is_followed_by_another() -> None:
 
 def test_a_synchronous_run_takes_the_newcomer_in_once_it_is_helped() -> None:
     world = running(synchronous=True, overlap=1)
-    for island in world.islands.values():
-        island.stream_s = 3.0
+    for learner in world.learners.values():
+        learner.stream_s = 3.0
     newcomer = world.join("learner-3")
     committed = world.syncer.committed
     world.run_until(seconds=2.5)
     assert world.syncer.committed > committed, "nobody waits for it meanwhile"
     world.run_until(seconds=20)
     assert newcomer.source and "learner-3" in world.members(world.syncer.committed - 1)
-    assert world.members(world.syncer.committed - 1) == set(world.islands)
+    assert world.members(world.syncer.committed - 1) == set(world.learners)
 
 
 def test_what_a_synchronous_newcomer_goes_on_with_is_on_order_before_it_is_told_to() -> None:
@@ -490,7 +490,7 @@ def test_what_a_synchronous_newcomer_goes_on_with_is_on_order_before_it_is_told_
 
 def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
     world = running(3, 3)
-    world.islands["learner-1"].answers = False
+    world.learners["learner-1"].answers = False
     while not any(round_.asked for round_ in world.syncer.rounds.open.values()):
         world.run_until(seconds=0.01)
     world.inject(fx.Received("learner-1", Seek(after=3)))
@@ -500,21 +500,21 @@ def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
 
 def test_at_the_end_nobody_waits_for_a_peer() -> None:
     world = running(steps=0)
-    for island in world.islands.values():
-        island.stream_s = 1000.0
+    for learner in world.learners.values():
+        learner.stream_s = 1000.0
     world.join("learner-3")
     until(world, "helping")
     world.run_until(seconds=2)
     world.end()
     world.run_to_end(seconds=60)
-    assert world.islands["learner-3"].over and not world.islands["learner-3"].waits
+    assert world.learners["learner-3"].over and not world.learners["learner-3"].waits
 
 
 class TestTickets:
     def test_they_differ_and_belong_to_two(self) -> None:
         world = running(5, 3)
         for name in ("learner-3", "learner-4"):
-            world.islands["learner-0"].stream_s = world.islands["learner-1"].stream_s = 5.0
+            world.learners["learner-0"].stream_s = world.learners["learner-1"].stream_s = 5.0
             world.join(name)
         world.run_until(seconds=3)
         asked = world.sent(Help)
@@ -538,7 +538,7 @@ class TestTickets:
     @pytest.mark.parametrize("size", [0, -1])
     def test_a_state_of_no_size_is_none(self, size: int) -> None:
         world = running()
-        world.islands["learner-0"].answers = True
+        world.learners["learner-0"].answers = True
         world.join("learner-3")
         [(_, help), *_] = until_sent(world, Help)
         before = len(world.sent(Helped))
@@ -547,7 +547,7 @@ class TestTickets:
 
     def test_what_others_say_of_a_ticket_counts_for_nothing(self) -> None:
         world = running()
-        world.islands["learner-0"].stream_s = 3.0
+        world.learners["learner-0"].stream_s = 3.0
         newcomer = world.join("learner-3")
         [(_, help), *_] = until_sent(world, Help)
         world.inject(fx.Received("learner-1", Ready(ticket=help.ticket, size=7, digest="d", t=1)))
@@ -569,7 +569,7 @@ def test_fresh_is_told_to_the_newcomer_with_its_reason() -> None:
 
 def test_a_newcomer_that_asks_for_another_peer_while_it_has_none_changes_nothing() -> None:
     world = running(2, 1)
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     until(world, "muted")
     world.join("learner-1")
     world.run_until(seconds=0.5)

@@ -20,7 +20,7 @@ def trained(rounds: int = 8, **settings: Any) -> World:
 
 
 def score(world: World, loss: float | None, number: int | None = None) -> None:
-    world.tell(world.reign, fx.Scored(world.syncer.committed if number is None else number, loss))
+    world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed if number is None else number, loss))
 
 
 def rolled_back(rounds: int = 8, more: int = 6, **settings: Any) -> tuple[World, Restored]:
@@ -45,7 +45,7 @@ def kinds(world: World, kind: str) -> list[fx.Note]:
 def test_every_fragment_goes_up_by_one_and_holds_what_it_held_then() -> None:
     world = trained(8)
     score(world, 1.0)
-    then, number = list(world.reign.theta), world.syncer.committed
+    then, number = list(world.simulated_syncer.theta), world.syncer.committed
     world.run_until(round=14)
     before = list(world.syncer.versions)
     score(world, None)
@@ -54,7 +54,7 @@ def test_every_fragment_goes_up_by_one_and_holds_what_it_held_then() -> None:
     world.run_until(round=world.syncer.committed + 1)
     first = next(line for line in world.journal[world.journal.index(restored(world)) :] if isinstance(line, Merged))
     kept = 1 - first.fragment
-    assert world.reign.theta[kept] == then[kept], "the fragment that was not merged since is as it was"
+    assert world.simulated_syncer.theta[kept] == then[kept], "the fragment that was not merged since is as it was"
 
 
 def test_the_rounds_under_way_are_abandoned_and_the_run_goes_on_behind_them() -> None:
@@ -86,7 +86,7 @@ def test_learners_take_it_in_place_of_their_own_values_whatever_the_rule(adopt: 
     taken = [effect for _, effect in world.log if isinstance(effect, fx.Send)]
     told = [one.message for one in taken if isinstance(one.message, Announce) and one.message.restored]
     assert {(one.fragment, one.version) for one in told} == set(enumerate(record.versions))
-    assert all(min(island.adopted) >= min(record.versions) for island in world.islands.values())
+    assert all(min(learner.adopted) >= min(record.versions) for learner in world.learners.values())
 
 
 def test_a_synchronous_run_is_rolled_back_too() -> None:
@@ -107,7 +107,7 @@ def test_one_that_was_away_is_told_when_it_comes_back() -> None:
     sent = [one for _, one in world.log if isinstance(one, fx.Send) and one.learner == "learner-2"]
     welcome = [one.message for one in sent if isinstance(one.message, Welcome)][-1]
     assert welcome.least == restored(world).versions
-    assert min(world.islands["learner-2"].adopted) >= min(restored(world).versions)
+    assert min(world.learners["learner-2"].adopted) >= min(restored(world).versions)
 
 
 def test_a_suspect_goes_into_quarantine_and_nobody_else() -> None:
@@ -214,7 +214,7 @@ def test_an_operator_who_answers_an_alarm_has_the_run_rolled_back_with_the_next_
     world.run_until(round=12)
     score(world, None)
     settings = msgspec.structs.replace(world.syncer.settings, guard="rollback")
-    world.tell(world.reign, fx.ChangeAsked(settings, {}, "guard=rollback"))
+    world.deliver(world.simulated_syncer, fx.ChangeAsked(settings, {}, "guard=rollback"))
     score(world, None)
     world.run(world.now + 0.5)
     assert restored(world).round == 8

@@ -74,9 +74,9 @@ def test_no_more_rounds_are_under_way_than_the_overlap_allows() -> None:
 
 def test_everyone_declining_voids_the_round() -> None:
     world = World(1, fragments=1, sync_every=2, overlap=1).run_until(round=2)
-    world.islands["learner-0"].tokens_per_step = 0
-    world.islands["learner-0"].dropped[0] += world.islands["learner-0"].tokens[0]
-    world.islands["learner-0"].tokens = [0]
+    world.learners["learner-0"].tokens_per_step = 0
+    world.learners["learner-0"].dropped[0] += world.learners["learner-0"].tokens[0]
+    world.learners["learner-0"].tokens = [0]
     world.run_until(round=5)
     passed = world.said("passed")[0]
     assert "nothing to give" in passed.text
@@ -85,14 +85,14 @@ def test_everyone_declining_voids_the_round() -> None:
 
 def test_a_mute_learner_is_probed_and_lives_again() -> None:
     world = World(3, fragments=4, sync_every=4).run_until(round=4)
-    world.islands["learner-2"].answers = False
+    world.learners["learner-2"].answers = False
     world.run_until(seconds=20)
     assert [note.data["learner"] for note in world.said("muted")] == ["learner-2"]
     assert world.members(world.syncer.committed - 1) == {"learner-0", "learner-1"}
     assert [one.name for one in world.syncer.members.live()] == ["learner-0", "learner-1"]
     probes = [message for _, message in world.sent(Pull, "learner-2") if message.probe]
     assert len(probes) > 2
-    world.islands["learner-2"].answers = True
+    world.learners["learner-2"].answers = True
     world.run_until(seconds=10)
     assert world.said("probed")
     assert "learner-2" in world.members(world.syncer.committed - 1)
@@ -100,7 +100,7 @@ def test_a_mute_learner_is_probed_and_lives_again() -> None:
 
 def test_who_is_muted_or_not_ready_stays_in_the_denominator_of_participation() -> None:
     world = World(4, fragments=4, sync_every=4, step_s=[1.0, 1.0, 1.0, 3.0]).run_until(round=4)
-    world.islands["learner-2"].answers = False
+    world.learners["learner-2"].answers = False
     world.run_until(seconds=20)
     assert world.said("muted"), "or nothing is shown here"
     last = world.round_note(world.syncer.committed - 1)
@@ -150,7 +150,7 @@ def test_a_stalled_learner_is_not_waited_for() -> None:
 
 def test_weights_are_tokens_times_tokens_per_step() -> None:
     world = World(2, fragments=1, sync_every=4)
-    world.islands["learner-1"].tokens_per_step = 30
+    world.learners["learner-1"].tokens_per_step = 30
     world.run_until(round=1)
     weights = {m["learner"]: (m["tokens"], m["steps"], m["weight"]) for m in world.round_note(0)["members"]}
     for tokens, steps, weight in weights.values():
@@ -171,7 +171,7 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
 def test_one_that_falls_mute_is_probed_at_once() -> None:
     """Not only when somebody happens to say something next."""
     world = World(2, fragments=2, sync_every=4, quorum=1, latency_s=0.1).run_until(round=5)
-    world.islands["learner-1"].answers = False
+    world.learners["learner-1"].answers = False
     while not world.said("muted"):
         world.run_until(seconds=0.01)
     (muted_at,) = [at for at, note in world.notes if note.kind == "muted"]
@@ -182,7 +182,7 @@ def test_one_that_falls_mute_is_probed_at_once() -> None:
 @pytest.mark.parametrize(("synchronous", "later_s"), [(False, 0.75), (False, 1.5), (True, 2.25)])
 def test_one_that_falls_mute_by_its_silence_is_probed_at_once(synchronous: bool, later_s: float) -> None:
     world = World(3, fragments=4, sync_every=4, latency_s=0.4, synchronous=synchronous).run_until(round=12)
-    world.run_until(seconds=later_s).islands["learner-1"].frozen = True
+    world.run_until(seconds=later_s).learners["learner-1"].frozen = True
     world.run_until(seconds=8.0)
     [muted_at] = [at for at, note in world.notes if note.kind == "muted"]
     probes = [at for at, pull in world.sent(Pull, "learner-1") if pull.probe]
@@ -200,7 +200,7 @@ def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_l
     world = World(3, fragments=4, sync_every=4, latency_s=0.4).run_until(round=12).run_until(seconds=later_s)
     deadline_s = world.syncer.estimates.pull_deadline_s(world.settings)
     assert deadline_s > 3.5, "the link is slow, and known to be"
-    world.islands["learner-1"].frozen = True
+    world.learners["learner-1"].frozen = True
     before = world.now
     world.run_until(round=world.syncer.committed + 6)
     times = [before] + [at for at, note in world.notes if note.kind == "round" and at > before]
@@ -212,7 +212,7 @@ def test_a_member_that_says_nothing_is_not_waited_for_as_long_as_one_on_a_slow_l
 def test_the_last_steps_of_one_that_has_stopped_are_waited_for_also_when_it_says_nothing_for_a_moment() -> None:
     """The run goes on, but what it left out of that learner nobody would ask for again."""
     world = World(3, fragments=4, sync_every=8, latency_s=0.4).run_until(round=12)
-    world.islands["learner-1"].done = True
+    world.learners["learner-1"].done = True
     asked: list[int] = []
     while not asked:
         before = len(world.log)
@@ -248,13 +248,13 @@ def test_nobody_is_blamed_for_pulls_that_waited_for_the_disk(seconds: float) -> 
     assert commits[1] - mended_at <= 0.3, "rounds go on at once"
     assert not world.said("muted") and not world.said("again") and not world.said("passed")
     world.run_until(seconds=5.0)
-    assert world.members(world.syncer.committed - 1) == set(world.islands)
+    assert world.members(world.syncer.committed - 1) == set(world.learners)
 
 
 def test_a_learner_that_does_not_answer_is_still_found_after_the_disk_was_full() -> None:
     """Its time runs from the moment at which the pull has left."""
     world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8).run_until(round=40)
-    world.islands["learner-2"].answers = False
+    world.learners["learner-2"].answers = False
     mended_at = full_for(world, 10.0)
     assert not world.said("muted")
     world.run_until(seconds=10.0)
@@ -265,11 +265,11 @@ def test_a_learner_that_does_not_answer_is_still_found_after_the_disk_was_full()
 
 def test_one_that_is_mute_is_probed_as_soon_as_the_disk_has_room_and_not_before() -> None:
     world = World(3, step_s=0.4, latency_s=0.02, fragments=8, sync_every=8).run_until(round=40)
-    world.islands["learner-2"].answers = False
+    world.learners["learner-2"].answers = False
     world.run_until(seconds=10.0)
     assert world.said("muted")
     mended_at = full_for(world, 30.0)
-    world.islands["learner-2"].answers = True
+    world.learners["learner-2"].answers = True
     world.run_until(seconds=1.0)
     probes = [at for at, pull in world.sent(Pull, "learner-2") if pull.probe and at > mended_at - 28.0]
     assert len(probes) == 1 and probes[0] <= mended_at + AGAIN_S, "one, and it waits for nothing but the disk"

@@ -15,7 +15,7 @@ from atoll.protocol.tape import Began, Informed
 def pulled(**settings: Any) -> tuple[World, Contribution]:
     """A world in which learner-0 has been asked, with the honest answer it has not given yet."""
     world = World(2, fragments=2, sync_every=4, overlap=2, quorum=1, **settings).run_until(round=6)
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
         world.run_until(seconds=0.01)
     base = world.syncer.versions[asked[0].fragment]
@@ -27,14 +27,14 @@ def pulled(**settings: Any) -> tuple[World, Contribution]:
 
 def signed(world: World, answer: Contribution) -> Contribution:
     """As learner-0 says it now."""
-    machine = world.islands["learner-0"].machine
+    machine = world.learners["learner-0"].machine
     own = {"run": machine.run, "learner": machine.name, "incarnation": machine.incarnation, "term": machine.term}
     total = world.syncer.members.learners["learner-0"].tokens_total + 1000
     return msgspec.structs.replace(answer, **own, total=total)
 
 
 def give(world: World, answer: Contribution, refusal: str | None = None, **changes: Any) -> list[fx.SyncerEffect]:
-    world.bodies["learner-0", answer.round, answer.attempt] = 1.0
+    world.payloads["learner-0", answer.round, answer.attempt] = 1.0
     return world.inject(fx.Delivered("learner-0", msgspec.structs.replace(answer, **changes), refusal))
 
 
@@ -78,15 +78,15 @@ def test_an_answer_nobody_waits_for_is_discarded_without_a_strike(changes: dict[
 def test_a_duplicate_changes_nothing() -> None:
     """Above all it does not throw away the body of the first, which is not merged yet."""
     world = World(2, fragments=2, sync_every=4, quorum=2).run_until(round=6)
-    for island in world.islands.values():
-        island.answers = False
+    for learner in world.learners.values():
+        learner.answers = False
     while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
         world.run_until(seconds=0.01)
     given = {"fragment": asked[0].fragment, "base": world.syncer.versions[asked[0].fragment], "digest": "d"}
     answer = signed(world, Contribution(round=asked[0].round, attempt=1, t=24, steps=4, tokens=40, **given))
     give(world, answer)
     assert give(world, answer) == []
-    assert ("learner-0", answer.round, 1) in world.bodies
+    assert ("learner-0", answer.round, 1) in world.payloads
 
 
 def test_an_answer_of_an_earlier_incarnation_is_discarded() -> None:
@@ -112,7 +112,7 @@ def test_what_is_not_its_own_to_give_is_refused_and_told_without_a_strike(change
     assert says in refusals(effects)[0]
     told = [effect.message for effect in effects if isinstance(effect, fx.Send)]
     assert isinstance(told[0], Refused) and says in told[0].reason and not told[0].final
-    assert ("learner-0", answer.round, 1) not in world.bodies, "merged into nothing"
+    assert ("learner-0", answer.round, 1) not in world.payloads, "merged into nothing"
     assert world.syncer.members.learners["learner-0"].strikes == 0
     world.run_until(round=answer.round + 1)
     assert world.members(answer.round) == {"learner-1"}
@@ -128,15 +128,15 @@ def test_a_probe_that_is_not_its_own_proves_nothing() -> None:
 
 def test_what_is_not_its_own_does_not_throw_away_what_was_given() -> None:
     world = World(2, fragments=2, sync_every=4, quorum=2).run_until(round=6)
-    for island in world.islands.values():
-        island.answers = False
+    for learner in world.learners.values():
+        learner.answers = False
     while not (asked := [p for _, p in world.sent(Pull, "learner-0") if p.round >= 6]):
         world.run_until(seconds=0.01)
     given = {"fragment": asked[0].fragment, "base": world.syncer.versions[asked[0].fragment], "digest": "d"}
     answer = signed(world, Contribution(round=asked[0].round, attempt=1, t=24, steps=4, tokens=40, **given))
     give(world, answer)
     assert give(world, answer, run="another") == []
-    assert ("learner-0", answer.round, 1) in world.bodies
+    assert ("learner-0", answer.round, 1) in world.payloads
 
 
 def test_version_1_names_no_run_and_no_life() -> None:
@@ -172,7 +172,7 @@ def test_the_answers_own_counters_are_weighed_not_the_reports() -> None:
 
 def test_three_refusals_in_a_row_lead_through_recovery_back_to_contributing() -> None:
     world = World(3, fragments=4, sync_every=4, latency_s=0.05).run_until(round=6)
-    world.islands["learner-1"].broken = True
+    world.learners["learner-1"].broken = True
     world.run_until(seconds=30)
     assert len(world.said("refused")) == 3
     assert [note.data["learner"] for note in world.said("quarantined")] == ["learner-1"]
@@ -184,7 +184,7 @@ def test_three_refusals_in_a_row_lead_through_recovery_back_to_contributing() ->
 
 def test_a_report_from_before_the_recovery_does_not_count_as_recovered() -> None:
     world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.3).run_until(round=6)
-    world.islands["learner-1"].broken = True
+    world.learners["learner-1"].broken = True
     while not world.said("quarantined"):
         world.run_until(seconds=0.01)
     learner = world.syncer.members.learners["learner-1"]
@@ -195,13 +195,13 @@ def test_a_report_from_before_the_recovery_does_not_count_as_recovered() -> None
 
 def test_a_recovery_asked_for_while_the_link_broke_is_made_up_for() -> None:
     world = World(2, fragments=2, sync_every=2, overlap=1, latency_s=0.3).run_until(round=6)
-    world.islands["learner-1"].broken = True
+    world.learners["learner-1"].broken = True
     while not world.said("quarantined"):
         world.run_until(seconds=0.01)
     world.unlink("learner-1")
     world.link("learner-1")
     world.run_until(seconds=10)
-    assert not world.islands["learner-1"].broken, "its inner optimizer has started afresh"
+    assert not world.learners["learner-1"].broken, "its inner optimizer has started afresh"
     assert world.syncer.members.learners["learner-1"].incarnation == 2
 
 

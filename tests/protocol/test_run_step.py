@@ -32,8 +32,8 @@ def test_a_run_ends_after_its_steps_also_when_rounds_fall_behind() -> None:
     world = World(3, fragments=6, sync_every=6, overlap=1, latency_s=2.0, steps=60, lost_after_s=30.0).run_to_end()
     paced = [line for line in rounds_of(world) if line.progress < 1.0]
     assert len(paced) < 30, "rounds are to fall behind in this test"
-    for island in world.islands.values():
-        assert 60 <= island.t <= 60 + 6, "the budget, and what is trained until the end is heard"
+    for learner in world.learners.values():
+        assert 60 <= learner.t <= 60 + 6, "the budget, and what is trained until the end is heard"
     assert world.syncer.progress == world.syncer.history.progress == 1.0
     [ending] = world.said("ending")
     assert "60 steps are done" in ending.text
@@ -41,7 +41,7 @@ def test_a_run_ends_after_its_steps_also_when_rounds_fall_behind() -> None:
 
 def test_a_learner_that_is_ahead_stops_when_the_median_is_there() -> None:
     world = World(3, fragments=2, sync_every=4, steps=40, step_s=[1.0, 0.5, 1.0]).run_to_end()
-    slow, fast, other = (island.t for island in world.islands.values())
+    slow, fast, other = (learner.t for learner in world.learners.values())
     assert 40 <= slow <= 42 and 40 <= other <= 42 and 78 <= fast <= 84
 
 
@@ -69,7 +69,7 @@ def test_learners_are_told_what_the_journal_says_of_the_round() -> None:
 
 def test_a_budget_that_is_spent_does_not_wait_for_a_round_to_be_due() -> None:
     world = World(1, fragments=1, sync_every=100, steps=7).run_to_end()
-    assert 7 <= world.islands["learner-0"].t <= 8
+    assert 7 <= world.learners["learner-0"].t <= 8
 
 
 # ---- over terms ----------------------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_a_run_that_crashes_often_still_ends_after_its_steps() -> None:
         world.run_until(round=number)
     world.run_to_end()
     away_s = 3 * (world.down_s + 2)
-    for island in world.islands.values():
-        assert 60 <= island.t <= 60 + away_s + 4, "steps made while nobody counted them are no part of the budget"
+    for learner in world.learners.values():
+        assert 60 <= learner.t <= 60 + away_s + 4, "steps made while nobody counted them are no part of the budget"
 
 
 def test_a_term_that_finds_the_run_ending_knows_that_its_budget_is_spent() -> None:

@@ -11,7 +11,7 @@ from tests.protocol.world import TENSORS, World
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import PROTOCOL, Contribution, FromLearner, Hello, Progress, Recover, Register
 from atoll.protocol.records import Joined, Merged
-from atoll.simulate.promises import Violation
+from atoll.simulate.violation import Violation
 
 
 class Trusting(World):
@@ -20,7 +20,7 @@ class Trusting(World):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         note = self.invariants._note
-        self.invariants._note = lambda reign, said: None if said.kind == "refused" else note(reign, said)
+        self.invariants._note = lambda syncer, said: None if said.kind == "refused" else note(syncer, said)
 
 
 def at_work(learners: int = 3, **settings: Any) -> Trusting:
@@ -32,19 +32,19 @@ def at_work(learners: int = 3, **settings: Any) -> Trusting:
 
 def last_report(world: World, name: str = "learner-0") -> Progress:
     """The next that it makes."""
-    island = world.islands[name]
+    learner = world.learners[name]
     said: list[Progress] = []
-    say = island._say
+    say = learner._say
 
     def listen(message: FromLearner) -> None:
         if isinstance(message, Progress):
             said.append(message)
         say(message)
 
-    island._say = listen  # type: ignore[method-assign]
+    learner._say = listen  # type: ignore[method-assign]
     while not said:
         world.run_until(seconds=0.1)
-    island._say = say  # type: ignore[method-assign]
+    learner._say = say  # type: ignore[method-assign]
     return said[-1]
 
 
@@ -80,8 +80,8 @@ def test_three_of_them_lead_into_quarantine() -> None:
 def answer(world: World, **changes: Any) -> tuple[Contribution, list[fx.SyncerEffect]]:
     """Lie in what learner-0 says of its next contribution."""
     said: list[tuple[Contribution, list[fx.SyncerEffect]]] = []
-    island = world.islands["learner-0"]
-    say = island._say
+    learner = world.learners["learner-0"]
+    say = learner._say
 
     def lie(message: Any) -> None:
         if isinstance(message, Contribution) and not said:
@@ -90,10 +90,10 @@ def answer(world: World, **changes: Any) -> tuple[Contribution, list[fx.SyncerEf
         else:
             say(message)
 
-    island._say = lie  # type: ignore[method-assign]
+    learner._say = lie  # type: ignore[method-assign]
     while not said:
         world.run_until(seconds=0.1)
-    island._say = say  # type: ignore[method-assign]
+    learner._say = say  # type: ignore[method-assign]
     return said[0]
 
 
@@ -131,7 +131,7 @@ def test_a_newcomer_is_judged_by_what_the_others_are_like() -> None:
 def test_one_learner_alone_sets_nobodys_measure() -> None:
     """It made thousands of steps of next to no tokens, and is known; the others are not judged by that."""
     world = Trusting(3, present=1, fragments=2, sync_every=4)
-    world.islands["learner-0"].tokens_per_step = 1
+    world.learners["learner-0"].tokens_per_step = 1
     world.run_until(seconds=60)
     for name in ("learner-1", "learner-2"):
         world.join(name).tokens_per_step = 10_000
@@ -189,7 +189,7 @@ def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
     """One of four has steps of forty times the tokens, honestly: it counts like any other at first, then for two
     fifths, also in the journal."""
     world = World(4, fragments=1, sync_every=4)
-    world.islands["learner-3"].tokens_per_step = 400
+    world.learners["learner-3"].tokens_per_step = 400
     world.run_until(round=20)
     assert share_of(world, 3, "learner-3") == pytest.approx(1 / 4)
     note = world.round_note(19)
@@ -203,7 +203,7 @@ def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
 
 def test_the_operator_can_allow_one_learner_more() -> None:
     world = World(4, fragments=1, sync_every=4, weight_limits={"learner-3": 3.0})
-    world.islands["learner-3"].tokens_per_step = 400
+    world.learners["learner-3"].tokens_per_step = 400
     world.run_until(round=4)
     assert share_of(world, 3, "learner-3") == pytest.approx(1 / 2)
 
@@ -247,10 +247,10 @@ def test_a_report_of_more_tokens_than_were_declared_is_refused() -> None:
     assert said == ["71 tokens in 1 steps, where 10 per step were declared when it joined"]
     known, scrutiny = world.syncer.members.learners["learner-0"], world.syncer.hearing.scrutiny
     three = msgspec.structs.replace(report, t=known.t + 3, tokens_total=known.tokens_total + 30)
-    assert scrutiny.report(world.agenda.now, known, three) is None
+    assert scrutiny.report(world.queue.now, known, three) is None
     known.declared = 0
     seven = msgspec.structs.replace(report, t=known.t + 1, tokens_total=known.tokens_total + 71)
-    assert scrutiny.report(world.agenda.now, known, seven) is None, "nothing was declared"
+    assert scrutiny.report(world.queue.now, known, seven) is None, "nothing was declared"
 
 
 def test_a_contribution_of_more_tokens_than_were_declared_is_refused() -> None:
@@ -266,7 +266,7 @@ def test_a_contribution_of_more_tokens_than_were_declared_is_refused() -> None:
 def test_one_with_far_more_tokens_per_step_than_the_others_is_told_of_once() -> None:
     """As 7x claims from the first step on: nothing is refused, its weight is limited, and the events name it."""
     world = World(4, fragments=2, sync_every=4)
-    world.islands["learner-3"].tokens_per_step = 70
+    world.learners["learner-3"].tokens_per_step = 70
     world.run_until(seconds=120)
     (told,) = world.said("above")
     assert told.data["learner"] == "learner-3" and "70 tokens per step, 7 times the median of the others" in told.text
@@ -275,6 +275,6 @@ def test_one_with_far_more_tokens_per_step_than_the_others_is_told_of_once() -> 
 
 def test_one_that_the_operator_allows_more_is_not_told_of() -> None:
     world = World(4, fragments=2, sync_every=4, weight_limits={"learner-3": 8.0})
-    world.islands["learner-3"].tokens_per_step = 70
+    world.learners["learner-3"].tokens_per_step = 70
     world.run_until(seconds=120)
     assert world.said("above") == []

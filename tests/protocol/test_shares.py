@@ -31,7 +31,7 @@ def test_learners_whose_work_is_merged_raise_no_alarm() -> None:
 
 def test_a_learner_that_nobody_hears_out_is_told_once_and_again_when_it_is_over() -> None:
     world = World(4, fragments=4, sync_every=H, latency_s=0.02).run_until(seconds=6 * H)
-    mute = world.islands["learner-2"]
+    mute = world.learners["learner-2"]
     mute.answers = False
     world.run_until(seconds=12 * H)
     assert alarms(world) == [("learner-2", False)], "once, however long it lasts"
@@ -48,7 +48,7 @@ def test_a_learner_that_nobody_hears_out_is_told_once_and_again_when_it_is_over(
 
 def test_one_that_goes_takes_its_alarm_with_it() -> None:
     world = World(3, fragments=4, sync_every=H).run_until(seconds=2 * H)
-    world.islands["learner-1"].answers = False
+    world.learners["learner-1"].answers = False
     world.run_until(seconds=12 * H)
     assert alarms(world) == [("learner-1", False)]
     world.kill("learner-1")
@@ -58,7 +58,7 @@ def test_one_that_goes_takes_its_alarm_with_it() -> None:
 
 def test_the_only_learner_there_is_is_not_judged() -> None:
     world = World(1, fragments=4, sync_every=H).run_until(seconds=2 * H)
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     world.run_until(seconds=20 * H)
     assert not alarms(world)
 

@@ -12,7 +12,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.learner.copies import Orders, RoundsPerStep
 from atoll.protocol.settings import Settings
-from atoll.simulate.island import Island
+from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.training import Training
 
 SLOW = "learner-3"
@@ -29,15 +29,15 @@ class Uneven(World):
             4, step_s=speeds, seed=seed, latency_s=0.02, jitter=1.5, fragments=24, sync_every=24, **settings
         )
 
-    def step_s(self, island: Training) -> float:
-        return island.step_s * self.random.uniform(0.99, 1.01)
+    def step_s(self, learner: Training) -> float:
+        return learner.step_s * self.random.uniform(0.99, 1.01)
 
 
 def merged_share(world: World, name: str) -> float:
     """Fragment-tokens merged over fragment-tokens computed."""
     shares = [share for record in world.journal if isinstance(record, records.Merged) for share in record.members]
     merged = sum(share.tokens for share in shares if share.learner == name)
-    return merged / (world.settings.fragments * world.islands[name].tokens_total)
+    return merged / (world.settings.fragments * world.learners[name].tokens_total)
 
 
 def steps_between_syncs(world: World) -> float:
@@ -56,7 +56,7 @@ def check(slower: float, seed: int, adopt: str) -> None:
     world.end()
     world.run_to_end()
     least = 0.96 if adopt == "carry" else LEAST[slower]
-    shares = {name: merged_share(world, name) for name in world.islands}
+    shares = {name: merged_share(world, name) for name in world.learners}
     assert shares[SLOW] >= least, shares
     assert min(shares.values()) >= min(least, 0.88), shares
     assert not world.said("muted")
@@ -81,7 +81,7 @@ def test_the_work_of_a_slow_learner_is_merged_whatever_the_seed(slower: float, a
 
 
 class Slotted(Uneven):
-    """Its islands keep their copies in the courier's slots."""
+    """Its learners keep their copies in the courier's slots."""
 
     def __init__(self, slower: float, seed: int, *, most: int, **settings: object) -> None:
         self.slots: dict[str, Outgoing] = {}
@@ -90,41 +90,43 @@ class Slotted(Uneven):
         self.most = most
         super().__init__(slower, seed, **settings)
 
-    def slots_of(self, island: Island) -> Outgoing:
+    def slots_of(self, learner: SimulatedLearner) -> Outgoing:
         first = Outgoing(list(range(7)), reserve=lambda slot: slot < self.most)
-        return self.slots.setdefault(island.name, first)
+        return self.slots.setdefault(learner.name, first)
 
-    def obey(self, island: Island, effect: fx.LearnerEffect) -> None:
-        slots = self.slots_of(island)
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+        slots = self.slots_of(learner)
         match effect:
             case fx.Read(round=number, step=step):
-                self._free(island, number)
-                if (slot := slots.take(urgent=step <= island.machine.t)) is None:
+                self._free(learner, number)
+                if (slot := slots.take(urgent=step <= learner.machine.t)) is None:
                     return
-                self.orders[island.name, number] = slot
+                self.orders[learner.name, number] = slot
             case fx.CancelRead(number):
-                self._free(island, number)
+                self._free(learner, number)
             case fx.Drop(fragment, t):
                 slots.drop(fragment, t)
             case fx.Upload(number, attempt, fragment):
                 if slots.send(fragment) is None:
-                    island.hear(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
+                    learner.handle_event(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
                     return
-        super().obey(island, effect)
+        super().carry_out_learner_effect(learner, effect)
 
-    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
-        slots = self.slots_of(island)
+    def learner_handled(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+    ) -> None:
+        slots = self.slots_of(learner)
         match event:
             case fx.Copied():
-                slot = self.orders.pop((island.name, event.round))
+                slot = self.orders.pop((learner.name, event.round))
                 slots.made(event.fragment, event.t, slot, event.steps, event.tokens)
             case fx.Adopted(fragment):
                 slots.adopted(fragment)
-        super().learner_handled(island, event, effects)
+        super().learner_handled(learner, event, effects)
 
-    def _free(self, island: Island, number: int) -> None:
-        if (slot := self.orders.pop((island.name, number), None)) is not None:
-            self.slots_of(island).free.append(slot)
+    def _free(self, learner: SimulatedLearner, number: int) -> None:
+        if (slot := self.orders.pop((learner.name, number), None)) is not None:
+            self.slots_of(learner).free.append(slot)
 
 
 @pytest.mark.parametrize("adopt", ["overwrite", "carry"])

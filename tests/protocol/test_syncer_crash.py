@@ -49,8 +49,8 @@ def test_killed_at_every_effect_the_run_ends_with_nothing_lost(when: str, synchr
         assert world.syncer.committed >= 8
         totals = world.syncer.history.ledger.totals()
         assert not any(totals.balance()) and not any(totals.lost), f"effect {number}: {totals}"
-        for island in world.islands.values():
-            assert island.theta == world.theta, f"effect {number}: what a learner ends with is the run's model"
+        for learner in world.learners.values():
+            assert learner.theta == world.theta, f"effect {number}: what a learner ends with is the run's model"
 
 
 def test_what_the_records_tell_is_what_the_syncer_knew() -> None:
@@ -81,10 +81,10 @@ def test_a_new_term_voids_what_was_not_committed_and_asks_again() -> None:
 
 def test_learners_train_on_while_there_is_no_syncer() -> None:
     world = World(2, fragments=2, sync_every=4).run_until(round=4)
-    steps = [island.t for island in world.islands.values()]
+    steps = [learner.t for learner in world.learners.values()]
     world.crash_syncer(down_s=20.0)
     world.run_until(seconds=20.0)
-    assert all(island.t >= t + 19 for island, t in zip(world.islands.values(), steps, strict=True))
+    assert all(learner.t >= t + 19 for learner, t in zip(world.learners.values(), steps, strict=True))
     world.run_until(round=world.syncer.committed + 4)
 
 
@@ -96,13 +96,13 @@ def test_a_new_term_waits_for_those_it_knows_so_that_nobody_drops_what_it_traine
     world.run_until(round=first + 2)
     for number in (first, first + 1):
         merged = next(line for line in world.journal if isinstance(line, records.Merged) and line.round == number)
-        assert {share.learner for share in merged.members} == set(world.islands)
+        assert {share.learner for share in merged.members} == set(world.learners)
         assert all(share.steps > 15 for share in merged.members), "the steps of the outage are in it"
 
 
 def test_a_new_term_does_not_wait_long_for_the_dead() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.01).run_until(round=8)
-    world.islands["learner-1"].alive = False
+    world.learners["learner-1"].alive = False
     world.crash_syncer(down_s=1.0)
     begun = world.now
     world.run_until(round=world.syncer.committed + 1)
@@ -124,7 +124,7 @@ def test_with_durability_cut_an_end_that_was_told_survives_a_power_cut(phase: st
     world.crash_syncer()
     assert world.syncer.history.ended == "asked to" and world.syncer.versions == told
     world.run_until(seconds=60)
-    assert world.finished and all(island.over for island in world.islands.values())
+    assert world.finished and all(learner.over for learner in world.learners.values())
 
 
 def test_an_ending_that_was_begun_is_gone_on_with() -> None:
@@ -147,8 +147,8 @@ def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
     assert world.syncer.committed == 8
     world.run_to_end()
     assert {one.incarnation for one in world.syncer.members.learners.values()} == {2}
-    for island in world.islands.values():
-        assert island.theta == world.theta, "everybody ends with the run's model"
+    for learner in world.learners.values():
+        assert learner.theta == world.theta, "everybody ends with the run's model"
     assert not any(world.syncer.history.ledger.totals().balance())
 
 
@@ -159,14 +159,14 @@ def test_one_that_holds_rounds_the_disk_did_not_keep_is_known_also_when_others_t
     kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
     del world.journal[kept:]
     world.disk.losses += 1
-    world.islands["learner-1"].alive = False
+    world.learners["learner-1"].alive = False
     world.crash_syncer()
     world.run_until(round=20)
     world.crash_syncer()
     world.run_until(round=24)
-    world.islands["learner-1"].alive = True
+    world.learners["learner-1"].alive = True
     world.link("learner-1")
-    assert max(world.islands["learner-1"].adopted) < min(world.syncer.versions)
+    assert max(world.learners["learner-1"].adopted) < min(world.syncer.versions)
     assert world.syncer.members.learners["learner-1"].incarnation == 2
     world.run_to_end()
     assert not any(world.syncer.history.ledger.totals().balance())

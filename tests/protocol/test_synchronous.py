@@ -12,7 +12,7 @@ from atoll.protocol.settings import Settings
 
 
 def equal(world: World) -> None:
-    steps = {island.t for island in world.islands.values() if island.alive}
+    steps = {learner.t for learner in world.learners.values() if learner.alive}
     assert len(steps) == 1
 
 
@@ -30,7 +30,7 @@ def test_every_round_has_every_learner(fragments: int, every: int, overlap: int,
         step_s=[1.0, 0.5, 1.7],
         latency_s=latency_s,
     ).run_until(round=20)
-    assert all(world.members(number) == set(world.islands) for number in range(20))
+    assert all(world.members(number) == set(world.learners) for number in range(20))
     assert not world.said("passed")
     assert world.syncer.effective_h == every
 
@@ -59,7 +59,7 @@ def test_a_run_begins_when_all_its_learners_are_there() -> None:
     assert world.syncer.committed == 0
     world.join("learner-2")
     world.run_until(round=4)
-    assert world.members(3) == set(world.islands)
+    assert world.members(3) == set(world.learners)
 
 
 def test_a_run_begins_without_those_that_do_not_come() -> None:
@@ -75,17 +75,17 @@ def test_a_stalled_learner_is_not_waited_for_and_takes_its_place_anew() -> None:
     world.resume("learner-1")
     world.run_until(seconds=30)
     last = world.syncer.committed - 1
-    assert world.members(last) == set(world.islands)
+    assert world.members(last) == set(world.learners)
 
 
 def test_an_unlinked_learner_waits_and_takes_its_place_anew() -> None:
     world = World(3, fragments=2, sync_every=4, overlap=1, synchronous=True, latency_s=0.05).run_until(round=4)
     world.unlink("learner-1")
     world.run_until(seconds=30)
-    assert world.islands["learner-1"].blocked
+    assert world.learners["learner-1"].blocked
     world.link("learner-1")
     world.run_until(seconds=20)
-    assert world.members(world.syncer.committed - 1) == set(world.islands)
+    assert world.members(world.syncer.committed - 1) == set(world.learners)
 
 
 def test_a_round_that_is_passed_over_lets_everyone_go_on() -> None:
@@ -93,21 +93,21 @@ def test_a_round_that_is_passed_over_lets_everyone_go_on() -> None:
     world.unmergeable = {(3, 1), (3, 2)}
     world.run_until(round=10)
     assert [note.data["round"] for note in world.said("passed")] == [3]
-    assert world.members(9) == set(world.islands)
+    assert world.members(9) == set(world.learners)
 
 
 def test_a_learner_that_waits_long_for_the_others_is_not_taken_for_stalled() -> None:
     world = World(2, fragments=1, sync_every=2, overlap=0, synchronous=True, step_s=[0.1, 9.0]).run_until(round=6)
     assert not [note for note in world.said("stalled") if note.data["learner"] == "learner-0"]
-    assert all(world.members(number) == set(world.islands) for number in range(6))
+    assert all(world.members(number) == set(world.learners) for number in range(6))
 
 
 def test_a_mute_learner_that_waits_at_a_hold_can_still_answer_a_probe() -> None:
     world = World(1, fragments=4, sync_every=16, overlap=0, synchronous=True).run_until(round=2)
-    world.islands["learner-0"].answers = False
+    world.learners["learner-0"].answers = False
     while not world.said("muted"):
         world.run_until(seconds=1)
-    world.islands["learner-0"].answers = True
+    world.learners["learner-0"].answers = True
     before = world.syncer.committed
     world.run_until(round=before + 4)
     assert world.said("probed")
@@ -116,16 +116,16 @@ def test_a_mute_learner_that_waits_at_a_hold_can_still_answer_a_probe() -> None:
 def test_a_mute_learner_whose_copies_a_rollback_voided_waits_for_no_round() -> None:
     """Seed 408542: at a hold it could make no copy, so no probe was answered, and the run stood still for good."""
     world = World(1, fragments=4, sync_every=5, overlap=3, synchronous=True, guard="rollback").run_until(round=8)
-    world.tell(world.reign, Scored(8, 1.0))
-    island = world.islands["learner-0"]
-    island.answers = False
+    world.deliver(world.simulated_syncer, Scored(8, 1.0))
+    learner = world.learners["learner-0"]
+    learner.answers = False
     while not world.said("muted"):
         world.run_until(seconds=1)
     world.run_until(seconds=60)
-    assert len(island.machine._orders._holds) > 1, "it has copied for more rounds than the one that gathers"
-    world.tell(world.reign, Scored(world.syncer.committed, None))
+    assert len(learner.machine._orders._holds) > 1, "it has copied for more rounds than the one that gathers"
+    world.deliver(world.simulated_syncer, Scored(world.syncer.committed, None))
     world.run_until(seconds=5)
-    island.answers = True
+    learner.answers = True
     before = world.syncer.committed
     world.run_until(seconds=15)  # sooner than the answers that got stuck are given up
     assert world.said("restored") and world.said("probed") and world.syncer.committed > before + 4
@@ -134,7 +134,7 @@ def test_a_mute_learner_whose_copies_a_rollback_voided_waits_for_no_round() -> N
 @pytest.mark.parametrize(("synchronous", "sent"), [(True, 1), (False, 2)])
 def test_two_probes_in_a_row_are_answered_once(synchronous: bool, sent: int) -> None:
     """Where a learner waits for a round it has one copy; elsewhere the first body may be stuck, and a newer helps."""
-    pulls = World(1, synchronous=synchronous).run_until(round=1).islands["learner-0"].machine._pulls
+    pulls = World(1, synchronous=synchronous).run_until(round=1).learners["learner-0"].machine._pulls
     effects: list[LearnerEffect] = []
     pulls._copies.do = effects.append
     pulls._copies.keep(copy(5))
@@ -145,10 +145,10 @@ def test_two_probes_in_a_row_are_answered_once(synchronous: bool, sent: int) -> 
 
 def test_a_quarantined_learner_recovers_and_falls_into_step() -> None:
     world = World(3, fragments=2, sync_every=4, overlap=1, synchronous=True, latency_s=0.05).run_until(round=4)
-    world.islands["learner-2"].broken = True
+    world.learners["learner-2"].broken = True
     world.run_until(seconds=60)
     assert world.said("quarantined")
-    assert world.members(world.syncer.committed - 1) == set(world.islands)
+    assert world.members(world.syncer.committed - 1) == set(world.learners)
 
 
 def test_a_learner_that_comes_back_again_and_again_orders_nothing_more() -> None:
@@ -176,7 +176,7 @@ def test_steps_that_take_longer_than_the_usual_patience_are_waited_for(overlap: 
         stalled_after_s=10.0,
     ).run_until(round=12)
     assert not world.said("stalled")
-    assert all(world.members(number) == set(world.islands) for number in range(12))
+    assert all(world.members(number) == set(world.learners) for number in range(12))
     known = world.syncer.members.learners["learner-0"].step_s.value
     assert known is not None and 12.0 <= known < 27.0, "its own steps, and what it waits for the slowest"
 

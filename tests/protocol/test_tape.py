@@ -131,8 +131,8 @@ class TestTaping:
 def test_a_round_is_written_down_behind_what_its_members_depend_on() -> None:
     world = World(2, fragments=2, sync_every=4).run_until(round=4)
     said = {"taped": 0, "tape": entries(0, 3)}
-    island = world.islands["learner-0"]
-    progress = msg.Progress(t=island.t, steps=(0, 0), tokens=(0, 0), versions=(0, 0), incarnation=1, **said)  # type: ignore[arg-type]
+    learner = world.learners["learner-0"]
+    progress = msg.Progress(t=learner.t, steps=(0, 0), tokens=(0, 0), versions=(0, 0), incarnation=1, **said)  # type: ignore[arg-type]
     assert not any(isinstance(effect, fx.Persist) for effect in world.inject(fx.Received("learner-0", progress)))
     before = len(world.journal)
     world.run_until(round=world.syncer.committed + 1)
@@ -143,7 +143,7 @@ def test_a_round_is_written_down_behind_what_its_members_depend_on() -> None:
 
 def test_a_contribution_takes_along_what_no_report_has_said() -> None:
     world = World(1, fragments=1, sync_every=4).run_until(round=2)
-    machine = world.islands["learner-0"].machine
+    machine = world.learners["learner-0"].machine
     machine.handle(world.now, fx.Told(0, entries(0, 2)))
     machine._connection.say(
         world.now, msg.Contribution(round=9, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="")

@@ -129,21 +129,21 @@ def test_carry_by_hand_for_a_member_and_its_counters() -> None:
     world = World(1, fragments=1, sync_every=4, overlap=2, adopt="carry", latency_s=0.2)
     world.run_until(round=1)
     copied = world.round_note(0)["members"][0]["t"]
-    island = world.islands["learner-0"]
-    while not [a for a in island.adoptions if a[2] == 1]:
+    learner = world.learners["learner-0"]
+    while not [a for a in learner.adoptions if a[2] == 1]:
         world.run_until(seconds=0.05)
-    t = next(a[0] for a in island.adoptions if a[2] == 1)
+    t = next(a[0] for a in learner.adoptions if a[2] == 1)
     assert world.theta[0] == 1 - copied
-    assert island.theta[0] == 1 - t, "nothing is dropped and nothing counts twice"
-    assert island.steps[0] == t - copied
+    assert learner.theta[0] == 1 - t, "nothing is dropped and nothing counts twice"
+    assert learner.steps[0] == t - copied
 
 
 def test_overwrite_drops_the_steps_since_the_copy() -> None:
     world = World(1, fragments=1, sync_every=4, overlap=2, adopt="overwrite", latency_s=0.2).run_until(round=1)
-    island = world.islands["learner-0"]
-    while not [a for a in island.adoptions if a[2] == 1]:
+    learner = world.learners["learner-0"]
+    while not [a for a in learner.adoptions if a[2] == 1]:
         world.run_until(seconds=0.05)
-    assert island.theta == world.theta and island.steps == [0]
+    assert learner.theta == world.theta and learner.steps == [0]
 
 
 def test_a_contribution_that_the_disk_did_not_keep_is_owed_no_more() -> None:

@@ -1,5 +1,7 @@
-"""The simulator's world with the conveniences of a test: islands that are there from the start, things that happen at
-once, and a memory of all that was said and done."""
+"""The simulator's world as tests use it.
+
+Learners are connected from the start, faults happen at once, and every note and effect is kept.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import world as simulated
 from atoll.simulate.disk import Disk
 from atoll.simulate.invariants import Invariants
-from atoll.simulate.island import TENSORS, Island
-from atoll.simulate.oracle import Body
-from atoll.simulate.reign import Reign
+from atoll.simulate.oracle import Payload
+from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.training import Training
 
-__all__ = ["TENSORS", "Island", "World"]
+__all__ = ["TENSORS", "SimulatedLearner", "World"]
 
 
 class World(simulated.World):
@@ -64,116 +66,116 @@ class World(simulated.World):
 
     # ---- what a test does to it ---------------------------------------------------------------------------------
 
-    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> Island:
-        island = super().join(name, step_s, kept=kept)
+    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> SimulatedLearner:
+        learner = super().join(name, step_s, kept=kept)
         self.link(name)
-        return island
+        return learner
 
     def link(self, name: str) -> None:
-        self.network.connect(self.islands[name], self.reign)
+        self.network.connect(self.learners[name], self.simulated_syncer)
 
     def kill(self, name: str) -> None:  # type: ignore[override]
-        island = self.islands[name]
+        learner = self.learners[name]
         self.unlink(name, "killed")
-        self.end_process(island)
+        self.end_process(learner)
 
     def unlink(self, name: str, reason: str = "connection reset") -> None:
         """Both sides know at once."""
-        island = self.islands[name]
-        if island.connection is not None:
-            island.connection = None
-            if self.reign.channels.pop(name, None) is not None:
-                self._tell(fx.Lost(name, reason))
-            island.hear(fx.Disconnected(reason))
+        learner = self.learners[name]
+        if learner.connection is not None:
+            learner.connection = None
+            if self.simulated_syncer.channels.pop(name, None) is not None:
+                self._deliver(fx.Lost(name, reason))
+            learner.handle_event(fx.Disconnected(reason))
 
     def hold_up(self, name: str, seconds: float) -> None:
         """What it says from now on comes in a burst after this time, as behind a packet that is sent again."""
-        connection = self.islands[name].connection
+        connection = self.learners[name].connection
         assert connection is not None
         connection.at("up", self.now + seconds)
 
     def restart_courier(self, name: str) -> None:
         """A new machine takes over; the training process drops the orders of the dead one."""
-        island = self.islands[name]
+        learner = self.learners[name]
         self.unlink(name, "courier died")
-        island.lose_courier()
-        island.new_courier()
+        learner.lose_courier()
+        learner.new_courier()
         self.link(name)
-        island.if_idle()
+        learner.if_idle()
 
     def replace_syncer(self, run: str) -> None:
         """The syncer's process is another one, with another run."""
-        self._all_cut()
+        self._disconnect_all()
         self.begun = records.Begun(run, self.settings, {}, (), "plan")
         self.disk = Disk(self.begun, self.random)
         self.disk.claim = 1
-        self.reign = Reign(self, History(self.begun), list(self.theta))
-        self.reigns = [self.reign]
+        self.simulated_syncer = SimulatedSyncer(self, History(self.begun), list(self.theta))
+        self.simulated_syncers = [self.simulated_syncer]
         self.invariants = Invariants(self)
-        for name, island in self.islands.items():
-            if island.alive:
+        for name, learner in self.learners.items():
+            if learner.alive:
                 self.link(name)
 
     def crash_syncer(self, down_s: float | None = None, apart_s: float = 0.0, *, power: bool = False) -> None:
         """A new one is there at once; learners come back `apart_s` one by one."""
         self.outages.append(self.now)
-        self.reign.alive = False
-        self._all_cut()
-        self.new_reign(self.disk.claim)
-        for number, name in enumerate(self.islands):
+        self.simulated_syncer.alive = False
+        self._disconnect_all()
+        self.start_syncer(self.disk.claim)
+        for number, name in enumerate(self.learners):
             wait_s = self.down_s if down_s is None else down_s
             self._later(wait_s + number * apart_s, lambda name=name: self._redial(name))
 
-    def _all_cut(self) -> None:
-        self.reign.channels = {}
-        for island in self.islands.values():
-            if island.connection is not None:
-                island.connection = None
-                island.hear(fx.Disconnected("the syncer died"))
+    def _disconnect_all(self) -> None:
+        self.simulated_syncer.channels = {}
+        for learner in self.learners.values():
+            if learner.connection is not None:
+                learner.connection = None
+                learner.handle_event(fx.Disconnected("the syncer died"))
 
     def _redial(self, name: str) -> None:
-        if self.islands[name].alive and not self.islands[name].linked:
+        if self.learners[name].alive and not self.learners[name].linked:
             self.link(name)
 
     def pause(self, name: str) -> None:
-        self.islands[name].paused = True
+        self.learners[name].paused = True
 
     def resume(self, name: str) -> None:
-        island = self.islands[name]
-        if island.paused:
-            island.paused = False
-            island.go_on_after_a_pause()
+        learner = self.learners[name]
+        if learner.paused:
+            learner.paused = False
+            learner.go_on_after_a_pause()
 
     def end(self, reason: str = "asked to") -> None:
-        self._tell(fx.EndAsked(reason))
+        self._deliver(fx.EndAsked(reason))
 
     def inject(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
         """An event from nowhere."""
         if isinstance(event, fx.Delivered):
             self._is_known(event.learner, event.contribution)
-        return self._tell(event)
+        return self._deliver(event)
 
     def _is_known(self, name: str, given: Contribution) -> None:
         """A contribution that a test makes up is what its learner gave."""
         counters = (given.t, given.steps, given.tokens, given.base, given.total, given.position)
-        copy, island = fx.Copied(given.round, given.fragment, *counters), self.islands[name]
-        delta = self.bodies.get((name, given.round, given.attempt), 0.0)
-        body = Body(island.session, island.machine.incarnation, copy, delta, plain=False)
-        self.invariants.oracle.bodies[self.reign.term, name, given.round, given.attempt] = body
+        copy, learner = fx.Copied(given.round, given.fragment, *counters), self.learners[name]
+        delta = self.payloads.get((name, given.round, given.attempt), 0.0)
+        payload = Payload(learner.session, learner.machine.incarnation, copy, delta, plain=False)
+        self.invariants.oracle.payloads[self.simulated_syncer.term, name, given.round, given.attempt] = payload
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
         self._later(seconds - self.now, action)
 
     def run_until(self, *, round: int | None = None, seconds: float | None = None) -> Self:
         limit = self.now + (seconds if seconds is not None else 100_000.0)
-        while len(self.agenda) and not self.finished:
+        while len(self.queue) and not self.finished:
             if round is not None and self.syncer.committed >= round:
                 return self
-            if self.agenda.next_at > limit:
+            if self.queue.next_at > limit:
                 break
             self.step()
         if seconds is not None and not self.finished:
-            self.agenda.now = max(self.now, limit)
+            self.queue.now = max(self.now, limit)
         elif round is not None and self.syncer.committed < round:
             raise AssertionError(f"the world came to rest in round {self.syncer.committed}:\n{self.story()}")
         return self
@@ -187,7 +189,7 @@ class World(simulated.World):
 
     @property
     def syncer(self) -> Syncer:
-        return self.reign.machine
+        return self.simulated_syncer.machine
 
     @property
     def journal(self) -> list[records.AnyRecord]:
@@ -195,11 +197,11 @@ class World(simulated.World):
 
     @property
     def theta(self) -> list[float]:
-        return self.reign.theta
+        return self.simulated_syncer.theta
 
     @property
-    def bodies(self) -> dict[tuple[str, int, int], float]:
-        return self.reign.bodies
+    def payloads(self) -> dict[tuple[str, int, int], float]:
+        return self.simulated_syncer.payloads
 
     def said(self, kind: str) -> list[fx.Note]:
         return [note for _, note in self.notes if note.kind == kind]
@@ -237,32 +239,36 @@ class World(simulated.World):
     # ---- what the simulator asks, as tests listen to it -----------------------------------------------------------
 
     def _later(self, delay: float, action: Callable[[], object]) -> None:
-        self.agenda.later(delay, action)
+        self.queue.call_later(delay, action)
 
-    def tell(self, reign: Reign, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
-        return self._tell(event) if reign is self.reign and not least else super().tell(reign, event, least)
+    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+        return (
+            self._deliver(event)
+            if syncer is self.simulated_syncer and not least
+            else super().deliver(syncer, event, least)
+        )
 
-    def _tell(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
-        return super().tell(self.reign, event)
+    def _deliver(self, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
+        return super().deliver(self.simulated_syncer, event)
 
-    def carry_out(self, reign: Reign, effect: fx.SyncerEffect) -> None:
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
         self.log.append((self.now, effect))
-        self.invariants.see(reign, effect)
+        self.invariants.see(syncer, effect)
         self._carry_out(effect)
         if self.crash is not None and self.crash(effect, "after"):
             self.crash_syncer()
 
     def _carry_out(self, effect: fx.SyncerEffect) -> None:
-        self.reign.carry_out(effect)
+        self.simulated_syncer.carry_out(effect)
 
-    def obey(self, island: Island, effect: fx.LearnerEffect) -> None:
-        self._do(island, effect)
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+        self._do(learner, effect)
 
-    def _do(self, island: Island, effect: fx.LearnerEffect) -> None:
-        super().obey(island, effect)
+    def _do(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+        super().carry_out_learner_effect(learner, effect)
 
     def noted(self, note: fx.Note) -> None:
         self.notes.append((self.now, note))
@@ -270,19 +276,19 @@ class World(simulated.World):
     def cut_complete(self, cut: fx.CompleteCut) -> None:
         self.complete.append(cut)
 
-    def informed(self, island: Island, progress: float) -> None:
-        island.informed.append(progress)
+    def informed(self, learner: SimulatedLearner, progress: float) -> None:
+        learner.informed.append(progress)
 
-    def stepped(self, island: Training) -> None:
-        island.history.append(tuple(island.theta))
+    def stepped(self, learner: Training) -> None:
+        learner.history.append(tuple(learner.theta))
 
-    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
-        island.adoptions.append((island.t, adopt.fragment, adopt.version))
-        super().adopted(island, adopt, value, dropped)
+    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+        learner.adoptions.append((learner.t, adopt.fragment, adopt.version))
+        super().adopted(learner, adopt, value, dropped)
 
-    def begin(self, reign: Reign) -> None:
+    def begin(self, syncer: SimulatedSyncer) -> None:
         """The first to come back sets a new term going."""
 
-    def close(self, reign: Reign) -> object:
+    def close(self, syncer: SimulatedSyncer) -> object:
         self.finished = True
         return None

@@ -43,7 +43,7 @@ def test_a_crash_in_the_middle_leaves_a_prefix() -> None:
 def test_a_term_that_was_claimed_past_writes_nothing_that_counts() -> None:
     one = disk()
     one.begin(1, entries(1))
-    one.reign(History(BEGUN))
+    one.claim_term(History(BEGUN))
     assert not one.end(1)
     assert [type(record) for record in one.journal] == [Reigned]
 

@@ -9,7 +9,7 @@ from atoll.simulate import campaign
 from atoll.simulate.campaign import Plan
 from atoll.simulate.faults import Fault
 from atoll.simulate.shrink import shrink
-from atoll.simulate.story import tell
+from atoll.simulate.story import explain_failure
 from atoll.simulate.worker import report
 
 
@@ -42,13 +42,13 @@ def test_a_planted_fault_is_found_shrunk_and_told(monkeypatch: pytest.MonkeyPatc
     plan = planted(monkeypatch)
     outcome = campaign.run(plan)
     assert outcome.invariant == "merged at most once" and "never came" in outcome.message
-    told = tell(outcome, plan)
+    told = explain_failure(outcome, plan)
     assert [fault.kind for fault in told.faults] == ["doubled"]
     assert told.command == "atoll simulate faults --seed 1 --learners 3"
     assert told.invariant == outcome.invariant
     assert any("FAULT 20.000 doubled" in line for line in told.story) or len(told.story) == 40
     assert any("Contribution" in line for line in told.story)
-    assert tell(outcome, plan) == told, "the same every time"
+    assert explain_failure(outcome, plan) == told, "the same every time"
 
 
 def test_a_world_that_keeps_its_promises_has_no_story() -> None:

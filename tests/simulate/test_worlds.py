@@ -16,8 +16,8 @@ from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, leaving
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
 from atoll.simulate.inject import LEARNERS, REST
-from atoll.simulate.island import Island
-from atoll.simulate.reign import Reign
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.world import World
 
 TRACES = """
@@ -44,11 +44,11 @@ def test_thousands_of_worlds(block: int) -> None:
 class EndingWorld(LinkedWorld):
     """It begins a term and comes to its end as the simulator's own does."""
 
-    def begin(self, reign: Reign) -> None:
-        World.begin(self, reign)
+    def begin(self, syncer: SimulatedSyncer) -> None:
+        World.begin(self, syncer)
 
-    def close(self, reign: Reign) -> object:
-        return World.close(self, reign)
+    def close(self, syncer: SimulatedSyncer) -> object:
+        return World.close(self, syncer)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -61,7 +61,7 @@ def test_a_run_is_over_once_its_last_records_are_durable(full: bool) -> None:
     world.end()
     while not world.said("finishing"):
         world.run_until(seconds=0.01)
-    open_before, finishing = world.syncer.history.ledger.totals().in_flight, world.reign
+    open_before, finishing = world.syncer.history.ledger.totals().in_flight, world.simulated_syncer
     world.run_until(seconds=1.9)
     if full:
         world.disk.full = True
@@ -69,7 +69,7 @@ def test_a_run_is_over_once_its_last_records_are_durable(full: bool) -> None:
         assert not world.finished
         world.disk.full = False
     else:
-        world.new_reign(world.disk.claim)
+        world.start_syncer(world.disk.claim)
     world.run_to_end(seconds=20)
     assert any(open_before), "nobody but the end closes this account"
     assert not any(world.syncer.history.ledger.totals().in_flight)
@@ -177,10 +177,10 @@ def test_a_drained_learner_waits_as_the_real_one_does() -> None:
 class Watched(World):
     """Remembers which processes went on with a state that the one before had saved."""
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
-        island = super().start_process(name, step_s, kept=kept)
+    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
+        learner = super().start_process(name, step_s, kept=kept)
         self.kept = [*getattr(self, "kept", []), (name, kept)]
-        return island
+        return learner
 
 
 @pytest.mark.parametrize("kind", ["drain", "interrupt"])
@@ -193,5 +193,5 @@ def test_drained_learners_come_back_with_what_they_saved_or_without_or_not_at_al
     assert isinstance(world, Watched)
     world.run(60.0)
     assert world.kept[3:] == [("learner-1", kept) for kept in back]
-    assert world.islands["learner-1"].leaving.left != bool(back)
+    assert world.learners["learner-1"].leaving.left != bool(back)
     assert not campaign.run(plan).invariant

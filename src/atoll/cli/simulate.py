@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll.cli.app import app
 from atoll.cli.commands import App
 from atoll.protocol.errors import ConfigError
-from atoll.simulate import campaign, many
-from atoll.simulate.story import Told
+from atoll.simulate import campaign, worker_pool
+from atoll.simulate.story import FailureReport
 from atoll.simulate.worker import Report, all_of, report
 
 simulate = App(
@@ -99,7 +99,7 @@ def _check(seeds: int, first: int, learners: int | None, seed: int | None) -> No
 def _reports(wanted: list[int], learners: int | None) -> Iterable[Report]:
     if len(wanted) == 1:
         return iter([report(wanted[0], learners)])
-    return all_of(wanted, learners, many.cores())
+    return all_of(wanted, learners, worker_pool.cores())
 
 
 def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterator[Report]:
@@ -112,7 +112,7 @@ def _progress(console: Console, reports: Iterable[Report], total: int) -> Iterat
 
 
 def _document(
-    seeds: list[int], events: int, seconds: float, violations: list[Told], one: Report | None
+    seeds: list[int], events: int, seconds: float, violations: list[FailureReport], one: Report | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "seeds": len(seeds),
@@ -126,7 +126,7 @@ def _document(
     return document
 
 
-def _print_violation(console: Console, told: Told) -> None:
+def _print_violation(console: Console, told: FailureReport) -> None:
     lines = [f"seed {told.seed}: {told.invariant}", f"  {told.message}", f"  again: {told.command}"]
     lines += [f"  it takes {len(told.faults)} faults:", *(f"    {fault.line()}" for fault in told.faults)]
     lines += ["  story:", *(f"    {line}" for line in told.story)]

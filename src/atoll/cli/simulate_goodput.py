@@ -16,7 +16,7 @@ from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
 from atoll.observe import clusters, plots
 from atoll.protocol.errors import ConfigError
-from atoll.simulate import many
+from atoll.simulate import worker_pool
 from atoll.simulate.goodput import profile as profiles
 from atoll.simulate.goodput.cell import METHODS, Cell, Job, Method, live
 from atoll.simulate.goodput.profile import Profile
@@ -172,7 +172,9 @@ def run_all(jobs: list[Job], seeds: int) -> list[Cell]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("experiments", total=len(jobs) * seeds)
-        return cells(jobs, seeds, workers=many.cores(), progress=lambda done, of: progress.update(task, completed=done))
+        return cells(
+            jobs, seeds, workers=worker_pool.cores(), progress=lambda done, of: progress.update(task, completed=done)
+        )
 
 
 def _print(found: list[Cell], profile: Profile) -> None:

@@ -19,8 +19,8 @@ from atoll.simulate import faults as drawn_faults
 from atoll.simulate import inject, options
 from atoll.simulate.faults import Fault
 from atoll.simulate.options import Options
-from atoll.simulate.promises import Violation
 from atoll.simulate.trace import Trace
+from atoll.simulate.violation import Violation
 from atoll.simulate.world import World
 
 CALM_S = 40.0
@@ -79,17 +79,17 @@ def make(plan: Plan, world: type[World] = World, *, traced: bool = True) -> Worl
         trace=Trace() if traced else None,
     )
     made.network.redials = made.network.apart = True
-    made.reign.beat()
+    made.simulated_syncer.check_lease()
     for number, late_s in enumerate(drawn.late_s):
-        made.agenda.later(late_s, _first_join, made, number, drawn)
+        made.queue.call_later(late_s, _first_join, made, number, drawn)
     inject.schedule(made, list(plan.faults))
     return made
 
 
 def _first_join(world: World, number: int, drawn: Options) -> None:
-    island = world.join(f"learner-{number}", drawn.step_s[number])
-    island.clock.rate = drawn.rates[number]
-    world.network.dial_later(island)
+    learner = world.join(f"learner-{number}", drawn.step_s[number])
+    learner.clock.rate = drawn.rates[number]
+    world.network.dial_later(learner)
 
 
 def run(plan: Plan, world: World | None = None) -> Outcome:
@@ -118,12 +118,12 @@ def _where(error: Exception) -> str:
 def _run(world: World, drawn: Options) -> None:
     _until(world, drawn.faults_s)
     heal(world)
-    _until(world, world.now + CALM_S)  # only now it is known who reigns: an end that was not durable may be forgotten
+    _until(world, world.now + CALM_S)  # only now the term is settled: an end that was not durable may be forgotten
     if _is_running(world):
         _becomes_current(world)
     lost = _lost(world) if _is_running(world) else None
     if _is_running(world):
-        world.tell(world.reign, fx.EndAsked("the campaign is over"))
+        world.deliver(world.simulated_syncer, fx.EndAsked("the campaign is over"))
     _until(world, world.now + END_S)
     if not world.finished:
         raise Violation("the run can end", f"it is {world.syncer.phase} in round {world.syncer.committed}")
@@ -133,7 +133,7 @@ def _run(world: World, drawn: Options) -> None:
 def _lost(world: World) -> tuple[int, ...]:
     """Per fragment, also what those had that have left for good and could not say so: their accounts are open."""
     ledger = world.syncer.history.ledger
-    away = [account.fates().in_flight for (name, _), account in ledger.open.items() if not world.islands[name].alive]
+    away = [account.fates().in_flight for (name, _), account in ledger.open.items() if not world.learners[name].alive]
     return tuple(map(sum, zip(ledger.totals().lost, *away, strict=True)))
 
 
@@ -145,7 +145,7 @@ def _until(world: World, moment: float) -> None:
     world.run(moment, MOST_EVENTS)
     if world.events >= MOST_EVENTS:
         raise Violation("the run can end", f"{world.events} events are not enough")
-    world.agenda.now = max(world.agenda.now, moment) if not world.finished else world.agenda.now
+    world.queue.now = max(world.queue.now, moment) if not world.finished else world.queue.now
 
 
 def heal(world: World) -> None:
@@ -153,28 +153,28 @@ def heal(world: World) -> None:
     world.crash = None
     world.unmergeable.clear()
     network, disk = world.network, world.disk
-    network.slow, network.body_loss, network.doubles = 1.0, 0.0, 0.0
+    network.slow, network.payload_loss, network.doubles = 1.0, 0.0, 0.0
     disk.full = disk.broken = disk.cuts_fail = False
     disk.slow = 1.0
-    for island in list(world.processes):
-        island.leaving.returns, island.leaving.until = False, inf
-        island.answers, island.saves, island.fits, island.stream_s = True, True, True, 0.0
-        island.lies = False
-        if world.islands[island.name] is not island:
-            world.kill(island)
-    for island in list(world.islands.values()):
-        network.unblock(island, up=bool(island.blocked_up), down=bool(island.blocked_down))
-        inject.thaw(island)
-        inject.resume(island)
-        inject.new_courier(world, island)
-        inject.come_back(world, island)
+    for learner in list(world.processes):
+        learner.leaving.returns, learner.leaving.until = False, inf
+        learner.answers, learner.saves, learner.fits, learner.stream_s = True, True, True, 0.0
+        learner.lies = False
+        if world.learners[learner.name] is not learner:
+            world.kill(learner)
+    for learner in list(world.learners.values()):
+        network.unblock(learner, up=bool(learner.blocked_up), down=bool(learner.blocked_down))
+        inject.thaw(learner)
+        inject.resume(learner)
+        inject.new_courier(world, learner)
+        inject.come_back(world, learner)
 
 
 def _becomes_current(world: World) -> None:
     """Once everybody is back, within H rounds (or RECOVERY_S) all hold what was committed then; and rounds go on."""
     settings = world.settings
     versions, first, since = list(world.syncer.versions), world.syncer.committed, world.now
-    slowest = max(island.step_s for island in world.islands.values())
+    slowest = max(learner.step_s for learner in world.learners.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
     least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
     most_s += 8 * settings.sync_every * world.network.latency_s * (1 + world.network.jitter)
@@ -188,15 +188,15 @@ def _becomes_current(world: World) -> None:
     if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):
         said = f"{world.syncer.committed - first} rounds since the faults stopped, not {settings.sync_every}"
         raise Violation("current within H rounds", said)
-    for name, island in world.islands.items():
+    for name, learner in world.learners.items():
         for fragment, version in enumerate(versions):
-            if island.alive and island.adopted[fragment] < version:
-                said = f"{name} holds version {island.adopted[fragment]} of fragment {fragment}, not {version}"
+            if learner.alive and learner.adopted[fragment] < version:
+                said = f"{name} holds version {learner.adopted[fragment]} of fragment {fragment}, not {version}"
                 raise Violation("current within H rounds", said, name, fragment)
 
 
 def _all_stopped(world: World) -> bool:
-    return all(island.stopped for island in world.islands.values())
+    return all(learner.stopped for learner in world.learners.values())
 
 
 def _refused_at_the_end(world: World) -> tuple[int, ...]:
@@ -223,7 +223,9 @@ def _has_ended(world: World, lost: tuple[int, ...] | None) -> None:
     if list(totals.merged) != world.invariants.oracle.merged_tokens:
         said = f"{totals.merged} by the ledger, {world.invariants.oracle.merged_tokens} by the contributions"
         raise Violation("ledger balances", said)
-    for name, island in world.islands.items():
-        if lost is not None and island.alive and (not island.over or island.base != world.reign.theta):
-            said = f"{name} ends with {island.base} (over: {island.over}), the run with {world.reign.theta}"
+    for name, learner in world.learners.items():
+        if lost is not None and learner.alive and (not learner.over or learner.base != world.simulated_syncer.theta):
+            said = (
+                f"{name} ends with {learner.base} (over: {learner.over}), the run with {world.simulated_syncer.theta}"
+            )
             raise Violation("a calm end loses nothing", said, name)

@@ -144,7 +144,7 @@ class Disk:
         told = undone(self.journal, restore.round, len(theta))
         return theta, Restorable(restore.round, ("digest",) * len(theta), told)
 
-    def reign(self, history: History) -> int:
+    def claim_term(self, history: History) -> int:
         """Claim the next term and begin its segment."""
         self.claim += 1
         reigned = Reigned(self.claim, 0, "", history.committed)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from atoll.protocol import effects as fx
 from atoll.protocol.records import Gone
 from atoll.simulate.faults import TO_LEAVE, Fault
-from atoll.simulate.promises import Violation
+from atoll.simulate.violation import Violation
 
 if TYPE_CHECKING:
-    from atoll.simulate.island import Island
-    from atoll.simulate.reign import Reign
+    from atoll.simulate.simulated_learner import SimulatedLearner
+    from atoll.simulate.simulated_syncer import SimulatedSyncer
     from atoll.simulate.world import World
 
 
@@ -42,40 +42,40 @@ class Drains:
     def happened(self, fault: Fault) -> None:
         self._peace = self._peace and fault.kind in TO_LEAVE
 
-    def requested(self, reign: Reign, name: str) -> None:
+    def requested(self, syncer: SimulatedSyncer, name: str) -> None:
         """The syncer has dealt with a request to drain this learner. The process that is meant is the one that has the
         name now: by the time the note of it is written down and told, another process may have taken the name."""
-        learner = reign.machine.members.learners.get(name)
+        learner = syncer.machine.members.learners.get(name)
         if learner is not None and learner.draining:
             self._ever_to_leave.add(learner.session)
-            if reign is self._world.reign:
+            if syncer is self._world.simulated_syncer:
                 self._to_leave.add(learner.session)
 
-    def begins(self, island: Island) -> None:
+    def begins(self, learner: SimulatedLearner) -> None:
         """A training process was asked to leave."""
-        self._asked.add(island.session)
-        if not island.leaving.hurried and island.session not in self._ever_to_leave:
-            said = f"{island.session} leaves, but the drain was meant for another process of its name"
-            raise Violation("a drain is of one learner", said, island.name)
+        self._asked.add(learner.session)
+        if not learner.leaving.hurried and learner.session not in self._ever_to_leave:
+            said = f"{learner.session} leaves, but the drain was meant for another process of its name"
+            raise Violation("a drain is of one learner", said, learner.name)
 
-    def leaves(self, island: Island) -> None:
+    def leaves(self, learner: SimulatedLearner) -> None:
         """A training process goes."""
-        if not any(island.steps):
-            self._gave_all.add((island.name, island.machine.incarnation, island.leaving.why))
-        elif self._peace and not island.leaving.hurried and self._fits(island):
-            said = f"{island.name} leaves with {island.steps} steps per fragment that no version contains"
-            raise Violation("a drain loses nothing", said, island.name)
+        if not any(learner.steps):
+            self._gave_all.add((learner.name, learner.machine.incarnation, learner.leaving.why))
+        elif self._peace and not learner.leaving.hurried and self._fits(learner):
+            said = f"{learner.name} leaves with {learner.steps} steps per fragment that no version contains"
+            raise Violation("a drain loses nothing", said, learner.name)
 
-    def _fits(self, island: Island) -> bool:
+    def _fits(self, learner: SimulatedLearner) -> bool:
         """Whether everybody could have made a cycle while it waited, and a quorum be lowered. Before its first round a
         synchronous run waits for all its learners."""
         world, settings = self._world, self._world.settings
         if settings.synchronous and world.syncer.next_round == 0:
             return False
-        slowest_s = max(one.step_s for one in world.islands.values())
+        slowest_s = max(one.step_s for one in world.learners.values())
         trips_s = 8 * settings.fragments * world.network.latency_s * (1 + world.network.jitter)
         needs_s = (settings.sync_every + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
-        return island.leaving.waits_s >= needs_s
+        return learner.leaving.waits_s >= needs_s
 
     def closed(self, gone: Gone) -> None:
         """Its last word came, and with it all its reports: nothing may be lost by them."""
@@ -96,18 +96,18 @@ class Drains:
 
     def have_left(self) -> None:
         """Nothing hinders anybody any more."""
-        for name, island in self._world.islands.items():
-            asked = island.leaving.why or island.session in self._to_leave
-            if island.alive and asked and not island.leaving.run_ends:
-                said = f"{name} (stopped: {island.stopped}) has {island.steps} steps per fragment left to give"
+        for name, learner in self._world.learners.items():
+            asked = learner.leaving.why or learner.session in self._to_leave
+            if learner.alive and asked and not learner.leaving.run_ends:
+                said = f"{name} (stopped: {learner.stopped}) has {learner.steps} steps per fragment left to give"
                 raise Violation("a drained one leaves", said, name)
 
     def asked(self, learner: str) -> None:
         if learner in self._left:
             raise Violation("who has left is gone", f"{learner} is asked for a contribution", learner)
 
-    def ended(self, reign: Reign, reason: str) -> None:
-        learners = reign.machine.members.learners.values()
+    def ended(self, syncer: SimulatedSyncer, reason: str) -> None:
+        learners = syncer.machine.members.learners.values()
         if reason == "every learner has stopped" and not any(
             one.stopped and one.session not in self._asked for one in learners
         ):

@@ -170,8 +170,8 @@ def _rollbacks(dice: random.Random, until: float) -> list[Fault]:
 
 
 def _drain(dice: random.Random, learners: int, until: float, others: list[Fault]) -> Fault:
-    """At any moment, or about when something else happens, and then to the same learner: it is cut off, it has just
-    been drained, it is joining."""
+    """At any moment, or close to another fault and then to the same learner: while it is disconnected, has just been
+    drained, or is joining."""
     near = dice.choice(others) if others and dice.random() < 0.6 else None
     at = dice.uniform(0, until) if near is None else near.at + dice.uniform(-2, 4)
     at = min(max(at, 0.0), until)

@@ -12,7 +12,7 @@ __all__ = ["LEARNERS", "REST", "come_back", "new_courier", "resume", "schedule",
 
 def schedule(world: World, faults: list[Fault]) -> None:
     for fault in faults:
-        world.agenda.later(fault.at, _begin, world, fault)
+        world.queue.call_later(fault.at, _begin, world, fault)
 
 
 def _begin(world: World, fault: Fault) -> object:
@@ -21,6 +21,6 @@ def _begin(world: World, fault: Fault) -> object:
     world.happened(fault)
     world.invariants.drains.happened(fault)
     if fault.target >= 0:
-        island = world.islands.get(f"learner-{fault.target}")
-        return LEARNERS[fault.kind](world, island, fault) if island is not None else False
+        learner = world.learners.get(f"learner-{fault.target}")
+        return LEARNERS[fault.kind](world, learner, fault) if learner is not None else False
     return REST[fault.kind](world, fault)

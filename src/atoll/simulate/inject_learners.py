@@ -6,184 +6,188 @@ from collections.abc import Callable
 
 from atoll.protocol import effects as fx
 from atoll.simulate.faults import Fault
-from atoll.simulate.island import Island
+from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.world import World
 
 
-def later(world: World, fault: Fault, mend: Callable[[], object]) -> None:
+def mend_later(world: World, fault: Fault, mend: Callable[[], object]) -> None:
     """When it is mended."""
-    world.agenda.later(fault.length, mend)
+    world.queue.call_later(fault.length, mend)
 
 
-def kill(world: World, island: Island, fault: Fault) -> object:
-    if not island.alive:
+def kill(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if not learner.alive:
         return False
-    world.kill(island)
-    later(world, fault, lambda: come_back(world, island))
+    world.kill(learner)
+    mend_later(world, fault, lambda: come_back(world, learner))
     return None
 
 
-def come_back(world: World, island: Island) -> object:
+def come_back(world: World, learner: SimulatedLearner) -> object:
     """Another process takes its place, unless one has, or the run is over for it."""
-    if world.islands[island.name] is not island or island.alive or island.over or world.finished:
+    if world.learners[learner.name] is not learner or learner.alive or learner.over or world.finished:
         return False
-    if island.leaving.left and not island.leaving.returns:
+    if learner.leaving.left and not learner.leaving.returns:
         return False
-    island = world.start_process(island.name, island.step_s, kept=island.leaving.saved)
-    world.network.dial_later(island)
+    learner = world.start_process(learner.name, learner.step_s, kept=learner.leaving.saved)
+    world.network.dial_later(learner)
     return None
 
 
-def leave(world: World, island: Island, fault: Fault) -> object:
-    if not island.alive or island.frozen:
+def leave(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if not learner.alive or learner.frozen:
         return False
-    world.network.leave(island, "it was asked to go")
-    world.end_process(island)
-    later(world, fault, lambda: come_back(world, island))
+    world.network.leave(learner, "it was asked to go")
+    world.end_process(learner)
+    mend_later(world, fault, lambda: come_back(world, learner))
     return None
 
 
-def _pause(world: World, island: Island, fault: Fault) -> object:
-    if not island.alive or island.paused:
+def _pause(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if not learner.alive or learner.paused:
         return False
-    island.paused = True
-    later(world, fault, lambda: resume(island))
+    learner.paused = True
+    mend_later(world, fault, lambda: resume(learner))
     return None
 
 
-def resume(island: Island) -> object:
-    if not island.paused or not island.alive:
+def resume(learner: SimulatedLearner) -> object:
+    if not learner.paused or not learner.alive:
         return False
-    island.paused = False
-    if not island.frozen:
-        island.go_on_after_a_pause()
+    learner.paused = False
+    if not learner.frozen:
+        learner.go_on_after_a_pause()
     return None
 
 
-def _suspend(world: World, island: Island, fault: Fault) -> object:
-    if not island.alive or island.frozen:
+def _suspend(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if not learner.alive or learner.frozen:
         return False
-    island.frozen = True
-    later(world, fault, lambda: thaw(island))
+    learner.frozen = True
+    mend_later(world, fault, lambda: thaw(learner))
     return None
 
 
-def thaw(island: Island) -> object:
-    if not island.frozen or not island.alive:
+def thaw(learner: SimulatedLearner) -> object:
+    if not learner.frozen or not learner.alive:
         return False
-    island.thaw()
+    learner.thaw()
     return None
 
 
-def _slow(world: World, island: Island, fault: Fault) -> object:
-    usual, island.step_s = island.step_s, island.step_s * (3.0 if fault.number % 2 else 0.4)
+def _slow(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    usual, learner.step_s = learner.step_s, learner.step_s * (3.0 if fault.number % 2 else 0.4)
 
     def mend() -> None:
-        island.step_s = usual
+        learner.step_s = usual
 
-    later(world, fault, mend)
+    mend_later(world, fault, mend)
     return None
 
 
-def _courier(world: World, island: Island, fault: Fault) -> object:
-    if not island.alive or not island.courier or island.frozen:
+def _courier(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+    if not learner.alive or not learner.courier or learner.frozen:
         return False
-    connection, island.connection = island.connection, None
+    connection, learner.connection = learner.connection, None
     if connection is not None:
         world.network.closed_by(connection, "courier died")
-    island.lose_courier()
-    later(world, fault, lambda: new_courier(world, island))
+    learner.lose_courier()
+    mend_later(world, fault, lambda: new_courier(world, learner))
     return None
 
 
-def new_courier(world: World, island: Island) -> object:
-    if island.courier or not island.alive or island.frozen:
+def new_courier(world: World, learner: SimulatedLearner) -> object:
+    if learner.courier or not learner.alive or learner.frozen:
         return False
-    island.new_courier()
-    world.network.dial_later(island)
-    island.soon()
+    learner.new_courier()
+    world.network.dial_later(learner)
+    learner.wake_soon()
     return None
 
 
-def _usurp(world: World, island: Island, fault: Fault) -> object:
+def _usurp(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     """Another process takes the name while the one before it still lives."""
-    if not island.alive:
+    if not learner.alive:
         return False
-    usurper = world.start_process(island.name, island.step_s)
+    usurper = world.start_process(learner.name, learner.step_s)
     world.network.dial_later(usurper)
-    later(world, fault, lambda: world.kill(island) if island.alive else False)
+    mend_later(world, fault, lambda: world.kill(learner) if learner.alive else False)
     return None
 
 
-def _broken(world: World, island: Island, fault: Fault) -> None:
-    island.broken = True
+def _broken(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    learner.broken = True
 
 
-def _mute(world: World, island: Island, fault: Fault) -> None:
-    island.answers = False
-    later(world, fault, lambda: setattr(island, "answers", True))
+def _mute(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    learner.answers = False
+    mend_later(world, fault, lambda: setattr(learner, "answers", True))
 
 
-def _no_save(world: World, island: Island, fault: Fault) -> None:
-    island.saves = False
-    later(world, fault, lambda: setattr(island, "saves", True))
+def _no_save(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    learner.saves = False
+    mend_later(world, fault, lambda: setattr(learner, "saves", True))
 
 
-def _slow_stream(world: World, island: Island, fault: Fault) -> None:
-    island.stream_s = 100.0
-    later(world, fault, lambda: setattr(island, "stream_s", 0.0))
+def _slow_stream(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    learner.stream_s = 100.0
+    mend_later(world, fault, lambda: setattr(learner, "stream_s", 0.0))
 
 
-def _no_fit(world: World, island: Island, fault: Fault) -> None:
+def _no_fit(world: World, learner: SimulatedLearner, fault: Fault) -> None:
     """Its optimizer is of another kind: it refuses the others' state, and they refuse its own."""
-    island.fits, island.lies = False, True
-    later(world, fault, lambda: _fit(island))
+    learner.fits, learner.lies = False, True
+    mend_later(world, fault, lambda: _fit(learner))
 
 
-def _fit(island: Island) -> None:
-    island.fits, island.lies = True, False
+def _fit(learner: SimulatedLearner) -> None:
+    learner.fits, learner.lies = True, False
 
 
-def _jump(world: World, island: Island, fault: Fault) -> None:
-    island.jump(fault.length)
+def _jump(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    learner.jump(fault.length)
 
 
-def _reset(world: World, island: Island, fault: Fault) -> None:
-    world.network.reset(island, "connection reset")
+def _reset(world: World, learner: SimulatedLearner, fault: Fault) -> None:
+    world.network.reset(learner, "connection reset")
 
 
-def _partition(up: bool, down: bool) -> Callable[[World, Island, Fault], object]:
-    def begin(world: World, island: Island, fault: Fault) -> object:
-        world.network.block(island, up=up, down=down)
-        later(world, fault, lambda: world.network.unblock(island, up=up, down=down))
+def _partition(up: bool, down: bool) -> Callable[[World, SimulatedLearner, Fault], object]:
+    def begin(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+        world.network.block(learner, up=up, down=down)
+        mend_later(world, fault, lambda: world.network.unblock(learner, up=up, down=down))
         return None
 
     return begin
 
 
-def _drain(world: World, island: Island, fault: Fault) -> object:
+def _drain(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     """`atoll drain`, whatever the learner is at: it joins, it is away, it has been asked before."""
-    _afterwards(world, island, fault)
-    return world.tell(world.reign, fx.DrainAsked(island.name, "the operator asked")) if world.reign.alive else False
+    _afterwards(world, learner, fault)
+    return (
+        world.deliver(world.simulated_syncer, fx.DrainAsked(learner.name, "the operator asked"))
+        if world.simulated_syncer.alive
+        else False
+    )
 
 
-def _interrupt(world: World, island: Island, fault: Fault) -> object:
+def _interrupt(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     """SIGTERM or Ctrl-C: a drain that the syncer is not asked for."""
-    if not island.alive:
+    if not learner.alive:
         return False
-    _afterwards(world, island, fault)
-    island.leave("its machine is taken away", hurried=True)
+    _afterwards(world, learner, fault)
+    learner.leave("its machine is taken away", hurried=True)
     return None
 
 
-def _afterwards(world: World, island: Island, fault: Fault) -> None:
+def _afterwards(world: World, learner: SimulatedLearner, fault: Fault) -> None:
     """Most come back under their name, half of those with the state that they saved; the others stay away."""
-    leaving = island.leaving
+    leaving = learner.leaving
     leaving.returns, leaving.saved = fault.number % 4 > 0, fault.number % 8 > 3
-    leaving.then = lambda: later(world, fault, lambda: come_back(world, island))
+    leaving.then = lambda: mend_later(world, fault, lambda: come_back(world, learner))
 
 
-LEARNERS: dict[str, Callable[[World, Island, Fault], object]] = {
+LEARNERS: dict[str, Callable[[World, SimulatedLearner, Fault], object]] = {
     "kill": kill,
     "leave": leave,
     "pause": _pause,

@@ -8,7 +8,7 @@ import msgspec
 
 from atoll.protocol import effects as fx
 from atoll.simulate.faults import Fault
-from atoll.simulate.inject_learners import kill, later, leave
+from atoll.simulate.inject_learners import kill, leave, mend_later
 from atoll.simulate.world import World
 
 CLOG = 50.0
@@ -23,28 +23,28 @@ STALE_S = 4.0
 
 def _clog(world: World, fault: Fault) -> None:
     world.network.slow = CLOG
-    later(world, fault, lambda: setattr(world.network, "slow", 1.0))
+    mend_later(world, fault, lambda: setattr(world.network, "slow", 1.0))
 
 
 def _lossy(world: World, fault: Fault) -> None:
-    world.network.body_loss = LOSSY
-    later(world, fault, lambda: setattr(world.network, "body_loss", 0.0))
+    world.network.payload_loss = LOSSY
+    mend_later(world, fault, lambda: setattr(world.network, "payload_loss", 0.0))
 
 
 def _doubled(world: World, fault: Fault) -> None:
     world.network.doubles = DOUBLED
-    later(world, fault, lambda: setattr(world.network, "doubles", 0.0))
+    mend_later(world, fault, lambda: setattr(world.network, "doubles", 0.0))
 
 
 def _crash(world: World, fault: Fault) -> object:
-    if not world.reign.alive:
+    if not world.simulated_syncer.alive:
         return False
     world.crash_syncer(fault.length / 4)
     return None
 
 
 def _power(world: World, fault: Fault) -> object:
-    if not world.reign.alive:
+    if not world.simulated_syncer.alive:
         return False
     world.crash_syncer(fault.length / 4, power=True)
     return None
@@ -70,26 +70,26 @@ def _failover(world: World, fault: Fault) -> object:
     """It stands still; a standby takes over, and then it wakes up."""
     if not _stop(world, fault):
         return False
-    world.agenda.later(STALE_S, world.new_reign, world.disk.claim)
+    world.queue.call_later(STALE_S, world.start_syncer, world.disk.claim)
     return None
 
 
 def _rival(world: World, fault: Fault) -> object:
     """A standby takes over from one that lives: until that notices, whoever has to dial again reaches either."""
-    if not world.reign.alive or world.reign.paused:
+    if not world.simulated_syncer.alive or world.simulated_syncer.paused:
         return False
-    world.new_reign(world.disk.claim)
+    world.start_syncer(world.disk.claim)
     for number in range(BOUNCES):
         name = f"learner-{(fault.number + number) % world.settings.learners}"
-        world.agenda.later(BOUNCE_S * number, _bounce, world, name)
+        world.queue.call_later(BOUNCE_S * number, _bounce, world, name)
     return None
 
 
 def _bounce(world: World, name: str) -> object:
-    island = world.islands.get(name)
-    if island is None or not island.alive or island.frozen:
+    learner = world.learners.get(name)
+    if learner is None or not learner.alive or learner.frozen:
         return False
-    world.network.reset(island, "connection reset")
+    world.network.reset(learner, "connection reset")
     return None
 
 
@@ -98,17 +98,17 @@ def _stop_syncer(world: World, fault: Fault) -> object:
 
 
 def _stop(world: World, fault: Fault) -> bool:
-    reign = world.reign
-    if not reign.alive or reign.paused:
+    syncer = world.simulated_syncer
+    if not syncer.alive or syncer.paused:
         return False
-    reign.stop()
-    world.network.silent(reign)
-    later(world, fault, lambda: reign.wake_up() if reign.paused and reign.alive else False)
+    syncer.stop()
+    world.network.silent(syncer)
+    mend_later(world, fault, lambda: syncer.wake_up() if syncer.paused and syncer.alive else False)
     return True
 
 
 def _jump_syncer(world: World, fault: Fault) -> None:
-    world.reign.jump(fault.length)
+    world.simulated_syncer.jump(fault.length)
 
 
 def _unmergeable(world: World, fault: Fault) -> None:
@@ -120,32 +120,32 @@ def _overflow(world: World, fault: Fault) -> None:
     """The outer state of the next rounds' fragments breaks in the merge, and starts anew."""
     _unmergeable(world, fault)
     world.overflow = True
-    later(world, fault, lambda: setattr(world, "overflow", False))
+    mend_later(world, fault, lambda: setattr(world, "overflow", False))
 
 
 def _giver(world: World, fault: Fault) -> object:
     """The first that gives its state away from now on goes in the middle of it."""
     givers = [
-        island for island in world.processes if island.alive and any(one.tickets for one in island.given.values())
+        learner for learner in world.processes if learner.alive and any(one.tickets for one in learner.given.values())
     ]
     if givers:
         return (leave if fault.number % 2 else kill)(world, givers[0], fault)
     if world.now < fault.at + fault.length + GIVER_S:
-        world.agenda.later(LOOK_S, _giver, world, fault)
+        world.queue.call_later(LOOK_S, _giver, world, fault)
     return False
 
 
 def _disk(what: str) -> Callable[[World, Fault], None]:
     def begin(world: World, fault: Fault) -> None:
         setattr(world.disk, what, True)
-        later(world, fault, lambda: setattr(world.disk, what, False))
+        mend_later(world, fault, lambda: setattr(world.disk, what, False))
 
     return begin
 
 
 def _disk_slow(world: World, fault: Fault) -> None:
     world.disk.slow = CLOG
-    later(world, fault, lambda: setattr(world.disk, "slow", 1.0))
+    mend_later(world, fault, lambda: setattr(world.disk, "slow", 1.0))
 
 
 def _set(world: World, fault: Fault) -> None:
@@ -160,19 +160,19 @@ def _set(world: World, fault: Fault) -> None:
         {"strikes": 2},
     )[pick]
     changed = msgspec.structs.replace(settings, **changes)
-    world.tell(world.reign, fx.ChangeAsked(changed, {}, str(changes)))
+    world.deliver(world.simulated_syncer, fx.ChangeAsked(changed, {}, str(changes)))
 
 
 def _rollback(world: World, fault: Fault) -> None:
     """The operator lets the run be rolled back; it has a good score, and after a while one that is not finite."""
     settings = msgspec.structs.replace(world.syncer.settings, guard="rollback")
-    world.tell(world.reign, fx.ChangeAsked(settings, {}, "guard=rollback"))
-    world.tell(world.reign, fx.Scored(world.syncer.committed, 1.0))
-    later(world, fault, lambda: world.tell(world.reign, fx.Scored(world.syncer.committed, None)))
+    world.deliver(world.simulated_syncer, fx.ChangeAsked(settings, {}, "guard=rollback"))
+    world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed, 1.0))
+    mend_later(world, fault, lambda: world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed, None)))
 
 
 def _end(world: World, fault: Fault) -> None:
-    world.tell(world.reign, fx.EndAsked("the operator asked for it"))
+    world.deliver(world.simulated_syncer, fx.EndAsked("the operator asked for it"))
 
 
 REST: dict[str, Callable[[World, Fault], object]] = {

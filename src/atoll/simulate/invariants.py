@@ -38,16 +38,16 @@ from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, We
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.bounds import too_much
-from atoll.simulate.conduct import Conduct
 from atoll.simulate.drains import Drains
+from atoll.simulate.durability import forgotten, unwritten
+from atoll.simulate.learner_checks import LearnerChecks
 from atoll.simulate.oracle import Oracle
-from atoll.simulate.promises import Violation
-from atoll.simulate.telling import forgotten, unwritten
 from atoll.simulate.timing import Timing
+from atoll.simulate.violation import Violation
 
 if TYPE_CHECKING:
-    from atoll.simulate.island import Island
-    from atoll.simulate.reign import Reign
+    from atoll.simulate.simulated_learner import SimulatedLearner
+    from atoll.simulate.simulated_syncer import SimulatedSyncer
     from atoll.simulate.training import Training
     from atoll.simulate.world import World
 
@@ -62,7 +62,7 @@ class Invariants:
         self.oracle = Oracle(world)
         self.told = [-1] * world.settings.fragments
         """The newest version of every fragment that any learner was told of."""
-        self.conduct = Conduct(self)
+        self.learner_checks = LearnerChecks(self)
         self.drains = Drains(world)
         self._recovered: set[tuple[str, int]] = set()
         self._asked: dict[str, set[str]] = {}
@@ -79,9 +79,9 @@ class Invariants:
         self._helping: set[str] = set()
         """Newcomers that a peer helps now."""
 
-    def restarted(self, reign: Reign) -> None:
+    def restarted(self, syncer: SimulatedSyncer) -> None:
         """Another process, which knows what is durable: nothing that was told may be missing."""
-        oracle, machine = self.oracle, reign.machine
+        oracle, machine = self.oracle, syncer.machine
         if oracle.again():
             self.told = [min(told, kept) for told, kept in zip(self.told, oracle.versions, strict=True)]
         oracle.catch_up()
@@ -91,22 +91,22 @@ class Invariants:
                 raise Violation("nothing acknowledged is lost", said, fragment=fragment)
         if (wrong := forgotten(self.world.disk, machine.history)) is not None:
             raise Violation("a cut is the journal in short", wrong)
-        if machine.versions != oracle.versions or (oracle.theta and reign.theta != oracle.theta):
-            said = f"{machine.versions} of {reign.theta} come back, {oracle.versions} of {oracle.theta} were committed"
+        if machine.versions != oracle.versions or (oracle.theta and syncer.theta != oracle.theta):
+            said = f"{machine.versions} of {syncer.theta} come back, {oracle.versions} of {oracle.theta} were committed"
             raise Violation("nothing acknowledged is lost", said)
         self._begin()
         self.drains.restarted()
 
     # ---- after an event -----------------------------------------------------------------------------------------
 
-    def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
+    def check(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
         """What the syncer is."""
-        machine = reign.machine
+        machine = syncer.machine
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
         if type(event) is fx.DrainAsked:
-            self.drains.requested(reign, event.learner)
-        if reign is not self.world.reign:
+            self.drains.requested(syncer, event.learner)
+        if syncer is not self.world.simulated_syncer:
             return
         progress = machine.progress
         if machine.settings is not self._settings:
@@ -115,13 +115,13 @@ class Invariants:
             raise Violation("clocks", f"progress goes back from {self._progress} to {progress}")
         self._progress = progress
         self._check_step(machine)
-        self.timing.check(reign, now, event)
+        self.timing.check(syncer, now, event)
         if type(event) is not fx.Delivered:
-            self._check_accounts(reign)
+            self._check_accounts(syncer)
         if machine.peers.open:
-            self._check_recoveries(reign)
+            self._check_recoveries(syncer)
         if machine.cuts.open is not None:
-            self._check_cut(reign, now)
+            self._check_cut(syncer, now)
 
     def _check_step(self, machine: Syncer) -> None:
         """It never falls, nor does a new term begin before what is written; and a budget that is spent ends the run."""
@@ -134,25 +134,25 @@ class Invariants:
         if 0 < budget <= step and machine.phase == "running" and not waits:
             raise Violation("a budget ends the run", f"it runs on at step {step} of {budget}")
 
-    def _check_accounts(self, reign: Reign) -> None:
+    def _check_accounts(self, syncer: SimulatedSyncer) -> None:
         """Those that have changed: total − begin = (m − u) + d + c, for every fragment."""
         seen = self._accounts
-        for key, account in reign.machine.history.ledger.open.items():
+        for key, account in syncer.machine.history.ledger.open.items():
             if seen.get(key) is not account:
                 seen[key] = account
                 if account.begin is not None and not _balances(account, account.total - account.begin):
                     raise Violation("ledger balances", f"{account.fates()} of {key[0]}", key[0])
 
-    def _check_recoveries(self, reign: Reign) -> None:
-        for name, recovery in reign.machine.peers.open.items():
+    def _check_recoveries(self, syncer: SimulatedSyncer) -> None:
+        for name, recovery in syncer.machine.peers.open.items():
             if recovery.newcomer.live:
                 said = f"{name} is live before it has a peer's state, or knows that there is none"
                 raise Violation("only the recovered contribute", said, name)
             if recovery.peer is not None and (recovery.peer is recovery.newcomer or not recovery.peer.connected):
                 raise Violation("only the recovered contribute", f"{recovery.peer.name} cannot help {name}", name)
 
-    def _check_cut(self, reign: Reign, now: float) -> None:
-        open_, learners = reign.machine.cuts.open, reign.machine.members.learners
+    def _check_cut(self, syncer: SimulatedSyncer, now: float) -> None:
+        open_, learners = syncer.machine.cuts.open, syncer.machine.members.learners
         assert open_ is not None
         for name, incarnation in open_.awaited.items():
             one = learners.get(name)
@@ -162,39 +162,39 @@ class Invariants:
 
     # ---- at an effect -------------------------------------------------------------------------------------------
 
-    def see(self, reign: Reign, effect: fx.SyncerEffect) -> None:
+    def see(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
         """What it does, in the order in which it is carried out."""
         match effect:
             case fx.Send(learner, message):
-                self._sent(reign, learner, message)
-            case fx.Note() if reign is self.world.reign:
-                self._note(reign, effect)
+                self._sent(syncer, learner, message)
+            case fx.Note() if syncer is self.world.simulated_syncer:
+                self._note(syncer, effect)
             case fx.Persist():
                 self.oracle.catch_up()
             case fx.Merge(number, fragment, parts):
-                self._merge(reign, number, fragment, parts)
+                self._merge(syncer, number, fragment, parts)
             case fx.CompleteCut():
                 self.timing.completed(effect)
             case fx.CommitRestored(versions):
                 # Held against these versions and not the newest: a syncer that stood still since its record was
                 # written may have a successor by now.
                 written = [self.oracle.values.get(one) for one in enumerate(versions)]
-                if reign.restored != written:
-                    said = f"the run is rolled back to {reign.restored}, it was {written} then"
+                if syncer.restored != written:
+                    said = f"the run is rolled back to {syncer.restored}, it was {written} then"
                     raise Violation("Θ is the replay of the journal", said)
             case fx.Commit(number, fragment, version):
-                self._commit(reign, number, fragment, version)
+                self._commit(syncer, number, fragment, version)
             case _:
                 pass
 
-    def _sent(self, reign: Reign, learner: str, message: FromSyncer) -> None:
-        if reign is self.world.reign:
+    def _sent(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
+        if syncer is self.world.simulated_syncer:
             if message.clock is not self._clock:
                 if not knows(message.clock, self._clock):
                     raise Violation("clocks", f"{message.clock} is sent after {self._clock}", learner)
                 self._clock = message.clock
-            if message.term != reign.term:
-                raise Violation("one fenced writer", f"a message of term {message.term} leaves term {reign.term}")
+            if message.term != syncer.term:
+                raise Violation("one fenced writer", f"a message of term {message.term} leaves term {syncer.term}")
         match message:
             case Announce(round=number, fragment=fragment, version=version):
                 if number >= self.oracle.committed:
@@ -205,12 +205,12 @@ class Invariants:
                 for fragment, version in enumerate(versions):
                     self._telling(fragment, version, learner)
             case Pull():
-                if reign is self.world.reign:
-                    self.timing.asked(reign, learner, message)
+                if syncer is self.world.simulated_syncer:
+                    self.timing.asked(syncer, learner, message)
                     self.drains.asked(learner)
                 return
             case Help():
-                self.conduct.asked(message, reign.served)  # a deposed syncer knows of nothing newer
+                self.learner_checks.asked(message, syncer.served)  # a deposed syncer knows of nothing newer
             case _:
                 pass
         if (wrong := unwritten(self.oracle, learner, message)) is not None:
@@ -222,46 +222,46 @@ class Invariants:
             raise Violation("acknowledged = durable", said, learner, fragment)
         self.told[fragment] = max(self.told[fragment], version)
 
-    def _merge(self, reign: Reign, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
-        if number != reign.machine.committed:
-            said = f"round {number} is merged where round {reign.machine.committed} is due"
+    def _merge(self, syncer: SimulatedSyncer, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
+        if number != syncer.machine.committed:
+            said = f"round {number} is merged where round {syncer.machine.committed} is due"
             raise Violation("versions +1", said, fragment=fragment)
         for part in parts:
-            if (part.learner, number, part.attempt) not in reign.bodies:
+            if (part.learner, number, part.attempt) not in syncer.payloads:
                 said = f"round {number} merges a contribution of {part.learner} that never came"
                 raise Violation("merged at most once", said, part.learner, fragment)
 
-    def _commit(self, reign: Reign, number: int, fragment: int, version: int) -> None:
-        oracle, staged = self.oracle, reign.staged[fragment][1]
+    def _commit(self, syncer: SimulatedSyncer, number: int, fragment: int, version: int) -> None:
+        oracle, staged = self.oracle, syncer.staged[fragment][1]
         if oracle.committed <= number or oracle.values.get((fragment, version)) is None:
             raise Violation("acknowledged = durable", f"round {number} is committed, not written", fragment=fragment)
         if staged != oracle.values[fragment, version]:
             said = f"version {version} of fragment {fragment} is {staged}, its members make {oracle.theta[fragment]}"
             raise Violation("Θ is the replay of the journal", said, fragment=fragment)
-        if reign is not self.world.reign or number % SUMS:
+        if syncer is not self.world.simulated_syncer or number % SUMS:
             return
-        totals = reign.machine.history.ledger.totals()
+        totals = syncer.machine.history.ledger.totals()
         if any(totals.balance()):
             raise Violation("ledger balances", f"{totals}", fragment=fragment)
-        own = [fates.merged for fates in reign.machine.history.ledger.by_learner().values()]
+        own = [fates.merged for fates in syncer.machine.history.ledger.by_learner().values()]
         if not all(map(le, totals.missed, totals.dropped)) or tuple(map(sum, zip(*own, strict=True))) != totals.merged:
             raise Violation("ledger balances", f"{totals}, by learner {own} merged", fragment=fragment)
-        if (much := too_much(self.world, reign)) is not None:
+        if (much := too_much(self.world, syncer)) is not None:
             raise Violation("bounded memory", much)
 
     # ---- notes --------------------------------------------------------------------------------------------------
 
-    def _note(self, reign: Reign, note: fx.Note) -> None:
+    def _note(self, syncer: SimulatedSyncer, note: fx.Note) -> None:
         data: Any = note.data
         self.drains.noted(note)
         match note.kind:
             case "round":
                 for member in data["members"]:
                     self._member(data["fragment"], data["version"], member)
-                self.timing.committed(reign, data)
-                self._enough(reign, len(data["members"]), data)
+                self.timing.committed(syncer, data)
+                self._enough(syncer, len(data["members"]), data)
             case "ending":
-                self.drains.ended(reign, reign.machine.run_phase.reason)
+                self.drains.ended(syncer, syncer.machine.run_phase.reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")
@@ -289,8 +289,8 @@ class Invariants:
             case _:
                 pass
 
-    def _enough(self, reign: Reign, members: int, data: Any) -> None:
-        machine = reign.machine
+    def _enough(self, syncer: SimulatedSyncer, members: int, data: Any) -> None:
+        machine = syncer.machine
         if machine.rounds.gathering.draining or machine.settings.synchronous or data["attempt"] > 1:
             return
         if not members:
@@ -308,41 +308,41 @@ class Invariants:
 
     # ---- what learners do ---------------------------------------------------------------------------------------
 
-    def sends(self, island: Island, copy: fx.Copied) -> None:
+    def sends(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
         """A contribution leaves."""
-        if island.waits:
-            said = f"{island.name} sends a contribution while it waits for a peer's state"
-            raise Violation("only the recovered contribute", said, island.name, copy.fragment)
+        if learner.waits:
+            said = f"{learner.name} sends a contribution while it waits for a peer's state"
+            raise Violation("only the recovered contribute", said, learner.name, copy.fragment)
 
-    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         f = adopt.fragment
         committed = self.oracle.values.get((f, adopt.version))
         if committed != value and (f, adopt.version, value) not in self.oracle.never_were:
-            said = f"{island.name} adopts {value} as version {adopt.version} of fragment {f}, committed is {committed}"
-            raise Violation("Θ is the replay of the journal", said, island.name, f)
-        if adopt.version <= island.adopted[f]:
-            said = f"{island.name} adopts version {adopt.version} of fragment {f} over {island.adopted[f]}"
-            raise Violation("versions +1", said, island.name, f)
-        if island.adopted[f] < self.oracle.least[f] <= adopt.version and adopt.rule != "overwrite":
-            said = f"{island.name} takes version {adopt.version} of fragment {f} by {adopt.rule} after a rollback"
-            raise Violation("a rollback leaves nothing behind", said, island.name, f)
+            said = f"{learner.name} adopts {value} as version {adopt.version} of fragment {f}, committed is {committed}"
+            raise Violation("Θ is the replay of the journal", said, learner.name, f)
+        if adopt.version <= learner.adopted[f]:
+            said = f"{learner.name} adopts version {adopt.version} of fragment {f} over {learner.adopted[f]}"
+            raise Violation("versions +1", said, learner.name, f)
+        if learner.adopted[f] < self.oracle.least[f] <= adopt.version and adopt.rule != "overwrite":
+            said = f"{learner.name} takes version {adopt.version} of fragment {f} by {adopt.rule} after a rollback"
+            raise Violation("a rollback leaves nothing behind", said, learner.name, f)
         if dropped < 0:
-            said = f"{island.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
-            raise Violation("ledger balances", said, island.name, f)
+            said = f"{learner.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
+            raise Violation("ledger balances", said, learner.name, f)
 
-    def blocks(self, island: Training) -> None:
+    def blocks(self, learner: Training) -> None:
         if not self.world.settings.synchronous:
-            raise Violation("no step blocks", f"{island.name} waits after step {island.t}", island.name)
+            raise Violation("no step blocks", f"{learner.name} waits after step {learner.t}", learner.name)
 
-    def heard(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+    def heard(self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
         """A learner heeds no term below the newest it has heard of."""
-        if type(event) is fx.Arrived and event.message.term != island.term:
+        if type(event) is fx.Arrived and event.message.term != learner.term:
             term = event.message.term
-            if term < island.term and any(not isinstance(one, fx.HangUp | fx.Note | fx.Say) for one in effects):
-                said = f"{island.name} heeds term {term} after term {island.term}: {effects}"
-                raise Violation("one fenced writer", said, island.name)
-            island.term = max(island.term, term)
-        self.conduct.heard(island, event, effects)
+            if term < learner.term and any(not isinstance(one, fx.HangUp | fx.Note | fx.Say) for one in effects):
+                said = f"{learner.name} heeds term {term} after term {learner.term}: {effects}"
+                raise Violation("one fenced writer", said, learner.name)
+            learner.term = max(learner.term, term)
+        self.learner_checks.heard(learner, event, effects)
 
 
 def _balances(account: Account, computed: int) -> bool:

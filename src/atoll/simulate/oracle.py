@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.syncer.restoring import undone
-from atoll.simulate.promises import Violation
 from atoll.simulate.samples import Samples
+from atoll.simulate.violation import Violation
 
 if TYPE_CHECKING:
     from atoll.simulate.world import World
@@ -22,7 +22,7 @@ NEAR = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class Payload:
     """A contribution as its learner made it."""
 
     session: str
@@ -36,7 +36,7 @@ class Body:
 class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.bodies: dict[tuple[int, str, int, int], Body] = {}
+        self.payloads: dict[tuple[int, str, int, int], Payload] = {}
         """(term, learner, round, attempt)"""
         self.never_were: set[tuple[int, int, float]] = set()
         """Versions with their values that learners may hold though the disk lost them (durability = "cut")."""
@@ -161,20 +161,20 @@ class Oracle:
         self._versions_at[-1] = list(self.versions)
         self.values.update({(f, version): self.theta[f] for f, version in enumerate(self.versions)})
 
-    def _share(self, record: records.Merged, share: records.Share) -> Body:
+    def _share(self, record: records.Merged, share: records.Share) -> Payload:
         """What really came from this member, which must be what is written of it, and new."""
         f, who = record.fragment, share.learner
-        body = self.bodies.get((self.term, who, record.round, record.attempt))
-        if body is None:
+        payload = self.payloads.get((self.term, who, record.round, record.attempt))
+        if payload is None:
             said = f"round {record.round} merges a contribution of {who} that never came"
             raise Violation("merged at most once", said, who, f)
-        copy = body.copy
+        copy = payload.copy
         told = (share.t, share.steps, share.tokens, share.base, share.total, share.position)
         true = (copy.t, copy.steps, copy.tokens, copy.base, copy.total, copy.position)
-        if told != true or share.incarnation != body.incarnation:
-            said = f"round {record.round}: {share} is written of {who}, {copy} (life {body.incarnation}) came"
+        if told != true or share.incarnation != payload.incarnation:
+            said = f"round {record.round}: {share} is written of {who}, {copy} (life {payload.incarnation}) came"
             raise Violation("merged at most once", said, who, f)
-        if not isfinite(body.delta):
+        if not isfinite(payload.delta):
             raise Violation("no broken numbers are committed", f"round {record.round} merges {who}'s NaN", who, f)
         if copy.steps < 1 or copy.base < 0 or copy.base > self.versions[f]:
             said = f"{who} contributes {copy.steps} steps on version {copy.base} to fragment {f}"
@@ -182,20 +182,20 @@ class Oracle:
         if copy.base < self.least[f]:
             said = f"{who} contributes to fragment {f} on version {copy.base}, rolled back with {self.least[f]}"
             raise Violation("only the recovered contribute", said, who, f)
-        self._steps_once(record.round, body, who, f)
+        self._steps_once(record.round, payload, who, f)
         self.merged_tokens[f] += copy.tokens
         self.samples.merged(record.round, share)
-        return body
+        return payload
 
-    def _steps_once(self, number: int, body: Body, who: str, f: int) -> None:
-        copy, key = body.copy, (body.session, f)
+    def _steps_once(self, number: int, payload: Payload, who: str, f: int) -> None:
+        copy, key = payload.copy, (payload.session, f)
         if copy.t - copy.steps < self._until.get(key, 0):
             said = f"steps {copy.t - copy.steps + 1} to {copy.t} of {who} are merged in round {number}, "
             raise Violation("merged at most once", f"{said}those up to {self._until[key]} are in already", who, f)
         self._until[key] = copy.t
         whole = copy.steps * self.world.gradient(copy.t)
-        if body.plain and abs(body.delta - whole) > NEAR * (1 + abs(whole)):
-            said = f"{copy.steps} steps of {who} on version {copy.base} make Δ = {body.delta}, not {whole}"
+        if payload.plain and abs(payload.delta - whole) > NEAR * (1 + abs(whole)):
+            said = f"{copy.steps} steps of {who} on version {copy.base} make Δ = {payload.delta}, not {whole}"
             raise Violation("Δ is the learner's own steps", said, who, f)
 
     def last_steps(self, session: str) -> list[int]:

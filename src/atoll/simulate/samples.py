@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.protocol.records import Gone, Granted, Share
-from atoll.simulate.promises import Violation
+from atoll.simulate.violation import Violation
 
 NAME = "a data range is issued again only if no fragment has merged it"
 ONE = "a sample is in one holder's hands at a time"

@@ -18,7 +18,7 @@ from atoll.protocol.records import AnyRecord, Ended, Joined, Merged, Played, Str
 from atoll.protocol.settings import Settings
 from atoll.simulate import inject
 from atoll.simulate.faults import Fault
-from atoll.simulate.island import Island
+from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.training import Training
 from atoll.simulate.world import World
 
@@ -29,7 +29,7 @@ _FAULT = re.compile(r"([a-z]+)(?::learner-(\d+))?@(\d+(?:\.\d+)?)\+(\d+(?:\.\d+)
 MOST_S = 1e7
 
 
-class Taped(World):
+class TapeWorld(World):
     """A world that keeps what its training processes are told."""
 
     def __init__(self, settings: Settings, *, seed: int, latency_s: float) -> None:
@@ -38,61 +38,63 @@ class Taped(World):
         self._heard: dict[str, fx.Inform] = {}
         self._stopped: set[str] = set()
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
-        island = super().start_process(name, step_s, kept=kept)
+    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
+        learner = super().start_process(name, step_s, kept=kept)
         began = tape.Began(0, 1, "", "", "cpu", True)
-        self.tapes[island.session] = [began, tape.Supplied(0, (), own=True)]
-        return island
+        self.tapes[learner.session] = [began, tape.Supplied(0, (), own=True)]
+        return learner
 
-    def obey(self, island: Island, effect: fx.LearnerEffect) -> None:
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
         match effect:
             case fx.Own():
-                self._say(island, tape.Owned(island.t))
+                self._say(learner, tape.Owned(learner.t))
             case fx.Forget(reset=reset):
-                self._say(island, tape.Forgot(island.t, reset))
+                self._say(learner, tape.Forgot(learner.t, reset))
             case fx.Inform():
-                self._heard[island.session] = effect
+                self._heard[learner.session] = effect
             case _:
                 pass
-        super().obey(island, effect)
+        super().carry_out_learner_effect(learner, effect)
 
-    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+    def learner_handled(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+    ) -> None:
         match event:
-            case fx.Stepped(t, stopped=True) if island.session not in self._stopped:
-                self._stopped.add(island.session)
-                self._say(island, tape.Stopped(t))
+            case fx.Stepped(t, stopped=True) if learner.session not in self._stopped:
+                self._stopped.add(learner.session)
+                self._say(learner, tape.Stopped(t))
             case fx.Captured(t=t, reason=""):
-                self._say(island, tape.Gave(t))
+                self._say(learner, tape.Gave(t))
             case fx.Taken(ticket, t, ""):
-                self._say(island, tape.Took(t, ticket))
+                self._say(learner, tape.Took(t, ticket))
             case _:
                 pass
-        super().learner_handled(island, event, effects)
+        super().learner_handled(learner, event, effects)
 
-    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
-        assert isinstance(island, Island)
-        gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in island.copies
+    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+        assert isinstance(learner, SimulatedLearner)
+        gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in learner.copies
         rule = "overwrite" if adopt.rule == "carry" and gone else adopt.rule
         copy_t = adopt.copy_t if rule == "carry" and adopt.copy_t is not None else -1
-        self._say(island, tape.Adopted(island.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
-        super().adopted(island, adopt, value, dropped)
+        self._say(learner, tape.Adopted(learner.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
+        super().adopted(learner, adopt, value, dropped)
 
-    def stepped(self, island: Training) -> None:
-        assert isinstance(island, Island)
-        if (heard := self._heard.pop(island.session, None)) is not None:
-            self._say(island, tape.Informed(island.t, heard.committed, heard.progress, heard.global_step))
+    def stepped(self, learner: Training) -> None:
+        assert isinstance(learner, SimulatedLearner)
+        if (heard := self._heard.pop(learner.session, None)) is not None:
+            self._say(learner, tape.Informed(learner.t, heard.committed, heard.progress, heard.global_step))
 
-    def _say(self, island: Island, entry: tape.AnyEntry) -> None:
-        self.tapes[island.session].append(entry)
+    def _say(self, learner: SimulatedLearner, entry: tape.AnyEntry) -> None:
+        self.tapes[learner.session].append(entry)
 
 
 def make_tape(
     settings: Settings, *, step_s: Sequence[float], faults: Sequence[Fault] = (), seed: int = 0, latency_s: float = 0.0
 ) -> list[AnyRecord]:
     """The records of a whole run. `step_s`: how long a step of each learner takes; times are in the same unit."""
-    world = Taped(settings, seed=seed, latency_s=latency_s)
+    world = TapeWorld(settings, seed=seed, latency_s=latency_s)
     world.network.redials = True
-    world.reign.beat()
+    world.simulated_syncer.check_lease()
     for number, seconds in enumerate(step_s):
         world.network.dial_later(world.join(f"learner-{number}", seconds))
     inject.schedule(world, list(faults))
@@ -102,7 +104,7 @@ def make_tape(
     return _records(world)
 
 
-def _records(world: Taped) -> list[AnyRecord]:
+def _records(world: TapeWorld) -> list[AnyRecord]:
     lives: dict[str, Joined] = {}
     lines: list[AnyRecord] = []
     for line in world.disk.journal:

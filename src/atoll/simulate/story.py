@@ -12,16 +12,16 @@ from atoll.protocol import effects as fx
 from atoll.simulate import campaign
 from atoll.simulate.campaign import Outcome, Plan
 from atoll.simulate.faults import Fault
-from atoll.simulate.island import Island
-from atoll.simulate.reign import Reign
 from atoll.simulate.shrink import shrink
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.world import World
 
 LINES = 40
 WIDTH = 160
 
 
-class Told(msgspec.Struct, frozen=True):
+class FailureReport(msgspec.Struct, frozen=True):
     """A broken promise with all it takes to look into it."""
 
     seed: int
@@ -34,7 +34,7 @@ class Told(msgspec.Struct, frozen=True):
     story: tuple[str, ...]
 
 
-class Teller(World):
+class RecordingWorld(World):
     """A world that remembers what was said and done of late."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -52,18 +52,20 @@ class Teller(World):
         self._say(str(note.data.get("learner", "")) or str(note.data.get("members", "")), note.text)
 
     def syncer_handled(
-        self, reign: Reign, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
+        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
     ) -> None:
         if not isinstance(event, fx.Tick):
-            self._say(_whom(event), f"{reign.name} <- {_short(event)}")
+            self._say(_whom(event), f"{syncer.name} <- {_short(event)}")
         for effect in effects:
             if not isinstance(effect, fx.Note):
-                self._say(_whom(effect), f"{reign.name} -> {_short(effect)}")
-        super().syncer_handled(reign, now, event, effects)
+                self._say(_whom(effect), f"{syncer.name} -> {_short(effect)}")
+        super().syncer_handled(syncer, now, event, effects)
 
-    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
-        self._say(island.name, f"{island.session} <- {_short(event)}")
-        super().learner_handled(island, event, effects)
+    def learner_handled(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+    ) -> None:
+        self._say(learner.name, f"{learner.session} <- {_short(event)}")
+        super().learner_handled(learner, event, effects)
 
     def about(self, learner: str, fragment: int, count: int = LINES) -> list[str]:
         """The last lines that concern this learner, or this fragment, or everybody."""
@@ -71,19 +73,19 @@ class Teller(World):
         return [f"{at:9.3f} {text[:WIDTH]}" for at, text in wanted[-count:]]
 
 
-def tell(outcome: Outcome, plan: Plan) -> Told:
+def explain_failure(outcome: Outcome, plan: Plan) -> FailureReport:
     """Shrink the schedule, then run what is left once more and listen."""
 
     def fails(faults: Sequence[Fault]) -> bool:
         return campaign.run(Plan(plan.seed, plan.options, tuple(faults))).invariant == outcome.invariant
 
     fewer = Plan(plan.seed, plan.options, tuple(shrink(plan.faults, fails)))
-    world = campaign.make(fewer, Teller)
-    assert isinstance(world, Teller)
+    world = campaign.make(fewer, RecordingWorld)
+    assert isinstance(world, RecordingWorld)
     last = campaign.run(fewer, world)
     command = f"atoll simulate faults --seed {plan.seed} --learners {outcome.learners}"
     story = tuple(world.about(last.learner, last.fragment))
-    return Told(plan.seed, outcome.learners, last.invariant, last.message, command, fewer.faults, story)
+    return FailureReport(plan.seed, outcome.learners, last.invariant, last.message, command, fewer.faults, story)
 
 
 def _concerns(whom: str, text: str, learner: str, fragment: int) -> bool:

@@ -28,10 +28,10 @@ from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.state import Round
 from atoll.protocol.syncer.watch import PROBE_EVERY_S
-from atoll.simulate.promises import Violation
+from atoll.simulate.violation import Violation
 
 if TYPE_CHECKING:
-    from atoll.simulate.reign import Reign
+    from atoll.simulate.simulated_syncer import SimulatedSyncer
 
 LOOK_S = 1.0
 SAMPLES = 40
@@ -58,8 +58,8 @@ class Timing:
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
 
-    def check(self, reign: Reign, now: float, event: fx.SyncerEvent) -> None:
-        machine = reign.machine
+    def check(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
+        machine = syncer.machine
         if isinstance(event, fx.StoodStill):
             self._due = {key: due + event.seconds for key, due in self._due.items()}
             self._quorum_since = {key: min(now, since + event.seconds) for key, since in self._quorum_since.items()}
@@ -69,33 +69,33 @@ class Timing:
         if isinstance(event, fx.Received) and isinstance(event.message, Progress):
             self._reported(machine.members.learners[event.learner])
         for round_ in machine.rounds.open.values():
-            self._last_steps(reign, now, event, round_)
+            self._last_steps(syncer, now, event, round_)
             if round_.stage == "pulling" and (round_.t, round_.attempt) > self._frozen.get(round_.fragment, (-1, 0)):
                 self._frozen[round_.fragment] = (round_.t, round_.attempt)
-                self._quorum(reign, now, round_)
+                self._quorum(syncer, now, round_)
         if machine.cuts.open is not None and machine.cuts.open.cut != self._cut[0]:
             self._cut = (machine.cuts.open.cut, now, set(machine.cuts.open.awaited))
         if now >= self._next_look and machine.phase not in ("empty", "finished"):
             self._next_look = now + LOOK_S
-            self._look(reign, now)
+            self._look(syncer, now)
 
     def _reported(self, one: Learner) -> None:
         if one.state == "training" and one.versions and min(one.versions) < 0:
             said = f"{one.name} may contribute with versions {one.versions}"
             raise Violation("only the recovered contribute", said, one.name)
 
-    def _look(self, reign: Reign, now: float) -> None:
-        machine = reign.machine
+    def _look(self, syncer: SimulatedSyncer, now: float) -> None:
+        machine = syncer.machine
         for one in machine.members.learners.values():
-            self._learner(reign, now, one)
+            self._learner(syncer, now, one)
         rounds = machine.rounds.open
         if len({round_.fragment for round_ in rounds.values()}) < len(rounds):
             raise Violation("versions +1", f"two rounds of a fragment are under way: {sorted(rounds)}")
         for round_ in rounds.values():
             if round_.stage == "pulling":
-                self._seats(reign, now, round_)
+                self._seats(syncer, now, round_)
             elif round_.stage == "gathering":
-                self._gathers(reign, now, round_)
+                self._gathers(syncer, now, round_)
         cut, since, _ = self._cut
         open_ = machine.cuts.open
         if open_ is not None and open_.cut == cut and open_.awaited and now > since + machine.settings.cut_wait_s:
@@ -103,13 +103,13 @@ class Timing:
                 "a cut never waits for the dead", f"cut {cut} waits for {sorted(open_.awaited)} for too long"
             )
 
-    def _learner(self, reign: Reign, now: float, one: Learner) -> None:
-        settings = reign.machine.settings
+    def _learner(self, syncer: SimulatedSyncer, now: float, one: Learner) -> None:
+        settings = syncer.machine.settings
         if one.connected and now >= one.last_heard + settings.lost_after_s:
             raise Violation(
                 "who says nothing is gone", f"{one.name} was last heard {now - one.last_heard:.1f} s ago", one.name
             )
-        if one.live and now >= reign.machine.members.stall_limit(one):
+        if one.live and now >= syncer.machine.members.stall_limit(one):
             raise Violation(
                 "who makes no steps is not live", f"{one.name} made its last at {one.last_step_at:.1f}", one.name
             )
@@ -123,17 +123,17 @@ class Timing:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def asked(self, reign: Reign, learner: str, pull: Pull) -> None:
+    def asked(self, syncer: SimulatedSyncer, learner: str, pull: Pull) -> None:
         if pull.probe:
             return
         if (key := (learner, pull.round, pull.attempt)) in self._due:
             said = f"attempt {pull.attempt} of round {pull.round} asks {learner} twice"
             raise Violation("an attempt asks once", said, learner, pull.fragment)
-        self._due[key] = reign.clock.read(reign.world.agenda.now) + pull.deadline_s
+        self._due[key] = syncer.clock.read(syncer.world.queue.now) + pull.deadline_s
 
-    def _seats(self, reign: Reign, now: float, round_: Round) -> None:
+    def _seats(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         for seat in round_.asked:
-            learner = reign.machine.members.learners[seat.learner]
+            learner = syncer.machine.members.learners[seat.learner]
             if not learner.connected or learner.incarnation != seat.incarnation:
                 said = f"round {round_.t} waits for {seat.learner} (incarnation {seat.incarnation}), which is gone"
                 raise Violation("a member that dies is left out", said, seat.learner, round_.fragment)
@@ -141,43 +141,43 @@ class Timing:
                 said = f"round {round_.t} waits for {seat.learner} past its deadline"
                 raise Violation("a member that does not answer is left out", said, seat.learner, round_.fragment)
 
-    def _last_steps(self, reign: Reign, now: float, event: fx.SyncerEvent, round_: Round) -> None:
+    def _last_steps(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, round_: Round) -> None:
         """Whether they are lost or dropped where they are left out depends on the rule of adoption; here it shows."""
         for seat in round_.seats.values():
             key = (seat.learner, round_.t, round_.attempt)
             if seat.state != "out" or key in self._out:
                 continue
             self._out.add(key)
-            learner = reign.machine.members.learners[seat.learner]
+            learner = syncer.machine.members.learners[seat.learner]
             is_there = learner.connected and learner.incarnation == seat.incarnation
             if learner.stopped and is_there and now < seat.deadline and _speaker(event) != seat.learner:
                 said = f"round {round_.t} goes on without {seat.learner} before its deadline: {seat.why_out}"
                 raise Violation("last steps are waited for", said, seat.learner, round_.fragment)
 
-    def _quorum(self, reign: Reign, now: float, round_: Round) -> None:
+    def _quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """It asks K, or fewer once K could not be had for a while."""
-        machine = reign.machine
+        machine = syncer.machine
         gathering, settings = machine.rounds.gathering, machine.settings
         if gathering.draining or settings.synchronous:
             return
-        least = self._least(reign, now)
+        least = self._least(syncer, now)
         if len(round_.seats) < least:
             raise Violation("quorum", f"round {round_.t} asks {len(round_.seats)} where {least} are to be had")
 
-    def _least(self, reign: Reign, now: float) -> int:
-        gathering, settings = reign.machine.rounds.gathering, reign.machine.settings
+    def _least(self, syncer: SimulatedSyncer, now: float) -> int:
+        gathering, settings = syncer.machine.rounds.gathering, syncer.machine.settings
         short = gathering._short_since
         if short is None or now < short + settings.patience_s:
             return settings.quorum
-        return max(1, min(settings.quorum, len(reign.machine.members.stepping())))
+        return max(1, min(settings.quorum, len(syncer.machine.members.stepping())))
 
-    def _gathers(self, reign: Reign, now: float, round_: Round) -> None:
-        rounds, settings = reign.machine.rounds, reign.machine.settings
+    def _gathers(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
+        rounds, settings = syncer.machine.rounds, syncer.machine.settings
         gathering, key = rounds.gathering, (round_.t, round_.attempt)
         if gathering.draining or settings.synchronous or round_.due_at is None:
             return
-        ready, live = len(gathering.ready(round_)), len(reign.machine.members.stepping())
-        if ready < self._least(reign, now):
+        ready, live = len(gathering.ready(round_)), len(syncer.machine.members.stepping())
+        if ready < self._least(syncer, now):
             self._quorum_since.pop(key, None)
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
@@ -188,9 +188,9 @@ class Timing:
             said = f"round {round_.t} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"
             raise Violation("no round waits without need", said, fragment=round_.fragment)
 
-    def committed(self, reign: Reign, data: Any) -> None:
+    def committed(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
-        machine = reign.machine
+        machine = syncer.machine
         if machine.rounds.gathering.draining or machine.settings.synchronous or machine.phase != "running":
             return
         if since := [member["since"] for member in data["members"] if member["since"] is not None]:

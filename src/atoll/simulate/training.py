@@ -16,7 +16,7 @@ from atoll.simulate.data import Leased
 from atoll.simulate.leaving import Leaving
 
 if TYPE_CHECKING:
-    from atoll.simulate.states import Given
+    from atoll.simulate.peer_states import Given
     from atoll.simulate.world import World
 
 FIRST_LEASE_S = 30.0
@@ -74,7 +74,7 @@ class Training:
         """What the model was after every step; only where a world keeps it."""
         self.adoptions: list[tuple[int, int, int]] = []
         """(t, fragment, version), likewise."""
-        self.born_at = world.agenda.now
+        self.born_at = world.queue.now
         self.stepped_at = -1.0
         """When the last step ended, if the next follows on it without a stop between."""
         self._turn = 0
@@ -97,7 +97,7 @@ class Training:
         self.dropped = [0] * self.fragments
         self.missed = [0] * self.fragments
 
-    def hear(self, event: fx.LearnerEvent) -> object:
+    def handle_event(self, event: fx.LearnerEvent) -> object:
         """The courier is told."""
         raise NotImplementedError
 
@@ -126,11 +126,11 @@ class Training:
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
-    def soon(self) -> None:
+    def wake_soon(self) -> None:
         """Orders take effect once all effects of an event are carried out."""
         if not self._is_soon and (not self.training or self.stopped or self.blocked):
             self._is_soon = True
-            self.world.agenda.later(0.0, self.if_idle)
+            self.world.queue.call_later(0.0, self.if_idle)
 
     def if_idle(self) -> object:
         """A learner that waits (at a hold, before its first step, after its last) serves at once."""
@@ -150,7 +150,7 @@ class Training:
         else:
             return False
         if self.stopped and self.leaving.is_due(self.world.now, self):
-            self.go()
+            self.leave_now()
         return None
 
     def _begin(self) -> None:
@@ -167,17 +167,17 @@ class Training:
     def _has_data(self) -> bool:
         if self.leased is None or self.leased.ready:
             return True
-        left = self.born_at + FIRST_LEASE_S - self.world.agenda.now
+        left = self.born_at + FIRST_LEASE_S - self.world.queue.now
         if left <= 0:
             self.leased = None
             return True
-        self.world.agenda.later(left, self.soon)
+        self.world.queue.call_later(left, self.wake_soon)
         return False
 
     def _set_going(self) -> None:
         self._turn += 1
-        self.stepped_at = self.world.agenda.now
-        self.world.agenda.later(self.world.step_s(self), self._train, self._turn)
+        self.stepped_at = self.world.queue.now
+        self.world.queue.call_later(self.world.step_s(self), self._train, self._turn)
 
     def _train(self, turn: int) -> object:
         if turn != self._turn or not self.alive or self.stopped or self.paused or self.frozen or self.blocked:
@@ -197,12 +197,12 @@ class Training:
         self.serve()
         self.adopt_arrived()
         self.make_copies()
-        self.hear(self.stepped_event())
+        self.handle_event(self.stepped_event())
         self.adopt_arrived()
         if self.holding() and not self.done and not self.leaving.why:
             self.blocked = True
             world.blocks(self)
-            self.soon()
+            self.wake_soon()
         else:
             self._go_on()
         return None
@@ -214,7 +214,7 @@ class Training:
             self._set_going()
 
     def go_on_after_a_pause(self) -> None:
-        self.soon()
+        self.wake_soon()
         if self.training and not self.stopped and not self.blocked:
             self._set_going()
 
@@ -222,8 +222,8 @@ class Training:
         if (self.done or self.leaving.why) and not self.stopped:
             self.stopped = True
             self._wait_to_go()
-            self.hear(self.stepped_event())
-            self.soon()
+            self.handle_event(self.stepped_event())
+            self.wake_soon()
         return self.stopped
 
     def leave(self, why: str, *, hurried: bool = False) -> object:
@@ -233,14 +233,14 @@ class Training:
         self.leaving.ask(why, hurried=hurried)
         if self.stopped:
             self._wait_to_go()
-        self.soon()
+        self.wake_soon()
         return None
 
     def _wait_to_go(self) -> None:
         if self.leaving.why:
-            self.world.agenda.later(self.leaving.begin(self.world.now, self), self.if_idle)
+            self.world.queue.call_later(self.leaving.begin(self.world.now, self), self.if_idle)
 
-    def go(self) -> None:
+    def leave_now(self) -> None:
         """It has given what it could, and leaves."""
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class Training:
         self.done, self.over, self.failed = True, self.over or final, failed
         self.leaving.run_ends = True
         self.holds.clear()
-        self.soon()
+        self.wake_soon()
         return None
 
     def stepped_event(self) -> fx.Stepped:
@@ -281,7 +281,7 @@ class Training:
         counters = (self.t, self.steps[f], self.tokens[f], self.adopted[f], self.tokens_total, position)
         fact = fx.Copied(number, f, *counters)
         self.copies[f, self.t] = Copy(self.theta[f], self.base[f], fact)
-        self.hear(fact)
+        self.handle_event(fact)
 
     def adopt_arrived(self) -> None:
         if not self.inbox:
@@ -317,4 +317,4 @@ class Training:
             del self.copies[key]  # it was made on another base
         for number in [n for n in self.holds if n % self.fragments == f and n <= adopt.round]:
             del self.holds[number]
-        self.hear(fx.Adopted(f, adopt.version, self.t, steps, tokens, dropped, missed))
+        self.handle_event(fx.Adopted(f, adopt.version, self.t, steps, tokens, dropped, missed))

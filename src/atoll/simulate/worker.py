@@ -7,29 +7,29 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from atoll.simulate import campaign, many
+from atoll.simulate import campaign, worker_pool
 from atoll.simulate.campaign import Outcome
-from atoll.simulate.story import Told, tell
+from atoll.simulate.story import FailureReport, explain_failure
 
 
 class Report(msgspec.Struct, frozen=True):
     """What became of one seed."""
 
     outcome: Outcome
-    told: Told | None = None
+    told: FailureReport | None = None
     """Where a promise was broken."""
 
 
 def report(seed: int, learners: int | None, *, traced: bool = True) -> Report:
     plan = campaign.plan(seed, learners)
     outcome = campaign.run(plan, campaign.make(plan, traced=traced))
-    return Report(outcome, tell(outcome, plan) if outcome.invariant else None)
+    return Report(outcome, explain_failure(outcome, plan) if outcome.invariant else None)
 
 
 def all_of(seeds: Sequence[int], learners: int | None, workers: int) -> Iterator[Report]:
     """On so many cores."""
     arguments = () if learners is None else (str(learners),)
-    for line in many.run("atoll.simulate.worker", [str(seed) for seed in seeds], workers, *arguments):
+    for line in worker_pool.run("atoll.simulate.worker", [str(seed) for seed in seeds], workers, *arguments):
         yield msgspec.json.decode(line, type=Report)
 
 
@@ -39,7 +39,7 @@ def reports(lines: Iterator[str], learners: int | None) -> Iterator[bytes]:
 
 
 def main(arguments: list[str]) -> None:
-    many.serve(lambda lines: reports(lines, int(arguments[0]) if arguments else None))
+    worker_pool.serve(lambda lines: reports(lines, int(arguments[0]) if arguments else None))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A world of virtual time: the shipped state machines, one number per fragment, and whatever happens to them.
 
-Learners are islands (island.py, training.py), the syncer is a reign (reign.py), between them lies the network
-(network.py, bodies.py) and under the syncer a disk (disk.py). What must hold is checked after every event and at every
-effect (invariants.py). Everything that is left to chance comes from one seeded source.
+A learner is a training process and its courier (simulated_learner.py, training.py), the syncer a process with effects
+in order (simulated_syncer.py). Between them lies the network (network.py, payloads.py), under the syncer a disk
+(disk.py). What must hold is checked after every event and at every effect (invariants.py). Everything that is left to
+chance comes from one seeded source.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.agenda import Agenda
-from atoll.simulate.bodies import Bodies
 from atoll.simulate.disk import AGAIN_S, Disk
+from atoll.simulate.event_queue import EventQueue
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
-from atoll.simulate.island import Island
 from atoll.simulate.network import Connection
-from atoll.simulate.reign import Reign
+from atoll.simulate.payloads import PayloadNetwork
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.trace import Trace
 from atoll.simulate.training import Training
 
@@ -53,7 +54,7 @@ class World:
     ) -> None:
         self.settings = settings
         self.begun = records.Begun("run", settings, {}, (), "plan")
-        self.agenda, self.random = Agenda(), random.Random(seed)
+        self.queue, self.random = EventQueue(), random.Random(seed)
         self.trace = trace
         self.events = 0
         """A machine is told something, a training process makes a step, or something else happens."""
@@ -70,175 +71,180 @@ class World:
         self.overflow = False
         """And their outer state with it."""
         self.finished = False
-        self.islands: dict[str, Island] = {}
+        self.learners: dict[str, SimulatedLearner] = {}
         """By name, the newest process of that name."""
-        self.processes: list[Island] = []
+        self.processes: list[SimulatedLearner] = []
         """All that live."""
         self._sessions = 0
         self.disk = Disk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
-        self.network = Bodies(self, latency_s, jitter)
-        self.reign = Reign(self, History(self.begun), [theta] * settings.fragments)
+        self.network = PayloadNetwork(self, latency_s, jitter)
+        self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
-        self.reigns = [self.reign]
+        self.simulated_syncers = [self.simulated_syncer]
         """Every syncer's process that lives."""
         self.invariants = Invariants(self)
 
     @property
     def now(self) -> float:
-        return self.agenda.now
+        return self.queue.now
 
     @property
     def syncer(self) -> Syncer:
-        return self.reign.machine
+        return self.simulated_syncer.machine
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Let the next thing happen. One that no machine is told of counts as an event of its own."""
         before = self.events
-        if self.agenda.step() and self.events == before:
+        if self.queue.step() and self.events == before:
             self.events += 1
 
     def run(self, until: float, most_events: float = inf) -> None:
         """To this moment, the end, or so many events."""
-        agenda, queue = self.agenda, self.agenda.queue
-        while queue and queue[0][0] <= until and not self.finished and self.events < most_events:
+        queue, heap = self.queue, self.queue.heap
+        while heap and heap[0][0] <= until and not self.finished and self.events < most_events:
             before = self.events
-            agenda.now, _, action, arguments = heappop(queue)
+            queue.now, _, action, arguments = heappop(heap)
             if action(*arguments) is not False and self.events == before:
                 self.events += 1
 
     # ---- machines -----------------------------------------------------------------------------------------------
 
-    def tell(self, reign: Reign, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
-        return reign.tell(event, least)
+    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+        return syncer.handle_event(event, least)
 
     def syncer_handled(
-        self, reign: Reign, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
+        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
     ) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(now, reign.name, event, effects)
-        self.invariants.check(reign, now, event)
+            self.trace.add(now, syncer.name, event, effects)
+        self.invariants.check(syncer, now, event)
 
-    def learner_handled(self, island: Island, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+    def learner_handled(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+    ) -> None:
         self.events += 1
         if self.trace is not None:
-            self.trace.add(self.agenda.now, island.session, event, effects)
-        self.invariants.heard(island, event, effects)
+            self.trace.add(self.queue.now, learner.session, event, effects)
+        self.invariants.heard(learner, event, effects)
 
-    def carry_out(self, reign: Reign, effect: fx.SyncerEffect) -> None:
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
-        self.invariants.see(reign, effect)
-        reign.carry_out(effect)
-        if self.crash is not None and reign.alive and self.crash(effect, "after"):
+        self.invariants.see(syncer, effect)
+        syncer.carry_out(effect)
+        if self.crash is not None and syncer.alive and self.crash(effect, "after"):
             self.crash_syncer()
 
-    def obey(self, island: Island, effect: fx.LearnerEffect) -> None:
-        island.obey(effect)
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+        learner.carry_out(effect)
 
     # ---- learners -----------------------------------------------------------------------------------------------
 
-    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> Island:
+    def join(self, name: str, step_s: float = 1.0, *, kept: bool = False) -> SimulatedLearner:
         """A new training process under this name, not connected yet; the one before it is gone."""
-        if (old := self.islands.get(name)) is not None and old.alive:
+        if (old := self.learners.get(name)) is not None and old.alive:
             self.end_process(old)
         return self.start_process(name, step_s, kept=kept)
 
-    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> Island:
+    def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
         self._sessions += 1
         session = f"{name}/{self._sessions}"
-        island = Island(self, name, session, step_s, self.gradient, kept=kept, data=self.data)
-        self.islands[name] = island
-        self.processes.append(island)
-        return island
+        learner = SimulatedLearner(self, name, session, step_s, self.gradient, kept=kept, data=self.data)
+        self.learners[name] = learner
+        self.processes.append(learner)
+        return learner
 
-    def end_process(self, island: Island) -> None:
+    def end_process(self, learner: SimulatedLearner) -> None:
         """Without a word: who is connected to it has to notice."""
-        island.alive = False
-        island.connection = None
-        self.processes = [one for one in self.processes if one is not island]
+        learner.alive = False
+        learner.connection = None
+        self.processes = [one for one in self.processes if one is not learner]
 
-    def kill(self, island: Island, reason: str = "killed") -> None:
+    def kill(self, learner: SimulatedLearner, reason: str = "killed") -> None:
         """Its host closes its connections."""
-        if (connection := island.connection) is not None:
+        if (connection := learner.connection) is not None:
             self.network.closed_by(connection, reason)
-        self.end_process(island)
+        self.end_process(learner)
 
-    def connections(self, island: Island) -> list[Connection]:
+    def connections(self, learner: SimulatedLearner) -> list[Connection]:
         """Those of which one end still stands."""
-        found = [island.connection] if island.connection is not None else []
-        for reign in self.reigns:
-            connection = reign.channels.get(island.name)
-            if connection is not None and connection.island is island and connection not in found:
+        found = [learner.connection] if learner.connection is not None else []
+        for syncer in self.simulated_syncers:
+            connection = syncer.channels.get(learner.name)
+            if connection is not None and connection.learner is learner and connection not in found:
                 found.append(connection)
         return found
 
-    def syncer_at(self, island: Island) -> Reign | None:
+    def syncer_at(self, learner: SimulatedLearner) -> SimulatedSyncer | None:
         """Whom a dial reaches: of several syncers any."""
-        alive = [reign for reign in self.reigns if reign.alive]
+        alive = [syncer for syncer in self.simulated_syncers if syncer.alive]
         return alive[0] if len(alive) == 1 else self.random.choice(alive) if alive else None
 
     # ---- the syncer ---------------------------------------------------------------------------------------------
 
     def crash_syncer(self, down_s: float | None = None, *, power: bool = False) -> None:
         """Its process dies (`power`: with its machine); a new one reads what is durable, in a new term."""
-        for reign in self.reigns if power else [self.reign]:
-            reign.end("the syncer died")
-        self.reigns = [reign for reign in self.reigns if reign.alive]
+        for syncer in self.simulated_syncers if power else [self.simulated_syncer]:
+            syncer.end("the syncer died")
+        self.simulated_syncers = [syncer for syncer in self.simulated_syncers if syncer.alive]
         if power:
             self.disk.power_cut()
-        self.agenda.later(self.down_s if down_s is None else down_s, self.new_reign, self.disk.claim)
+        self.queue.call_later(self.down_s if down_s is None else down_s, self.start_syncer, self.disk.claim)
 
-    def syncer_failed(self, reign: Reign, reason: str) -> None:
+    def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None:
         """It ended by itself; whoever watches it starts another."""
-        reign.end(reason)
-        self.reigns = [one for one in self.reigns if one.alive]
-        self.agenda.later(self.down_s, self.new_reign, reign.term)
+        syncer.end(reason)
+        self.simulated_syncers = [one for one in self.simulated_syncers if one.alive]
+        self.queue.call_later(self.down_s, self.start_syncer, syncer.term)
 
-    def new_reign(self, after: int) -> object:
+    def start_syncer(self, after: int) -> object:
         """The successor of that term, unless it has one."""
         if self.disk.claim != after or self.finished:
             return False
         if self.disk.full or self.disk.broken:
-            self.agenda.later(self.down_s, self.new_reign, after)
+            self.queue.call_later(self.down_s, self.start_syncer, after)
             return None
         history, theta = self.disk.recover(self.outer_lr)
-        self.disk.reign(history)
-        before, self.reign = self.reign, Reign(self, history, theta or list(before_start(self)))
-        self.reigns = [reign for reign in (*self.reigns, self.reign) if reign.alive]
-        self.reign.clock.ahead_s = before.clock.ahead_s
-        self.invariants.restarted(self.reign)
-        self.begin(self.reign)
+        self.disk.claim_term(history)
+        before, self.simulated_syncer = (
+            self.simulated_syncer,
+            SimulatedSyncer(self, history, theta or list(before_start(self))),
+        )
+        self.simulated_syncers = [syncer for syncer in (*self.simulated_syncers, self.simulated_syncer) if syncer.alive]
+        self.simulated_syncer.clock.ahead_s = before.clock.ahead_s
+        self.invariants.restarted(self.simulated_syncer)
+        self.begin(self.simulated_syncer)
         return None
 
-    def begin(self, reign: Reign) -> None:
-        self.tell(reign, fx.Tick())
-        reign.beat()
+    def begin(self, syncer: SimulatedSyncer) -> None:
+        self.deliver(syncer, fx.Tick())
+        syncer.check_lease()
 
-    def finishing(self, reign: Reign) -> None:
+    def finishing(self, syncer: SimulatedSyncer) -> None:
         """The committed versions are the result; whoever is still there fetches the last of them."""
-        self.agenda.later(20 * self.network.latency_s + 2.0, self.close, reign)
+        self.queue.call_later(20 * self.network.latency_s + 2.0, self.close, syncer)
 
-    def close(self, reign: Reign) -> object:
-        if not reign.alive:
+    def close(self, syncer: SimulatedSyncer) -> object:
+        if not syncer.alive:
             return False
-        if reign.paused:
-            self.agenda.later(1.0, self.close, reign)
+        if syncer.paused:
+            self.queue.call_later(1.0, self.close, syncer)
             return False
-        self.tell(reign, fx.Over())
-        return self._finish_when_written(reign)
+        self.deliver(syncer, fx.Over())
+        return self._finish_when_written(syncer)
 
-    def _finish_when_written(self, reign: Reign) -> object:
+    def _finish_when_written(self, syncer: SimulatedSyncer) -> object:
         """As the service does: it is over once its last records are durable. One that finds then that another term was
         claimed, or whose disk fails, ends without them, and its successor brings the run to its end."""
-        if not reign.alive:
+        if not syncer.alive:
             return False
-        if reign.has_unwritten:
-            self.agenda.later(AGAIN_S, self._finish_when_written, reign)
+        if syncer.has_unwritten:
+            self.queue.call_later(AGAIN_S, self._finish_when_written, syncer)
             return False
         self.finished = True
         return None
@@ -253,18 +259,18 @@ class World:
             return fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
         return fx.Merged(merge.round, "digest")
 
-    def adopted(self, island: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
-        self.invariants.adopted(island, adopt, value, dropped)
+        self.invariants.adopted(learner, adopt, value, dropped)
 
-    def blocks(self, island: Training) -> None:
-        self.invariants.blocks(island)
+    def blocks(self, learner: Training) -> None:
+        self.invariants.blocks(learner)
 
-    def step_s(self, island: Training) -> float:
+    def step_s(self, learner: Training) -> float:
         """How long the step takes that begins now."""
-        return island.step_s
+        return learner.step_s
 
-    def stepped(self, island: Training) -> None:
+    def stepped(self, learner: Training) -> None:
         """A step is behind it."""
 
     def happened(self, fault: Fault) -> None:
@@ -273,7 +279,7 @@ class World:
     def noted(self, note: fx.Note) -> None:
         """For those that keep a story."""
 
-    def informed(self, island: Island, progress: float) -> None:
+    def informed(self, learner: SimulatedLearner, progress: float) -> None:
         """A learner heard how far the run is."""
 
     def cut_complete(self, cut: fx.CompleteCut) -> None:

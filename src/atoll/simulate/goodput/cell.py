@@ -73,7 +73,7 @@ def run(job: Job) -> Outcome:
 
 def live(job: Job) -> tuple[Outcome, list[list[Stretch]]]:
     """The experiment, and every learner's life in it."""
-    learners = islands(job)
+    learners = draw_learners(job)
     span_s = job.hours * 3600
     lives = [[_begin(job, one)] for one in learners]
     rounds = _play(job, learners, lives, span_s)
@@ -95,7 +95,7 @@ def _begin(job: Job, chips: Chips) -> Stretch:
     return chips.start(chips.dice.choice(starts)) if starts else chips.settle(-job.profile.settled_s)
 
 
-def islands(job: Job) -> list[Chips]:
+def draw_learners(job: Job) -> list[Chips]:
     """The learners, each with its chips, its speed and its own dice; those of a region share what strikes it."""
     profile, alone = job.profile, job.method in ALONE
     dice = random.Random(f"{job.seed}/{job.method}/{job.learners}/{job.chips}")
@@ -105,10 +105,10 @@ def islands(job: Job) -> list[Chips]:
     ]
     if alone:  # one learner that lies in every region: it has what strikes any of them
         everywhere = sorted((one for region in regions for one in region), key=lambda one: one.at)
-        return [_island(job, dice, 1.0 + profile.speed.spread, 1.0 + profile.speed.spread / 2, None, everywhere)]
+        return [_draw_learner(job, dice, 1.0 + profile.speed.spread, 1.0 + profile.speed.spread / 2, None, everywhere)]
     extra, plan = profile.scavenged, Plan(profile.scavenged.from_h, profile.scavenged.to_h)
     return [
-        _island(
+        _draw_learner(
             job, dice, _slowness(profile, number % job.learners, job.learners), None, by, regions[number % len(regions)]
         )
         for number in range(job.learners + extra.learners)
@@ -116,7 +116,7 @@ def islands(job: Job) -> list[Chips]:
     ]
 
 
-def _island(
+def _draw_learner(
     job: Job, dice: random.Random, slowness: float, own: float | None, plan: Plan | None, regional: Sequence[object]
 ) -> Chips:
     return Chips(

@@ -79,9 +79,9 @@ class Played(World):
         self._shares: list[float] = []
         self._profile = profile
         self.network.redials = True
-        self.reign.beat()
+        self.simulated_syncer.check_lease()
         for name, life in self.lives.items():
-            self.agenda.later(life[-1].end, self._come_back, name)
+            self.queue.call_later(life[-1].end, self._come_back, name)
         self._crash_later(random.Random(seed))
 
     def play(self, rounds: int, until: float) -> Rounds:
@@ -101,9 +101,9 @@ class Played(World):
     def committed(self) -> int:
         return self.syncer.committed
 
-    def step_s(self, island: Training) -> float:
+    def step_s(self, learner: Training) -> float:
         """How long it is to the end of the step that begins now."""
-        name, now = island.name, self.now
+        name, now = learner.name, self.now
         chips, life = self.chips[name], self.lives[name]
         if now > (reached := life[-1].end):
             life.append(Stretch(reached, now, "waiting" if self.settings.synchronous else "recovering"))
@@ -114,14 +114,14 @@ class Played(World):
                 gone_at = stretch.start
             now = stretch.end
         if gone_at is not None:
-            self.agenda.later(gone_at - self.now, self._vanish, name)
-            self.agenda.later(now - self.now, self._come_back, name)
+            self.queue.call_later(gone_at - self.now, self._vanish, name)
+            self.queue.call_later(now - self.now, self._come_back, name)
             return now - self.now + NEVER_S
         life.append(chips.step(now, most=1))
         return life[-1].end - self.now
 
     def _vanish(self, name: str) -> None:
-        self.kill(self.islands[name], "it lost its last slice")
+        self.kill(self.learners[name], "it lost its last slice")
 
     def _come_back(self, name: str) -> None:
         """Another process takes its place."""
@@ -130,7 +130,7 @@ class Played(World):
     def _crash_later(self, dice: random.Random) -> None:
         outages = self._profile.syncer
         if outages.mtbf_s:
-            self.agenda.later(dice.expovariate(1 / outages.mtbf_s), self._crash, dice)
+            self.queue.call_later(dice.expovariate(1 / outages.mtbf_s), self._crash, dice)
 
     def _crash(self, dice: random.Random) -> None:
         self.crash_syncer(self._profile.syncer.down_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from atoll.simulate import many
+from atoll.simulate import worker_pool
 from atoll.simulate.goodput.cell import ALONE, WAITING, Cell, Job, Method, Outcome, gather, run
 from atoll.simulate.goodput.profile import Profile
 
@@ -73,7 +73,7 @@ def _answers(jobs: Sequence[Job], workers: int) -> Iterator[Answer]:
     # The longest first, or one core would be left alone with them at the end.
     order = sorted(range(len(jobs)), key=lambda index: -jobs[index].learners * jobs[index].rounds)
     lines = [msgspec.json.encode(Question(index, jobs[index])).decode() for index in order]
-    for line in many.run("atoll.simulate.goodput.table", lines, workers):
+    for line in worker_pool.run("atoll.simulate.goodput.table", lines, workers):
         yield msgspec.json.decode(line, type=Answer)
 
 
@@ -84,4 +84,4 @@ def _serve(lines: Iterator[str]) -> Iterator[bytes]:
 
 
 if __name__ == "__main__":
-    many.serve(_serve)
+    worker_pool.serve(_serve)

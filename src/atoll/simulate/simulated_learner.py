@@ -1,4 +1,5 @@
-"""An island: a training process with its courier, which runs the learner's state machine and does all its talking."""
+"""A simulated learner: a training process and its courier, which runs the learner's state machine and sends its
+messages."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ from typing import TYPE_CHECKING
 from atoll.protocol import effects as fx
 from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
-from atoll.simulate import states
+from atoll.simulate import peer_states
 from atoll.simulate.clocks import HostClock
 from atoll.simulate.data import Leased
-from atoll.simulate.oracle import Body
+from atoll.simulate.oracle import Payload
 from atoll.simulate.training import Training
 
 if TYPE_CHECKING:
     from atoll.simulate.network import Connection
-    from atoll.simulate.reign import Reign
+    from atoll.simulate.simulated_syncer import SimulatedSyncer
     from atoll.simulate.world import World
 
 TENSORS = (TensorSpec("w", (1,), "float32"),)
 MUTE_S = 30.0
-"""After this time a body that never moves is given up."""
+"""After this time a payload that never moves is given up."""
 NOT_FINITE = "3 of 4 values are not finite"
 
 
-class Island(Training):
+class SimulatedLearner(Training):
     def __init__(
         self,
         world: World,
@@ -46,7 +47,7 @@ class Island(Training):
         self.courier = True
         """False: the courier is dead, nobody has started another yet."""
         self.answers = True
-        """False: it reports but its bodies never arrive."""
+        """False: it reports but its payloads never arrive."""
         self.saves = True
         """False: it never comes to save its part of a cut."""
         self.silent = False
@@ -63,16 +64,16 @@ class Island(Training):
         self.informed: list[float] = []
         if data is not None:
             self.leased = Leased(data.batch)
-            self.hear(data)
+            self.handle_event(data)
 
     @property
     def linked(self) -> bool:
         return self.connection is not None
 
     @property
-    def reign(self) -> Reign | None:
+    def syncer(self) -> SimulatedSyncer | None:
         """The syncer it believes itself connected to."""
-        return self.connection.reign if self.connection is not None else None
+        return self.connection.syncer if self.connection is not None else None
 
     @property
     def reachable(self) -> bool:
@@ -80,25 +81,25 @@ class Island(Training):
 
     def serve(self) -> None:
         if self.capture or self.arrived is not None:
-            states.serve(self)
+            peer_states.serve(self)
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
-    def hear(self, event: fx.LearnerEvent, least: float = 0.0) -> object:
+    def handle_event(self, event: fx.LearnerEvent, least: float = 0.0) -> object:
         if not self.alive or not self.courier:
             return False
         if self.frozen:
             self.backlog.append(event)
             return None
         world, machine = self.world, self.machine
-        now = self.clock.read(world.agenda.now, least)
+        now = self.clock.read(world.queue.now, least)
         effects = machine.handle(now, event)
         world.learner_handled(self, event, effects)
         for effect in effects:
-            world.obey(self, effect)
+            world.carry_out_learner_effect(self, effect)
         if (wake := machine.wake_at) is not None and wake < self._alarm:
             self._alarm = wake
-            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, wake)
+            world.queue.call_later(self.clock.when(wake) - world.queue.now, self._wake, wake)
         return None
 
     def _wake(self, alarm: float) -> object:
@@ -110,23 +111,23 @@ class Island(Training):
             return False
         if wake > alarm:
             self._alarm = wake
-            self.world.agenda.later(self.clock.when(wake) - self.world.agenda.now, self._wake, wake)
+            self.world.queue.call_later(self.clock.when(wake) - self.world.queue.now, self._wake, wake)
             return False
-        return self.hear(fx.Tick(), wake)
+        return self.handle_event(fx.Tick(), wake)
 
     def jump(self, seconds: float) -> None:
         """Its clock goes forward; whatever is due by it now is dealt with."""
         self.clock.jump(seconds)
         self._alarm = inf
-        self.hear(fx.Tick())
+        self.handle_event(fx.Tick())
 
     def thaw(self) -> None:
         """The host runs again: what came meanwhile is dealt with first."""
         self.frozen = False
         events, self.backlog = self.backlog, []
         for event in events:
-            self.hear(event)
-        self.hear(fx.Tick())
+            self.handle_event(event)
+        self.handle_event(fx.Tick())
         if not self.paused:
             self.go_on_after_a_pause()
 
@@ -136,7 +137,7 @@ class Island(Training):
         self.backlog = []
         self.drop_orders()
         self.capture, self.given, self.fetching, self.arrived = 0, {}, "", None
-        self.soon()
+        self.wake_soon()
 
     def new_courier(self) -> None:
         """It takes over what the shared memory and the training process say."""
@@ -146,11 +147,11 @@ class Island(Training):
         stepped = self.stepped_event()
         self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits, term=old.term)
         if self.data is not None and self.leased is not None:
-            self.hear(self.data)
+            self.handle_event(self.data)
 
     # ---- what the machine wants ---------------------------------------------------------------------------------
 
-    def obey(self, effect: fx.LearnerEffect) -> None:
+    def carry_out(self, effect: fx.LearnerEffect) -> None:
         match effect:
             case fx.Say(message):
                 self._say(message)
@@ -158,7 +159,7 @@ class Island(Training):
                 self.world.informed(self, progress)
             case fx.Read(round=number):
                 self.reads[number] = effect
-                self.soon()
+                self.wake_soon()
             case fx.Drop(fragment, t):
                 if (copy := self.copies.get((fragment, t))) is not None and not copy.sent:
                     del self.copies[fragment, t]
@@ -166,24 +167,24 @@ class Island(Training):
                 self.world.network.fetch(self, fragment)
             case fx.Adopt():
                 self.inbox.append((effect, self.fetched[effect.fragment]))
-                self.soon()
+                self.wake_soon()
             case fx.Upload(number, attempt, fragment):
                 self._upload(number, attempt, fragment)
             case fx.CancelRead(number):
                 self.reads.pop(number, None)
             case fx.Hold(number, step):
                 self.holds[number] = step
-                self.soon()
+                self.wake_soon()
             case fx.LetGo(number):
                 self.holds.pop(number, None)
-                self.soon()
+                self.wake_soon()
             case fx.Own():
                 self.adopted = [0] * self.fragments
                 self.plain = self.plain and self.theta == self.base
-                self.soon()
+                self.wake_soon()
             case fx.Forget(reset=reset):
                 self.forget(reset)
-                self.soon()
+                self.wake_soon()
             case fx.Save(cut):
                 self._save(cut)
             case fx.Supply(ranges, over, own):
@@ -191,11 +192,11 @@ class Island(Training):
             case fx.UploadAll():
                 self.world.network.upload_all(self)
             case fx.HangUp(reason):
-                self.world.network.hang_up(self, reason)
+                self.world.network.disconnect(self, reason)
             case fx.Stop(final=final, failed=failed):
-                self.world.agenda.later(0.0 if final else self.world.courier_s, self.stop, final, failed)
+                self.world.queue.call_later(0.0 if final else self.world.courier_s, self.stop, final, failed)
             case fx.Drain(reason):
-                self.world.agenda.later(self.world.courier_s, self.leave, reason)
+                self.world.queue.call_later(self.world.courier_s, self.leave, reason)
             case fx.Note():
                 self.world.noted(effect)
             case _:
@@ -207,24 +208,24 @@ class Island(Training):
                 self.waits = True
             case fx.Begin():
                 self.waits = False
-                self.soon()
+                self.wake_soon()
             case fx.Capture(number):
                 self.capture = number
-                self.soon()
+                self.wake_soon()
             case fx.Give(number, ticket):
                 self.given[number].tickets.add(ticket)
             case fx.PassOn(ticket):
-                states.pass_on(self, ticket)
+                peer_states.pass_on(self, ticket)
             case fx.TakeBack(ticket):
-                states.take_back(self, ticket)
+                peer_states.take_back(self, ticket)
             case fx.Dispose(number):
                 self.given.pop(number, None)
             case fx.FetchState(ticket, direct=direct):
-                states.fetch(self, ticket, direct)
+                peer_states.fetch(self, ticket, direct)
             case fx.LeaveState():
                 self.fetching = ""
             case fx.TakeState():
-                self.soon()
+                self.wake_soon()
             case _:
                 raise AssertionError(f"nobody carries out {effect}")
 
@@ -241,7 +242,7 @@ class Island(Training):
         self.world.invariants.drains.begins(self)
         return None
 
-    def go(self) -> None:
+    def leave_now(self) -> None:
         self.leaving.left = True
         self.world.invariants.drains.leaves(self)
         self.world.network.leave(self, self.leaving.why)
@@ -259,23 +260,23 @@ class Island(Training):
     def _upload(self, number: int, attempt: int, fragment: int) -> None:
         if not self.answers:
             failed = fx.UploadFailed(number, attempt, "it got stuck")
-            self.world.agenda.later(MUTE_S, self.world.network.if_same, self, self.machine, failed)
+            self.world.queue.call_later(MUTE_S, self.world.network.if_same, self, self.machine, failed)
             return
         copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
         copy.sent = True
         delta = float("nan") if self.broken else copy.base - copy.value
         self.world.invariants.sends(self, copy.fact)
-        body = Body(self.session, self.machine.incarnation, copy.fact, delta, self.plain)
-        self.world.network.upload(self, number, attempt, body)
+        payload = Payload(self.session, self.machine.incarnation, copy.fact, delta, self.plain)
+        self.world.network.upload(self, number, attempt, payload)
 
     def _save(self, cut: int) -> None:
         if self.saves:
             fact = fx.Saved(cut, self.t, "file", "digest")
-            self.world.agenda.later(self.world.network.delay(), self.hear, fact)
+            self.world.queue.call_later(self.world.network.delay(), self.handle_event, fact)
 
     def _supply(self, supply: fx.Supply) -> None:
         if supply.own:
             self.leased = self.data = None
         elif self.leased is not None:
             self.leased.supply(supply.ranges, supply.over)
-        self.soon()
+        self.wake_soon()

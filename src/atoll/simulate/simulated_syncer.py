@@ -21,16 +21,16 @@ from atoll.simulate.disk import AGAIN_S, Entry
 
 if TYPE_CHECKING:
     from atoll.simulate.network import Connection
-    from atoll.simulate.oracle import Body
+    from atoll.simulate.oracle import Payload
     from atoll.simulate.world import World
 
 Key = tuple[str, int, int]
 """Learner, round, attempt."""
-BEAT_S = 1.0
-"""How often it looks whether it still reigns."""
+LEASE_CHECK_S = 1.0
+"""How often it checks that no other syncer has claimed a newer term."""
 
 
-class Reign:
+class SimulatedSyncer:
     def __init__(self, world: World, history: History, theta: list[float]) -> None:
         self.world, self.machine = world, Syncer(history)
         self.name, self.term = f"syncer-{history.term}", history.term
@@ -50,13 +50,13 @@ class Reign:
         """Per fragment, the merged outer gradient and the new value."""
         self.restored: list[float] = []
         """What the run is about to be rolled back to."""
-        self.bodies: dict[Key, float] = {}
+        self.payloads: dict[Key, float] = {}
         self._asked: set[Key] = set()
         self._probes: dict[str, Key] = {}
         self._waiting: deque[fx.SyncerEffect] = deque()
         self._durable = 0
         """How many of the waiting Persists, from the front, are written."""
-        self._turning = self._writing = False
+        self._carrying_out = self._writing = False
         self._backlog: list[fx.SyncerEvent] = []
         self._alarm = inf
         """The earliest wake-up that is set."""
@@ -68,21 +68,21 @@ class Reign:
 
     # ---- events -------------------------------------------------------------------------------------------------
 
-    def tell(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
+    def handle_event(self, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
         if not self.alive:
             return []
         if self.paused:
             self._backlog.append(event)
             return []
         world, machine = self.world, self.machine
-        self.now = now = self.clock.read(world.agenda.now, least)
+        self.now = now = self.clock.read(world.queue.now, least)
         effects = machine.handle(now, event)
         world.syncer_handled(self, now, event, effects)
         self._waiting.extend(effects)
-        self.turn()
+        self.carry_out_waiting()
         if (wake := machine.wake_at) is not None and wake < self._alarm:
             self._alarm = wake
-            world.agenda.later(self.clock.when(wake) - world.agenda.now, self._wake, wake)
+            world.queue.call_later(self.clock.when(wake) - world.queue.now, self._wake, wake)
         return effects
 
     def _wake(self, alarm: float) -> object:
@@ -94,9 +94,9 @@ class Reign:
             return False
         if wake > alarm:
             self._alarm = wake
-            self.world.agenda.later(self.clock.when(wake) - self.world.agenda.now, self._wake, wake)
+            self.world.queue.call_later(self.clock.when(wake) - self.world.queue.now, self._wake, wake)
             return False
-        return self.world.tell(self, fx.Tick(), wake)
+        return self.world.deliver(self, fx.Tick(), wake)
 
     def greet(self, name: str, connection: Connection, hello: Hello) -> None:
         """An older channel of the same learner is replaced: it is closed, and nothing more is heard of it."""
@@ -104,56 +104,56 @@ class Reign:
             if self.channels.get(name) is not connection:
                 self.world.network.expel(self, name, "another connection took its place")
             self.channels[name] = connection
-            self.world.tell(self, fx.Greeted(hello))
+            self.world.deliver(self, fx.Greeted(hello))
 
-    def beat(self) -> object:
-        """One that was replaced while it stood still ends, also with nothing to write down."""
+    def check_lease(self) -> object:
+        """A syncer that was replaced ends, also when it has nothing to write."""
         if not self.alive or self.paused:
             return False
         if self.world.disk.claim != self.term:
             self.end("another syncer has taken over")
         else:
-            self.world.agenda.later(BEAT_S, self.beat)
+            self.world.queue.call_later(LEASE_CHECK_S, self.check_lease)
         return False
 
     def jump(self, seconds: float) -> None:
         """Its clock goes forward; it takes that for a time in which it stood still, and looks at what is due now."""
         self.clock.jump(seconds)
         self._alarm = inf
-        self.world.tell(self, fx.StoodStill(seconds))
+        self.world.deliver(self, fx.StoodStill(seconds))
 
     def stop(self) -> None:
         """It stands still until it is woken up."""
-        self.paused, self._paused_at = True, self.clock.read(self.world.agenda.now)
+        self.paused, self._paused_at = True, self.clock.read(self.world.queue.now)
 
     def wake_up(self) -> None:
         """It runs again, after a while in which it stood still."""
         self.paused = False
         if self.world.disk.claim != self.term and self._writing:
             self.end("another syncer has taken over")
-        stood_s = self.clock.read(self.world.agenda.now) - self._paused_at
-        self.world.tell(self, fx.StoodStill(stood_s))
+        stood_s = self.clock.read(self.world.queue.now) - self._paused_at
+        self.world.deliver(self, fx.StoodStill(stood_s))
         events, self._backlog = self._backlog, []
         for event in events:
-            self.world.tell(self, event)
-        self.world.tell(self, fx.Tick())
-        self.turn()
-        self.beat()
+            self.world.deliver(self, event)
+        self.world.deliver(self, fx.Tick())
+        self.carry_out_waiting()
+        self.check_lease()
 
     def end(self, reason: str) -> None:
         """The process is gone, with all it had in memory."""
         if self.alive:
             self.alive = False
             self.world.disk.abandon(self.term)
-            self.world.network.syncer_gone(self, reason)
+            self.world.network.close_all(self, reason)
 
     # ---- effects in order ---------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
+    def carry_out_waiting(self) -> None:
         """Carry out everything up to the first that must be durable and is not."""
-        if self._turning or self._writing or self.paused:
+        if self._carrying_out or self._writing or self.paused:
             return
-        self._turning = True
+        self._carrying_out = True
         while self._waiting and self.alive:
             effect = self._waiting[0]
             if self._must_wait(effect):
@@ -161,8 +161,8 @@ class Reign:
                     break
                 continue
             self._waiting.popleft()
-            self.world.carry_out(self, effect)
-        self._turning = False
+            self.world.carry_out_syncer_effect(self, effect)
+        self._carrying_out = False
 
     def _must_wait(self, effect: fx.SyncerEffect) -> bool:
         if isinstance(effect, fx.Persist):
@@ -179,7 +179,7 @@ class Reign:
         if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
             return self._written(len(batch))
         self._writing = True
-        self.world.agenda.later(takes_s, self._end_write, len(batch))
+        self.world.queue.call_later(takes_s, self._end_write, len(batch))
         return False
 
     def _entries(self, persist: fx.Persist) -> list[Entry]:
@@ -194,13 +194,13 @@ class Reign:
         if not self.alive or not self._writing:
             return False
         if self.world.disk.full:
-            self.world.agenda.later(AGAIN_S, self._end_write, count)
+            self.world.queue.call_later(AGAIN_S, self._end_write, count)
             return None
         if self.world.disk.broken and not self.paused:
             self.world.syncer_failed(self, "the disk failed")
         elif self._written(count):
             self._writing = False
-            self.turn()
+            self.carry_out_waiting()
         return None
 
     def _written(self, count: int) -> bool:
@@ -220,7 +220,7 @@ class Reign:
                     self._ask(learner, message)
                 self.world.network.down(self, learner, message)
             case fx.ConfirmSent(number, attempt, probed):
-                self.world.tell(self, fx.PullsSent(number, attempt, probed))
+                self.world.deliver(self, fx.PullsSent(number, attempt, probed))
             case fx.Note():
                 self.world.noted(effect)
             case fx.Discard(learner, number, attempt):
@@ -235,7 +235,7 @@ class Reign:
                 self.served[fragment] = version
             case fx.Restore():
                 self.restored, ready = self.world.disk.earlier(effect, self.world.outer_lr)
-                self.world.agenda.later(self.world.cut_s(), self.world.tell, self, ready)
+                self.world.queue.call_later(self.world.cut_s(), self.world.deliver, self, ready)
             case fx.CommitRestored(versions):
                 self.theta, self.served = list(self.restored), list(versions)
             case fx.TakeCut():
@@ -257,7 +257,7 @@ class Reign:
         place = len(world.disk.journal)
         if effect.first and world.disk.claim == self.term:  # durable before anything behind it; one deposed drops it
             world.disk.keep(0, effect.history, list(self.theta), place)
-        world.agenda.later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
+        world.queue.call_later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
 
     def _cut_kept(self, effect: fx.TakeCut, theta: list[float], place: int) -> object:
         if not self.alive:
@@ -265,14 +265,14 @@ class Reign:
         reason = "input/output error" if self.world.disk.cuts_fail else ""
         if not reason and self.world.disk.claim == self.term:
             self.world.disk.keep(effect.cut, effect.history, theta, place)
-        self.world.tell(self, fx.CutKept(effect.cut, reason))
+        self.world.deliver(self, fx.CutKept(effect.cut, reason))
         return None
 
     def _complete(self, effect: fx.CompleteCut, cut: int) -> None:
         self.world.cut_complete(effect)
         failed = self.world.disk.cuts_fail
         answer = fx.CutKept(cut, "input/output error") if failed else fx.CutWritten(cut, "digest")
-        self.world.agenda.later(0.0, self.world.tell, self, answer)
+        self.world.queue.call_later(0.0, self.world.deliver, self, answer)
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
@@ -284,23 +284,23 @@ class Reign:
             self._probes[learner] = key
         self._asked.add(key)
 
-    def receive(self, key: Key, body: Body) -> bool:
+    def receive(self, key: Key, payload: Payload) -> bool:
         """A body has come whole; False: nobody asked for it, or it is here already."""
-        if key not in self._asked or key in self.bodies:
+        if key not in self._asked or key in self.payloads:
             return False
-        self.bodies[key] = body.delta
-        self.world.invariants.oracle.bodies[self.term, *key] = body
+        self.payloads[key] = payload.delta
+        self.world.invariants.oracle.payloads[self.term, *key] = payload
         return True
 
     def _discard(self, key: Key) -> None:
         self._asked.discard(key)
-        self.bodies.pop(key, None)
+        self.payloads.pop(key, None)
 
     def _merge(self, merge: fx.Merge) -> None:
         total = sum(part.weight for part in merge.parts)
-        deltas = [part.weight * self.bodies[part.learner, merge.round, part.attempt] for part in merge.parts]
+        deltas = [part.weight * self.payloads[part.learner, merge.round, part.attempt] for part in merge.parts]
         gradient = sum(deltas) / total
         value = self.theta[merge.fragment] - self.world.outer_lr * gradient
         self.staged[merge.fragment] = (gradient, value)
         answer = self.world.merged(merge)
-        self.world.agenda.later(self.world.merge_s, self.world.tell, self, answer)
+        self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)
