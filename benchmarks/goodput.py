@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from atoll.estimate.calibration import published
+from atoll.estimate.goodput import Job, run
+from atoll.estimate.profile import load, with_values
 from atoll.simulate import worker_pool
-from atoll.simulate.goodput.cell import Job, run
-from atoll.simulate.goodput.fit import published
-from atoll.simulate.goodput.profile import load, with_values
 
 RESULT = Path(__file__).parent / "results" / "goodput.json"
 Cells = dict[tuple[str, int, int], dict[str, Any]]

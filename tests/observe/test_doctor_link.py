@@ -17,6 +17,7 @@ from tests.fabric.secured import SECRET, Secured, SecuredDesk, secured_server
 from tests.observe.conftest import a_status
 
 from atoll import cli
+from atoll.estimate.bandwidth import away_steps, effective_h, load_gbit, profile
 from atoll.fabric.address import parse_address
 from atoll.fabric.dial import Dialled
 from atoll.fabric.server import Server
@@ -26,8 +27,6 @@ from atoll.observe.doctor.carry import Load, MeasuredLink
 from atoll.observe.doctor.check import Check
 from atoll.observe.doctor.door import Address
 from atoll.observe.doctor.speed import Moved, Trip
-from atoll.simulate.bandwidth import away_steps, effective_h, load_gbit
-from atoll.simulate.bandwidth_profiles import profile
 from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32

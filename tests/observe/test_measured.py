@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from atoll.estimate.goodput import Job, run
 from atoll.observe.measured import measure
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput.cell import Job, run
 from atoll.telemetry.events import Event
 
 SETTINGS = {"learners": 2, "fragments": 4, "sync_every": 8, "overlap": 2, "quorum": 1, "grace": True}

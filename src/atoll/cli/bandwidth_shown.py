@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.cli.rows import significant
+from atoll.estimate.bandwidth import LEAST, MOST, BandwidthAnswer, BandwidthCase
 from atoll.observe.tables import table
-from atoll.simulate.bandwidth import LEAST, MOST
-from atoll.simulate.bandwidth_cases import Answer, Case
 
-Cell = Callable[[Answer], str]
+Cell = Callable[[BandwidthAnswer], str]
 POINTS = 160
 """Of a curve."""
 
 
-def print_table(answers: Sequence[Answer], by: Literal["utilization", "gbit_s"]) -> None:
+def print_table(answers: Sequence[BandwidthAnswer], by: Literal["utilization", "gbit_s"]) -> None:
     """A row for each case and a column for each of what was asked for."""
     console = Console(highlight=False)
     if by == "utilization":
@@ -33,7 +32,7 @@ def print_table(answers: Sequence[Answer], by: Literal["utilization", "gbit_s"])
         console.print(_table(title, decoupled, _link, _freshness))
 
 
-def _table(title: str, answers: Sequence[Answer], head: Cell, cell: Cell) -> Table:
+def _table(title: str, answers: Sequence[BandwidthAnswer], head: Cell, cell: Cell) -> Table:
     rows = [list(row) for _, row in groupby(answers, _case)]
     found = table(title, "method", "codec", "step", "n", *map(head, rows[0]), words=2)
     for row in rows:
@@ -41,24 +40,24 @@ def _table(title: str, answers: Sequence[Answer], head: Cell, cell: Cell) -> Tab
     return found
 
 
-def _case(one: Answer) -> tuple[str, str, str, str]:
+def _case(one: BandwidthAnswer) -> tuple[str, str, str, str]:
     codec = one.codec if one.down in (None, one.codec) else f"{one.codec} up, {one.down} down"
     return one.method, codec, f"{one.step_s:g} s", str(one.datacenters)
 
 
-def _percent(one: Answer) -> str:
+def _percent(one: BandwidthAnswer) -> str:
     return f"{100 * one.utilization:.3g} %"
 
 
-def _width(one: Answer) -> str:
+def _width(one: BandwidthAnswer) -> str:
     return significant(one.gbit_s)
 
 
-def _link(one: Answer) -> str:
+def _link(one: BandwidthAnswer) -> str:
     return f"{one.gbit_s:g} Gbit/s"
 
 
-def _freshness(one: Answer) -> str:
+def _freshness(one: BandwidthAnswer) -> str:
     assert one.effective_h is not None and one.late_steps is not None
     return f"{one.effective_h:.3g}, {significant(one.late_steps)}"
 
@@ -69,7 +68,7 @@ def check_plot(path: Path) -> None:
     plots.check(path)
 
 
-def draw(path: Path, asked: Sequence[Case], answers: Sequence[Answer], provenance: str) -> None:
+def draw(path: Path, asked: Sequence[BandwidthCase], answers: Sequence[BandwidthAnswer], provenance: str) -> None:
     """Utilization over bandwidth, a decade beyond the answers."""
     from atoll.observe import plots
 

@@ -13,10 +13,8 @@ from atoll.cli.bandwidth_shown import check_plot, draw, print_table
 from atoll.cli.lists import count, counts, names, number, numbers, words
 from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
+from atoll.estimate.bandwidth import BITS, METHODS, PROFILES, BandwidthAnswer, BandwidthCase, Spread, cases, profile
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.bandwidth import BITS, Spread
-from atoll.simulate.bandwidth_cases import METHODS, Answer, Case, cases
-from atoll.simulate.bandwidth_profiles import PROFILES, profile
 
 Changed = str | None
 """A setting of the profile, where the command line has another one."""
@@ -117,7 +115,7 @@ def _value(name: str, text: str) -> str | float:
     return number(option, text) if name in ("parameters", "latency_s") else count(option, text)
 
 
-def _answers(asked: Sequence[Case], utilization: Changed, gbit_s: Changed) -> list[Answer]:
+def _answers(asked: Sequence[BandwidthCase], utilization: Changed, gbit_s: Changed) -> list[BandwidthAnswer]:
     if gbit_s is None:
         wanted = _shares(utilization if utilization is not None else USUAL)
         return [case.needs(share) for case in asked for share in wanted]

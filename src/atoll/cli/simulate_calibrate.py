@@ -15,14 +15,14 @@ from atoll.cli.lists import words
 from atoll.cli.rows import print_json
 from atoll.cli.simulate import simulate
 from atoll.cli.simulate_goodput import run_all
+from atoll.estimate import calibration as fitting
+from atoll.estimate import profile as profiles
+from atoll.estimate.calibration import Fit
+from atoll.estimate.goodput import Cell, Job
+from atoll.estimate.profile import Profile
 from atoll.observe import clusters
 from atoll.observe.measured import Measured, measure
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput import fit as fitting
-from atoll.simulate.goodput import profile as profiles
-from atoll.simulate.goodput.cell import Cell, Job
-from atoll.simulate.goodput.fit import Fit
-from atoll.simulate.goodput.profile import Profile
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse

@@ -14,13 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll.cli.lists import counts, words
 from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
+from atoll.estimate import profile as profiles
+from atoll.estimate.goodput import METHODS, Cell, Job, Method, cells, experiments, live
+from atoll.estimate.profile import Profile
 from atoll.observe import clusters, plots
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import worker_pool
-from atoll.simulate.goodput import profile as profiles
-from atoll.simulate.goodput.cell import METHODS, Cell, Job, Method, live
-from atoll.simulate.goodput.profile import Profile
-from atoll.simulate.goodput.table import cells, experiments
 
 CLUSTER, RULES, OUTPUT = "The cluster", "The rules", "Output"
 

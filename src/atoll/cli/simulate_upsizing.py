@@ -12,11 +12,19 @@ from rich.console import Console
 from atoll.cli.lists import counts, names, number, numbers
 from atoll.cli.rows import one_form, print_csv, print_json
 from atoll.cli.simulate import simulate
+from atoll.estimate.bandwidth import BITS
+from atoll.estimate.upsizing import (
+    METHODS,
+    DailyHours,
+    Method,
+    downtime_steps,
+    grow,
+    scavenge,
+    steps_per_copy,
+    train_time,
+)
 from atoll.observe.tables import table
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.bandwidth import BITS
-from atoll.simulate.scavenging import Plan, scavenge, train_time
-from atoll.simulate.upsizing import METHODS, Method, downtime_steps, grow, steps_per_copy
 
 Given = str | None
 USUAL = "2,6,12,24"
@@ -113,11 +121,11 @@ def _scavenged(extras: list[float], share: Given, hours: Given, work_h: float) -
     return [Scavenged(extra, finish.share, finish.after_h / work_h) for extra, finish in played]
 
 
-def _plan(hours: str) -> Plan:
+def _plan(hours: str) -> DailyHours:
     begins, dash, ends = hours.partition("-")
     if not dash:
         raise ConfigError(f"--hours {hours}: write when the extra comes and goes, as in 20-8")
-    return Plan(number("--hours", begins), number("--hours", ends))
+    return DailyHours(number("--hours", begins), number("--hours", ends))
 
 
 def _print_tables(upsized: list[Upsized], scavenged: list[Scavenged]) -> None:

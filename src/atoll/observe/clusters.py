@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from atoll.estimate.calibration import Miss
+from atoll.estimate.chips import TimeSpan
+from atoll.estimate.goodput import Cell, Job
+from atoll.estimate.profile import Profile
 from atoll.observe import plots
 from atoll.observe.measured import Measured
 from atoll.observe.tables import table
-from atoll.simulate.goodput.cell import Cell, Job
-from atoll.simulate.goodput.chips import Stretch
-from atoll.simulate.goodput.fit import Miss
-from atoll.simulate.goodput.profile import Profile
 
 NAMES = {
     "data-parallel": "data-parallel",
@@ -107,7 +107,7 @@ def heat(cells: Sequence[Cell], profile: Profile) -> plots.Heat:
     )
 
 
-def lanes(job: Job, lives: Sequence[Sequence[Stretch]]) -> plots.Lanes:
+def lanes(job: Job, lives: Sequence[Sequence[TimeSpan]]) -> plots.Lanes:
     """Every learner's life, with a mark where it lost slices."""
     many = f", the first {LANES} of {len(lives)} learners" if len(lives) > LANES else ""
     return plots.Lanes(
@@ -117,7 +117,7 @@ def lanes(job: Job, lives: Sequence[Sequence[Stretch]]) -> plots.Lanes:
     )
 
 
-def _lane(name: str, life: Sequence[Stretch]) -> plots.Lane:
+def _lane(name: str, life: Sequence[TimeSpan]) -> plots.Lane:
     stretches = tuple(plots.Stretch(one.start, one.end, one.kind, one.share) for one in life)
     down = ("scaling down", "outage", "gone")
     return plots.Lane(name, stretches, tuple(plots.Mark(one.start, one.kind) for one in life if one.kind in down))

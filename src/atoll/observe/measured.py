@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from atoll.estimate.profile import YEAR_S, Elasticity, Failures, Profile, RoundRules, Speed
 from atoll.observe.presence import Span, stays
 from atoll.observe.summary import in_its_own_time, summarise, training_part, work_done
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput.profile import YEAR_S, Elasticity, Failures, Profile, Rules, Speed
 from atoll.telemetry.events import Event
 
 NEVER_S = 100 * YEAR_S
@@ -55,7 +55,7 @@ def measure(events: Iterable[Event], name: str) -> Measured:
             down_s=0.0, up_s=0.0, recover_s=0.0, start_s=tuple(spans[0].start - part.start for spans in lives.values())
         ),
         speed=Speed(idle=max(0.0, 1.0 - busy_s / stepping_s)),
-        rules=Rules(
+        rules=RoundRules(
             sync_every=int(settings["sync_every"]),
             fragments=int(settings["fragments"]),
             overlap=int(settings["overlap"]),

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from atoll.estimate import bandwidth
+from atoll.estimate.bandwidth import VERSIONS, Codec, Spread, effective_h, loads_gbit
 from atoll.observe.doctor.check import Check
 from atoll.observe.figures import count, span
-from atoll.simulate import bandwidth
-from atoll.simulate.bandwidth import VERSIONS, Codec, Spread, effective_h, loads_gbit
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16")
 """Those that contributions can travel by."""

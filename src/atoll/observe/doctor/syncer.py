@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import aiohttp
 import msgspec
 
+from atoll.estimate.bandwidth import Codec
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.transfer import body_session, get_json_at
 from atoll.fabric.wire import Limits
@@ -20,7 +21,6 @@ from atoll.observe.doctor.carry import CODECS, Load, MeasuredLink
 from atoll.observe.doctor.check import Check
 from atoll.observe.figures import plain
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
-from atoll.simulate.bandwidth import Codec
 from atoll.telemetry.status import RunStatus
 
 USUAL = 24

@@ -13,11 +13,11 @@ from statistics import fmean
 
 import msgspec
 
+from atoll.estimate.chips import Chips, TimeSpan
+from atoll.estimate.profile import Profile
 from atoll.protocol import effects as fx
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import participation
-from atoll.simulate.goodput.chips import Chips, Stretch
-from atoll.simulate.goodput.profile import Profile
 from atoll.simulate.training import Training
 from atoll.simulate.world import World
 
@@ -27,7 +27,7 @@ WITHIN = 50
 """The rounds asked for come within so many times their usual time, or whoever can be waited for is not there."""
 
 
-class Rounds(msgspec.Struct, frozen=True):
+class PlayedRounds(msgspec.Struct, frozen=True):
     """What the protocol made of it."""
 
     count: int
@@ -63,13 +63,13 @@ def settings_of(profile: Profile, learners: int, *, synchronous: bool = False, w
     ).resolved(rules.fragments)
 
 
-class Played(World):
+class ClusterWorld(World):
     def __init__(
         self,
         profile: Profile,
         settings: Settings,
         learners: Sequence[Chips],
-        lives: Sequence[list[Stretch]],
+        lives: Sequence[list[TimeSpan]],
         seed: int,
     ) -> None:
         """Each learner goes on where its life so far ends."""
@@ -84,7 +84,7 @@ class Played(World):
             self.queue.call_later(life[-1].end, self._come_back, name)
         self._crash_later(random.Random(seed))
 
-    def play(self, rounds: int, until: float) -> Rounds:
+    def play(self, rounds: int, until: float) -> PlayedRounds:
         """So many rounds, or to that moment."""
         step_s = self._profile.step_s * self.settings.sync_every / self.settings.fragments
         limit = min(until, WITHIN * rounds * step_s)
@@ -95,7 +95,7 @@ class Played(World):
         own = ledger.by_learner()
         shares = tuple(own[name].merged_share() if name in own else None for name in self.chips)
         whole = ledger.totals().merged_share()
-        return Rounds(self.committed, self.now, inside, self.syncer.effective_h, whole, shares)
+        return PlayedRounds(self.committed, self.now, inside, self.syncer.effective_h, whole, shares)
 
     @property
     def committed(self) -> int:
@@ -106,7 +106,7 @@ class Played(World):
         name, now = learner.name, self.now
         chips, life = self.chips[name], self.lives[name]
         if now > (reached := life[-1].end):
-            life.append(Stretch(reached, now, "waiting" if self.settings.synchronous else "recovering"))
+            life.append(TimeSpan(reached, now, "waiting" if self.settings.synchronous else "recovering"))
         gone_at = None
         while (stretch := chips.standing(now)) is not None:
             life.append(stretch)

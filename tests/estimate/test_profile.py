@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import tomli_w
 
+from atoll.estimate.profile import Profile, keys, load, named, parse, with_values
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput.profile import Profile, keys, load, named, parse, with_values
 
 
 def test_every_profile_says_where_its_numbers_come_from() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.estimate.calibration import Known, compare, fit, parse, published, turned, value_of
+from atoll.estimate.goodput import Job, run
+from atoll.estimate.profile import load, with_values
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput.cell import Job, run
-from atoll.simulate.goodput.fit import Known, compare, fit, parse, published, turned, value_of
-from atoll.simulate.goodput.profile import load, with_values
 
 PAPER = load("paper")
 

@@ -34,7 +34,9 @@ A step of Atoll never waits for the network: a link that is too slow costs fresh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -216,3 +218,110 @@ def _legs_s(run: Spread, gbit_s: float, down_gbit_s: float | None) -> list[float
     """The seconds that all fragments take up, and down."""
     widths = (gbit_s, gbit_s if down_gbit_s is None else down_gbit_s)
     return [load / width if load else 0.0 for load, width in zip(loads_gbit(run), widths, strict=True)]
+
+
+# ---- questions and answers, one by one or every combination of them ------------------------------------------------
+
+Method = Literal["data-parallel", "decoupled"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+class BandwidthAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    method: Method
+    codec: Codec
+    step_s: float
+    datacenters: int
+    utilization: float
+    gbit_s: float
+    effective_h: float | None = None
+    """Of decoupled only."""
+    late_steps: float | None = None
+    """Of decoupled only."""
+    down: Codec | None = None
+    """Where versions come back as another codec says."""
+
+
+class BandwidthCase(msgspec.Struct, frozen=True):
+    """A method in a place."""
+
+    method: Method
+    run: Spread
+
+    @property
+    def bounds(self) -> list[Bound]:
+        return data_parallel(self.run) if self.method == "data-parallel" else decoupled(self.run)
+
+    @property
+    def codec(self) -> Codec:
+        return "bf16" if self.method == "data-parallel" else self.run.codec
+
+    def at(self, gbit_s: float) -> BandwidthAnswer:
+        return self._answer(utilization(self.bounds, self.run.step_s, gbit_s), gbit_s)
+
+    def needs(self, wanted: float) -> BandwidthAnswer:
+        try:
+            return self._answer(wanted, bandwidth(self.bounds, self.run.step_s, wanted))
+        except ConfigError as error:
+            where = f"step {self.run.step_s:g} s, {self.run.datacenters} data centers"
+            raise ConfigError(f"{self.method}, {where}: {error}") from None
+
+    def _answer(self, utilization: float, gbit_s: float) -> BandwidthAnswer:
+        run = self.run
+        answer = BandwidthAnswer(self.method, self.codec, run.step_s, run.datacenters, utilization, gbit_s)
+        if self.method == "data-parallel":
+            return answer
+        down = run.down if run.topology == "star" else None
+        fresh = {"effective_h": effective_h(run, gbit_s), "late_steps": late_steps(run, gbit_s)}
+        return msgspec.structs.replace(answer, **fresh, down=down)
+
+
+def cases(
+    run: Spread, methods: Iterable[Method], codecs: Sequence[Codec], steps_s: Iterable[float], places: Iterable[int]
+) -> list[BandwidthCase]:
+    """Every combination once, in the order of the published tables."""
+    return list(
+        dict.fromkeys(
+            BandwidthCase(method, msgspec.structs.replace(run, step_s=step_s, datacenters=datacenters, codec=codec))
+            for step_s, datacenters, method in product(steps_s, places, methods)
+            for codec in (codecs if method == "decoupled" else codecs[:1])
+        )
+    )
+
+
+# ---- published settings by name, and where each of them is from ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BandwidthProfile:
+    run: Spread
+    codecs: tuple[Codec, ...]
+    """Of the fragments, where nobody says."""
+    provenance: str
+
+
+PROFILES = {
+    "paper-table": BandwidthProfile(
+        Spread(sync_every=100, fragments=18, overlap=2),
+        ("bf16", "int4"),
+        "H = 100, Pτ = 36 and 60 layers fit the published table (arXiv 2604.21428): a fit, not the authors' values.",
+    ),
+    "paper": BandwidthProfile(
+        Spread(sync_every=24, fragments=24, overlap=2),
+        ("bf16", "int4"),
+        "H = P = 24 and τ = 2 as in the paper's text (arXiv 2604.21428); its table comes from other settings, "
+        "see paper-table. 60 layers are a fit, not the authors' value.",
+    ),
+    "atoll": BandwidthProfile(
+        Spread(sync_every=24, fragments=24, overlap=2, topology="star", down=VERSIONS),
+        ("bf16",),
+        "What this software does by default: a star through the syncer, H = P = 24, τ = 2; contributions go up as the "
+        "codec says, versions come down in fp32. 60 layers for data-parallel are a fit to the published table, not the "
+        "authors' value.",
+    ),
+}
+
+
+def profile(name: str) -> BandwidthProfile:
+    if name not in PROFILES:
+        raise ConfigError(f"there is no profile {name!r}: take {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Literal
 
-from atoll.simulate.goodput.profile import Failures, Profile
+from atoll.estimate.profile import Failures, Profile
 
 Kind = Literal["stepping", "scaling down", "scaling up", "outage", "gone", "recovering", "waiting", "away"]
 DAY_S = 86_400.0
@@ -28,7 +28,7 @@ SHORTEST = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TimeSpan:
     """What a learner did from one moment to another."""
 
     start: float
@@ -50,7 +50,7 @@ class Strike:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChipPlan:
     """The hours of a day in which a scavenged learner is there."""
 
     from_h: float
@@ -75,7 +75,7 @@ class Chips:
     """How long its steps take, as a multiple of the usual."""
     own_slowness: float | None = None
     """The same of its own parts on average, where `slowness` is that of the slowest among them."""
-    plan: Plan | None = None
+    plan: ChipPlan | None = None
     regional: Sequence[Strike] = ()
     failures: int = 0
     lost_slices: int = 0
@@ -94,31 +94,31 @@ class Chips:
     def __post_init__(self) -> None:
         self.present = self.slices
 
-    def settle(self, since: float) -> Stretch:
+    def settle(self, since: float) -> TimeSpan:
         """Begin at a moment below 0 and live to 0; what it is in the middle of then, from 0 on."""
         self._next_strike = self._strike_after(since)
         stretch = self.next(since, 0.0)
         while stretch.end < 0.0:
             stretch = self.next(stretch.end, 0.0)
         self.failures = 0
-        return Stretch(0.0, stretch.end, stretch.kind, stretch.share, stretch.useful)
+        return TimeSpan(0.0, stretch.end, stretch.kind, stretch.share, stretch.useful)
 
-    def start(self, start_s: float) -> Stretch:
+    def start(self, start_s: float) -> TimeSpan:
         """Begin at 0, with everything there."""
         self._next_strike = self._strike_after(0.0)
-        return Stretch(0.0, start_s, "recovering")
+        return TimeSpan(0.0, start_s, "recovering")
 
-    def next(self, now: float, until: float = math.inf) -> Stretch:
+    def next(self, now: float, until: float = math.inf) -> TimeSpan:
         """What it does from now on, for a while."""
         return self.standing(now, until) or self.step(now, until)
 
-    def standing(self, now: float, until: float = math.inf) -> Stretch | None:
+    def standing(self, now: float, until: float = math.inf) -> TimeSpan | None:
         """What it has to stand through before its next step; None if it may begin one."""
         if self.plan is not None:
             there, change = self.plan.change(now)
             if not there:
                 self._come_anew(change)
-                return Stretch(now, min(change, until), "away")
+                return TimeSpan(now, min(change, until), "away")
         if self._boundary:
             self._take_strikes(now)
             self._take_returns(now)
@@ -126,13 +126,13 @@ class Chips:
         if self.present == 0 or (not self.elastic and self.present < self.slices):
             self._boundary = True
             self._costs = [("recovering", self._recovery_s)]
-            return Stretch(now, min(self._back[0][0], until), "gone")
+            return TimeSpan(now, min(self._back[0][0], until), "gone")
         if self._costs:
             kind, seconds = self._costs.pop(0)
-            return Stretch(now, now + seconds, kind)
+            return TimeSpan(now, now + seconds, kind)
         return None
 
-    def step(self, now: float, until: float = math.inf, most: float = math.inf) -> Stretch:
+    def step(self, now: float, until: float = math.inf, most: float = math.inf) -> TimeSpan:
         """So many steps as nothing happens in, up to the first with a failure and at most `most`."""
         step_s, useful, mean = self._steps.get(self.present) or self._measure()
         failing = _steps_to_failure(self.dice, mean)
@@ -143,7 +143,7 @@ class Chips:
         end, share = now + self._lasting(steps, step_s), self.present / self.slices
         if failing <= steps:
             self._fail(end, _at_least_one(self.dice, mean))
-        return Stretch(now, end, "stepping", share, useful, int(steps))
+        return TimeSpan(now, end, "stepping", share, useful, int(steps))
 
     @property
     def _recovery_s(self) -> float:

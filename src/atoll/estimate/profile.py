@@ -20,7 +20,7 @@ from atoll.protocol.errors import ConfigError
 YEAR_S = 365 * 86_400.0
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProfilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of a profile's tables: every number in them is a size, so none is below 0 or without end."""
 
     def __post_init__(self) -> None:
@@ -30,7 +30,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 raise ConfigError(f"{name} = {value} must be a number of 0 or more")
 
 
-class Failures(Part, frozen=True):
+class Failures(ProfilePart, frozen=True):
     """A chip fails by itself and takes its whole slice away, until that comes back."""
 
     mtbi_s: float = YEAR_S
@@ -43,7 +43,7 @@ class Failures(Part, frozen=True):
     """Times that were measured; where there are any, returns are drawn from these instead."""
 
 
-class Elasticity(Part, frozen=True):
+class Elasticity(ProfilePart, frozen=True):
     """What it costs to go on without a slice, and with it again."""
 
     down_s: float = 13.0
@@ -58,7 +58,7 @@ class Elasticity(Part, frozen=True):
     """How long learners were measured to take to their first step; where there are any, a run begins with one each."""
 
 
-class Speed(Part, frozen=True):
+class Speed(ProfilePart, frozen=True):
     """How much steps differ."""
 
     spread: float = 0.0
@@ -71,7 +71,7 @@ class Speed(Part, frozen=True):
     """The share of a step in which no chip works: waiting for data, saving, evaluating."""
 
 
-class Racks(Part, frozen=True):
+class Racks(ProfilePart, frozen=True):
     """Slices that fail together."""
 
     slices: int = 0
@@ -81,7 +81,7 @@ class Racks(Part, frozen=True):
     """On average, exponential."""
 
 
-class Regions(Part, frozen=True):
+class Regions(ProfilePart, frozen=True):
     """Learners that fail together: learner m lies in region m mod count."""
 
     count: int = 1
@@ -89,7 +89,7 @@ class Regions(Part, frozen=True):
     repair_s: float = 3600.0
 
 
-class Preemption(Part, frozen=True):
+class Preemption(ProfilePart, frozen=True):
     """A slice is taken away by its owner, also between steps."""
 
     every_s: float = 0.0
@@ -98,7 +98,7 @@ class Preemption(Part, frozen=True):
     """On average, exponential."""
 
 
-class Scavenged(Part, frozen=True):
+class Scavenged(ProfilePart, frozen=True):
     """Learners on top of the others, which are there for some hours of every day."""
 
     learners: int = 0
@@ -106,12 +106,12 @@ class Scavenged(Part, frozen=True):
     to_h: float = 8.0
 
 
-class SyncerOutages(Part, frozen=True):
+class SyncerOutages(ProfilePart, frozen=True):
     mtbf_s: float = 0.0
     down_s: float = 5.0
 
 
-class Rules(Part, frozen=True):
+class RoundRules(ProfilePart, frozen=True):
     """Of the protocol."""
 
     sync_every: int = 24
@@ -127,7 +127,7 @@ class Rules(Part, frozen=True):
     """One way between a learner and the syncer."""
 
 
-class Profile(Part, frozen=True):
+class Profile(ProfilePart, frozen=True):
     provenance: str = "Atoll's defaults: an assumption, not a measurement"
     """Where the numbers come from. Printed with every result."""
     step_s: float = 10.0
@@ -142,10 +142,10 @@ class Profile(Part, frozen=True):
     preemption: Preemption = Preemption()
     scavenged: Scavenged = Scavenged()
     syncer: SyncerOutages = SyncerOutages()
-    rules: Rules = Rules()
+    rules: RoundRules = RoundRules()
 
     def __post_init__(self) -> None:
-        Part.__post_init__(self)
+        ProfilePart.__post_init__(self)
         for name, value in (("step_s", self.step_s), ("slices", self.slices), ("regions.count", self.regions.count)):
             if value <= 0:
                 raise ConfigError(f"{name} = {value} is too small: it must be above 0")
@@ -172,14 +172,14 @@ class Profile(Part, frozen=True):
 
 def named() -> list[str]:
     """The profiles that come with Atoll."""
-    files = (resources.files("atoll.simulate.goodput") / "profiles").iterdir()
+    files = (resources.files("atoll.estimate") / "profiles").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def load(name: str) -> Profile:
     """A profile by its name, or out of a file."""
     if name in named():
-        text = (resources.files("atoll.simulate.goodput") / "profiles" / f"{name}.toml").read_text()
+        text = (resources.files("atoll.estimate") / "profiles" / f"{name}.toml").read_text()
     elif name.endswith(".toml"):
         try:
             text = Path(name).read_text()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate.goodput.chips import Chips, Plan, Stretch, Strike, return_s, strikes
-from atoll.simulate.goodput.profile import YEAR_S, Failures, Profile, with_values
+from atoll.estimate.chips import ChipPlan, Chips, Strike, TimeSpan, return_s, strikes
+from atoll.estimate.profile import YEAR_S, Failures, Profile, with_values
 
 HOUR_S = 3600.0
 
@@ -26,14 +26,14 @@ def chips(one: Profile, slices: int = 64, count: float = 150_000.0, seed: int = 
     return found
 
 
-def live(one: Chips, hours: float) -> list[Stretch]:
-    life: list[Stretch] = []
+def live(one: Chips, hours: float) -> list[TimeSpan]:
+    life: list[TimeSpan] = []
     while not life or life[-1].end < hours * HOUR_S:
         life.append(one.next(life[-1].end if life else 0.0, hours * HOUR_S))
     return life
 
 
-def seconds(life: list[Stretch], kind: str) -> float:
+def seconds(life: list[TimeSpan], kind: str) -> float:
     return sum(one.end - one.start for one in life if one.kind == kind)
 
 
@@ -146,11 +146,11 @@ def test_regions_strike_as_often_as_they_should() -> None:
 
 @pytest.mark.parametrize(("now_h", "there", "change_h"), [(0, True, 8), (7.5, True, 8), (8, False, 20), (21, True, 32)])
 def test_a_plan_over_midnight(now_h: float, there: bool, change_h: float) -> None:
-    assert Plan(20.0, 8.0).change(now_h * HOUR_S) == (there, pytest.approx(change_h * HOUR_S))
+    assert ChipPlan(20.0, 8.0).change(now_h * HOUR_S) == (there, pytest.approx(change_h * HOUR_S))
 
 
 def test_a_scavenged_learner_is_away_by_day_and_recovers_every_evening() -> None:
-    one = chips(profile(failures__mtbi_s=1e18, elasticity__recover_s=60.0), plan=Plan(20.0, 8.0))
+    one = chips(profile(failures__mtbi_s=1e18, elasticity__recover_s=60.0), plan=ChipPlan(20.0, 8.0))
     life = live(one, 72)
     assert seconds(life, "away") == pytest.approx(36 * HOUR_S, abs=60)
     assert sum(stretch.kind == "recovering" for stretch in life) == 3

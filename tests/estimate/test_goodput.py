@@ -8,22 +8,23 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from atoll.estimate import calibration, goodput
+from atoll.estimate.goodput import Job, JobResult, cells, experiments, gather, interval, run
+from atoll.estimate.profile import load, with_values
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput import cell, fit
-from atoll.simulate.goodput.cell import Job, Outcome, gather, interval, run
-from atoll.simulate.goodput.profile import load, with_values
-from atoll.simulate.goodput.table import cells, experiments
 
 PAPER = load("paper")
 CALM = with_values(PAPER, {"failures.mtbi_s": 1e18, "slices": 8})
 
 
-def job(method: cell.Method, learners: int, chips: int, *, hours: float = 24.0, rounds: int = 0, seed: int = 0) -> Job:
+def job(
+    method: goodput.Method, learners: int, chips: int, *, hours: float = 24.0, rounds: int = 0, seed: int = 0
+) -> Job:
     return Job(PAPER, method, learners, chips, seed, hours, rounds)
 
 
 def test_the_published_cells_come_out() -> None:
-    found = fit.compare(PAPER, fit.published(), hours=48.0, seeds=1)
+    found = calibration.compare(PAPER, calibration.published(), hours=48.0, seeds=1)
     assert len(found.misses) == 23
     assert found.mean <= 1.5 and found.worst <= 6.0, [(m.method, m.chips, m.error) for m in found.misses]
 
@@ -33,7 +34,7 @@ def test_the_published_cells_come_out() -> None:
 def test_as_many_times_the_learners_on_as_many_times_the_chips_give_the_same(
     learners: int, chips: int, times: int
 ) -> None:
-    one: cell.Method = "elastic-data-parallel" if learners == 1 else "decoupled"
+    one: goodput.Method = "elastic-data-parallel" if learners == 1 else "decoupled"
     small = fmean([run(job(one, learners, chips, seed=seed)).tally.goodput for seed in range(3)])
     large = fmean([run(job("decoupled", times * learners, times * chips, seed=s)).tally.goodput for s in range(3)])
     assert abs(small - large) <= 0.02
@@ -68,7 +69,7 @@ def test_learners_of_spread_speeds_have_their_own_merged_share() -> None:
     assert found.merged_share == outcome.rounds.merged_share
 
 
-def mixed(method: cell.Method, overlap: int) -> Outcome:
+def mixed(method: goodput.Method, overlap: int) -> JobResult:
     """The slowest learner 18 % slower, 10 % jitter."""
     profile = with_values(CALM, {"speed.spread": 0.18, "speed.jitter": 0.1, "rules.overlap": overlap})
     return run(Job(profile, method, 8, 8, 0, 6.0, 150))
@@ -113,7 +114,7 @@ def test_a_syncer_that_dies_costs_rounds_and_no_goodput() -> None:
 
 def test_a_region_that_fails_takes_its_learners_and_no_others() -> None:
     profile = with_values(CALM, {"regions.count": 2, "regions.mtbi_s": 20_000.0, "regions.repair_s": 2000.0})
-    outcome, lives = cell.live(Job(profile, "decoupled", 4, 8, 3, 48.0, 0))
+    outcome, lives = goodput.live(Job(profile, "decoupled", 4, 8, 3, 48.0, 0))
     gone = [{round(one.start) for one in life if one.kind == "gone"} for life in lives]
     assert gone[0] == gone[2] != gone[1] == gone[3] and gone[0]
     assert outcome.tally.uptime > outcome.tally.goodput + 0.03

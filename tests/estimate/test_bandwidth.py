@@ -10,23 +10,26 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from atoll.protocol.errors import ConfigError
-from atoll.simulate.bandwidth import (
+from atoll.estimate.bandwidth import (
+    PROFILES,
     VERSIONS,
+    BandwidthCase,
     Bound,
+    Method,
     Spread,
     Topology,
     away_steps,
     bandwidth,
+    cases,
     data_parallel,
     decoupled,
     effective_h,
     late_steps,
     loads_gbit,
+    profile,
     utilization,
 )
-from atoll.simulate.bandwidth_cases import Case, Method, cases
-from atoll.simulate.bandwidth_profiles import PROFILES, profile
+from atoll.protocol.errors import ConfigError
 
 Bounds: TypeAlias = Callable[[Spread], list[Bound]]
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -38,7 +41,13 @@ PUBLISHED = [
     ("decoupled", "bf16", 5.0, 8, "0.21 0.40 0.59 0.68 0.75"),
 ]
 CELLS = [
-    (Case(method, msgspec.structs.replace(PROFILES["paper-table"].run, step_s=s, datacenters=n, codec=codec)), u, cell)
+    (
+        BandwidthCase(
+            method, msgspec.structs.replace(PROFILES["paper-table"].run, step_s=s, datacenters=n, codec=codec)
+        ),
+        u,
+        cell,
+    )
     for method, codec, s, n, row in PUBLISHED
     for u, cell in zip(SHARES, row.split(), strict=True)
     if not (method == "data-parallel" and u == 0.99)
@@ -47,11 +56,11 @@ TABLE = PROFILES["paper-table"].run
 
 
 def named(value: object) -> str | None:
-    return f"{value.method}, {value.run.codec}, {value.run.step_s:g} s" if isinstance(value, Case) else None
+    return f"{value.method}, {value.run.codec}, {value.run.step_s:g} s" if isinstance(value, BandwidthCase) else None
 
 
 @pytest.mark.parametrize(("case", "share", "cell"), CELLS, ids=named)
-def test_a_published_cell_is_met_within_5_percent_or_a_last_digit(case: Case, share: float, cell: str) -> None:
+def test_a_published_cell_is_met_within_5_percent_or_a_last_digit(case: BandwidthCase, share: float, cell: str) -> None:
     digit = 10.0 ** -len(cell.partition(".")[2])
     assert case.needs(share).gbit_s == pytest.approx(float(cell), abs=max(digit, 0.05 * float(cell)))
 
@@ -189,7 +198,7 @@ def test_latency_that_no_bandwidth_makes_up_for_is_refused_with_the_bound() -> N
 @pytest.mark.parametrize("topology", ["ring", "star"])
 @pytest.mark.parametrize("method", ["data-parallel", "decoupled"])
 def test_one_data_center_needs_no_link_to_another(topology: Topology, method: Method) -> None:
-    home = Case(method, Spread(datacenters=1, topology=topology, latency_s=3.0))
+    home = BandwidthCase(method, Spread(datacenters=1, topology=topology, latency_s=3.0))
     assert home.needs(0.99).gbit_s == 0
     assert home.at(0.001).utilization == 1
     assert method == "data-parallel" or (home.needs(0.99).effective_h, home.needs(0.99).late_steps) == (24, 0)

@@ -15,9 +15,9 @@ from statistics import fmean
 
 import msgspec
 
+from atoll.estimate.goodput import METHODS, Cell, Job, Method, gather, run
+from atoll.estimate.profile import Profile, with_values
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.goodput.cell import METHODS, Cell, Job, Method, gather, run
-from atoll.simulate.goodput.profile import Profile, with_values
 
 FACTORS = (1.25, 1.1, 1.04, 1.015)
 FREE = ("elasticity.down_s+elasticity.up_s", "elasticity.outage_s", "failures.scale_s")
@@ -64,7 +64,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 def published() -> list[Known]:
     """The cells of arXiv 2604.21428 that were at hand."""
-    file = resources.files("atoll.simulate.goodput") / "profiles" / "paper.csv"
+    file = resources.files("atoll.estimate") / "profiles" / "paper.csv"
     return parse(file.read_text(), "the published table")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from atoll import cli
-from atoll.simulate.goodput.profile import load
+from atoll.estimate.profile import load
 
 Ask = Callable[..., tuple[int, str, str]]
 FEW = ("--seeds", "2", "--hours", "1", "--rounds", "8")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll import cli
+from atoll.estimate.upsizing import CHANGED, METHODS, STATE, CopyPeriod, Method, downtime_steps, grow, steps_per_copy
 from atoll.protocol.errors import ConfigError
-from atoll.simulate.upsizing import CHANGED, METHODS, STATE, Method, Stretch, downtime_steps, grow, steps_per_copy
 
 copies = st.floats(1e-3, 1e5)
 every = st.integers(1, 10_000)
@@ -43,11 +43,11 @@ def test_the_link_is_never_idle_and_carries_every_copy_in_order(method: Method, 
 
 def test_a_story_is_told_copy_by_copy() -> None:
     assert grow("decoupled", 10.0, 24) == [
-        Stretch(0.0, 10.0, "weights", training=True),
-        Stretch(10.0, 10.0, "first moment", training=True),
-        Stretch(20.0, 4.0, "second moment", training=True),
-        Stretch(24.0, 6.0, "second moment", training=False),
-        Stretch(30.0, 10.0, "fragments that changed", training=False),
+        CopyPeriod(0.0, 10.0, "weights", training=True),
+        CopyPeriod(10.0, 10.0, "first moment", training=True),
+        CopyPeriod(20.0, 4.0, "second moment", training=True),
+        CopyPeriod(24.0, 6.0, "second moment", training=False),
+        CopyPeriod(30.0, 10.0, "fragments that changed", training=False),
     ]
 
 
