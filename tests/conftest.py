@@ -1,14 +1,19 @@
-"""What every test shares: how hypothesis draws, and one thread per process so that workers do not fight for cores."""
+"""What every test shares: how hypothesis draws, one thread per process so that workers do not fight for cores, and
+processes that start with less in them (startup/)."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # Before any test imports numpy or torch; processes that a test starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+STARTUP = str(Path(__file__).parent / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)

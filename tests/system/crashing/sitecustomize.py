@@ -8,6 +8,9 @@ no more bytes (full.py). Without them nothing is touched.
 import os
 import sys
 
+import lean_torch
+
+lean_torch.install()  # what tests/startup does, whose place this file takes
 if "ATOLL_CRASH_AT" in os.environ and "atoll.syncer" in sys.orig_argv:
     import deadly
 
