@@ -1,4 +1,4 @@
-"""A straight line in 20 ms per step, with a scorer of its own: what the table of ends and resumes trains.
+"""A noisy line in 20 ms per step, with a scorer of its own: what the table of ends and resumes trains.
 
 Options: --trouble FILE (ends with a sentence while the file is there), --deaf FILE (goes on when the run has ended,
 while the file is there), --slow FILE (half a second per step from step 60 on, while the file is there: a test can end
@@ -33,7 +33,8 @@ atoll.evaluate(model, lambda model: loss_of(model, held_out).item())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 with atoll.Learner(model, optimizer) as learner:
     while not learner.done or (said.deaf is not None and said.deaf.exists()):
-        loss = loss_of(model, torch.randn(16, 4))
+        x = torch.randn(16, 4)
+        loss = ((model(x) + 0.3 * torch.randn_like(x) - 2 * x - 1) ** 2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""A straight line in 20 ms per step: what the system tests train when the model does not matter.
+"""A noisy line in 20 ms per step: what the system tests train when the model does not matter. Without noise the loss
+would come to 0, where the norm of a contribution jumps from one to the next, and some would be refused.
 
 Options: --width N, --odd N (the width that learner-1 has, which joins once the run has begun), --nan-at STEP (learner-1
 has a loss that is not a number, once), --steps N (leaves by itself), --deaf (goes on when the run has ended),
@@ -45,7 +46,7 @@ broken = False
 with atoll.Learner(model, optimizer) as learner:
     while (said.deaf or not learner.done) and (not said.steps or learner.steps < said.steps):
         x = torch.randn(16, width)
-        loss = ((model(x) - 2 * x - 1) ** 2).mean()
+        loss = ((model(x) + 0.3 * torch.randn_like(x) - 2 * x - 1) ** 2).mean()
         if said.nan_at and second and learner.steps >= said.nan_at and not broken:
             broken = True
             loss = loss * float("nan")  # in the gradients, so in the optimizer's momentum: no adoption heals that

@@ -22,7 +22,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
 
 with atoll.Learner(model, optimizer) as learner:
     for batch in DataLoader(Noisy(), batch_sampler=learner.sampler(Noisy(), 16), num_workers=2, prefetch_factor=3):
-        loss = ((model(batch) - 2 * batch - 1) ** 2).mean()
+        loss = ((model(batch) + 0.3 * torch.randn_like(batch) - 2 * batch - 1) ** 2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

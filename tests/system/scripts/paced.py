@@ -1,4 +1,4 @@
-"""A straight line whose steps begin by the clock, 40 ms apart: rounds come at a steady pace, whatever a step costs."""
+"""A noisy line whose steps begin by the clock, 40 ms apart: rounds come at a steady pace, whatever a step costs."""
 
 import time
 
@@ -15,7 +15,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with atoll.Learner(model, optimizer) as learner:
     while not learner.done:
         x = torch.randn(16, 4)
-        loss = ((model(x) - 2 * x - 1) ** 2).mean()
+        loss = ((model(x) + 0.3 * torch.randn_like(x) - 2 * x - 1) ** 2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
