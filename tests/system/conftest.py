@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,19 @@ def _read(pid: int, name: str) -> bytes:
 
 def _alive(pid: int) -> bool:
     return b"State:\tZ" not in _read(pid, "status")
+
+
+@contextmanager
+def browser_page(*arguments: str, **options: Any) -> Iterator[Any]:
+    """An empty page in a real browser; where there is none, the test is skipped."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on the PATH: no page is opened")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=browser, args=["--no-sandbox", *arguments])
+        yield opened.new_page(**options)
+        opened.close()
 
 
 @pytest.fixture

@@ -31,16 +31,6 @@ def test_a_killed_learner_comes_back_and_the_others_go_on(run: Run) -> None:
     assert recovered - back < 30, "generous: other tests run beside this one; `make run` shows under 10 s"
 
 
-def test_an_interrupt_ends_the_run_in_good_order(run: Run) -> None:
-    run.train(*LINE, "--learners", "2")
-    run.until(lambda events: len(members(events)) == 2)
-    run.interrupt()
-    run.ended()
-    assert run.summary["reason"] == "the operator asked for it"
-    assert run.summary["tokens"]["lost"] == 0
-    assert (run.out / "model.safetensors").exists()
-
-
 @pytest.mark.faults
 def test_a_second_interrupt_kills_everything(run: Run) -> None:
     run.train(*LINE, "--learners", "2", "--", "--deaf")
@@ -98,21 +88,6 @@ def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
     model = load_file(run.out / "model.safetensors")
     assert np.abs(model["weight"] - 2 * np.eye(4)).max() < 0.2, "the run learned what it was to learn"
     assert np.abs(model["bias"] - 1).max() < 0.2
-
-
-def test_a_learner_whose_machine_is_taken_away_leaves_in_good_order(run: Run) -> None:
-    run.train(*LINE, "--learners", "2", "--steps", "100000")
-    run.until(lambda events: len(members(events)) == 2)
-    os.kill(run.pid("learner-1"), signal.SIGTERM)
-    run.until(lambda events: any(e["kind"] == "exited" and e["process"] == "learner-1" for e in events))
-    left = next(e for e in run.events("left") if e["learner"] == "learner-1")
-    assert "its machine is taken away" in left["text"] and left["unmerged_tokens"] == 0
-    assert next(e for e in run.events("exited") if e["process"] == "learner-1")["code"] == 0
-    assert (run.out / "learners" / "learner-1" / "preempted.safetensors").exists()
-    before = len(run.events("round"))
-    run.until(lambda events: sum(e["kind"] == "round" for e in events) > before + 5)
-    run.interrupt()
-    run.ended()
 
 
 @pytest.mark.faults

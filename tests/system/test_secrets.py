@@ -1,4 +1,5 @@
-"""No secret is in any file that a run wrote, in any answer of its port, or in the list of processes."""
+"""No secret is in any file that a run with keys wrote, in any answer of its port, or in the list of processes. Of a run
+without keys test_neighbours.py shows it."""
 
 from __future__ import annotations
 
@@ -137,41 +138,3 @@ def test_no_secret_leaves_the_folder_of_keys(run: Run, beside: list[subprocess.P
     assert leaks(secrets, **files) == []
     assert "atoll tokens --keys" in run.stdout
     assert leaks(secrets, stdout=run.stdout.encode(), stderr=run.stderr.encode()) == []
-
-
-def test_the_secrets_of_a_run_without_keys_are_in_its_folder_of_secrets_alone(run: Run) -> None:
-    run.train(SCRIPTS / "line.py", "--learners", "1", "--steps", "1000000", "--port", "0", "--evaluate-every", "0")
-    run.until(lambda events: any(event["kind"] == "cut" for event in events))
-    url = run.address()
-    secrets = [path.read_text().strip().encode() for path in (run.out / "secrets").iterdir()]
-    assert len(secrets) == 4
-    (succession,) = run.out.glob("learners/*/succession")
-    secrets.append(succession.read_text().strip().encode())
-    seen = {str(path): path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
-    assert any(str(run.out).encode() in words for words in seen.values())
-    assert leaks(secrets, **seen) == []
-    boss = parse_address(url, {})
-    answers = asyncio.run(answered_in_the_clear(boss))
-    assert [answers[path][0] for path in ("/", "/metrics", "/v1/status", "/v1/fragments/0")] == [200] * 4
-    assert leaks(secrets, **{path: body for path, (_, body) in answers.items()}) == []
-    told = [run.command("status", url, "--json"), run.command("set", url, "x=1"), run.command("dashboard", url)]
-    run.interrupt()
-    run.ended()
-    told += [run.command("report", run.out), run.command("verify", run.out)]
-    told.append(run.command("export", run.out, run.folder / "exported"))
-    assert [one.returncode for one in told] == [0, 1, 0, 0, 0, 0], [one.stderr for one in told]
-    for number, one in enumerate(told):
-        assert leaks(secrets, **{f"command {number}": (one.stdout + one.stderr).encode()}) == []
-    files = {
-        str(path): path.read_bytes()
-        for path in run.folder.rglob("*")
-        if path.is_file() and path.parent != run.out / "secrets" and path != succession
-    }
-    assert {"run.toml", "events.jsonl", "report.html", "summary.json", "exported"} <= {
-        part for name in files for part in Path(name).parts
-    }
-    assert leaks(secrets, **files, stdout=run.stdout.encode(), stderr=run.stderr.encode()) == []
-
-
-async def answered_in_the_clear(boss: SyncerAddress) -> dict[str, tuple[int, bytes]]:
-    return {path: await asked(boss, path) for path in PAGES}
