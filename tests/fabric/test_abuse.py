@@ -24,7 +24,7 @@ from atoll.fabric import certificates
 from atoll.fabric.certificates import fingerprint, make_authority, make_server
 from atoll.fabric.tls import client_context
 from atoll.fabric.tokens import Tokens
-from atoll.observe.dashboard.viewers import MOST
+from atoll.observe.dashboard.site import MOST_VIEWERS
 from atoll.protocol.messages import Refused
 from atoll.syncer.credentials import write_tokens
 
@@ -415,7 +415,7 @@ async def test_a_viewers_token_that_counts_no_more_ends_what_it_looks_at(
 async def test_one_viewers_token_keeps_nobody_else_from_looking(fort: Fort) -> None:
     await fort.open()
     before = await fort.digest()
-    greedy = [await looks_on(fort, "look") for _ in range(MOST)]
+    greedy = [await looks_on(fort, "look") for _ in range(MOST_VIEWERS)]
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
         await looks_on(fort, "look")
     assert refused.value.status == 503

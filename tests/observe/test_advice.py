@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.observe.advice import advise
-from atoll.observe.story import ADVICE, story
+from atoll.observe.story import ADVICE, advise, story
 from atoll.observe.summary import Summary, summarise
 from atoll.telemetry.events import Event
 

@@ -16,11 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from atoll.fabric import tasks
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.server import Server
-from atoll.observe.dashboard import NAME, Dashboard, history, lanes, pages, site, viewers
-from atoll.observe.dashboard.history import History, rounds_behind
-from atoll.observe.dashboard.lanes import Lanes
+from atoll.observe.dashboard import NAME, Dashboard, history, pages, site
+from atoll.observe.dashboard.history import History, Lanes, Series, rounds_behind
 from atoll.observe.dashboard.metrics import exposition
-from atoll.observe.dashboard.series import Series
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.syncer.process import import_named, show
@@ -189,32 +187,32 @@ async def test_a_viewer_that_speaks_is_sent_away_and_nobody_else_notices(place: 
 
 
 async def test_so_many_viewers_and_no_more(place: Place) -> None:
-    sockets = [await place.look() for _ in range(viewers.MOST)]
+    sockets = [await place.look() for _ in range(site.MOST_VIEWERS)]
     with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
         await place.look()
     assert refusal.value.status == 503
     await sockets[0].close()
-    while len(place.dashboard.viewers) == viewers.MOST:
+    while len(place.dashboard.viewers) == site.MOST_VIEWERS:
         await heard(sockets[1])
     assert (await heard(await place.look()))["type"] == "snapshot"
 
 
 async def test_where_all_places_are_taken_the_token_with_the_most_gives_one() -> None:
-    crowd = viewers.Viewers()
-    greedy = [viewers.Viewer("greedy") for _ in range(viewers.MOST)]
+    crowd = site.Viewers()
+    greedy = [site.Viewer("greedy") for _ in range(site.MOST_VIEWERS)]
     crowd._there |= dict.fromkeys(greedy)
-    assert not crowd._has_room("greedy") and len(crowd) == viewers.MOST
-    for number in range(viewers.MOST // 2):
+    assert not crowd._has_room("greedy") and len(crowd) == site.MOST_VIEWERS
+    for number in range(site.MOST_VIEWERS // 2):
         assert crowd._has_room("modest")
         assert greedy.pop().outbox.closed, "the newest of them goes"
-        crowd._new[viewers.Viewer("modest")] = None
-        assert len(crowd) == viewers.MOST, number
+        crowd._new[site.Viewer("modest")] = None
+        assert len(crowd) == site.MOST_VIEWERS, number
     assert not crowd._has_room("modest") and not crowd._has_room("greedy"), "both have the same now"
     assert crowd._has_room("another")
 
 
 async def test_whose_token_counts_no_more_is_sent_away() -> None:
-    crowd, gone, stays = viewers.Viewers(), viewers.Viewer("gone"), viewers.Viewer("stays")
+    crowd, gone, stays = site.Viewers(), site.Viewer("gone"), site.Viewer("stays")
     crowd._there[gone] = crowd._new[stays] = None
     reasons = {"gone": "the token 'gone' was revoked", "stays": ""}
     crowd.sweep(lambda token, mark: reasons[token])
@@ -223,9 +221,9 @@ async def test_whose_token_counts_no_more_is_sent_away() -> None:
 
 
 async def test_a_viewer_that_reads_too_slowly_is_dropped() -> None:
-    crowd, slow = viewers.Viewers(), viewers.Viewer()
+    crowd, slow = site.Viewers(), site.Viewer()
     crowd._there[slow] = None
-    for _ in range(viewers.WAITING):
+    for _ in range(site.WAITING):
         crowd.tell(b"news", lambda: b"")
     assert len(crowd) == 1
     crowd.tell(b"one too many", lambda: b"")
@@ -274,7 +272,7 @@ def test_a_snapshot_is_bounded_with_64_learners_and_10_000_rounds(status: Status
     assert len(past.snapshot(11_000.0, now)) < 400_000
     assert len(past.rounds) == history.ROUNDS and past.rounds[-1][0] == 9_999
     assert len(past.scores.points) <= history.SCORES and past.scores.points[0][1] == 0, "curves reach back to the start"
-    assert len(past.samples.points) <= history.SAMPLES and len(past.lanes.marks) == lanes.MARKS
+    assert len(past.samples.points) <= history.SAMPLES and len(past.lanes.marks) == history.MARKS
     past.delta(11_000.0, now)
     assert len(past.delta(11_000.5, now)) < 4_000, "news are news only"
 
@@ -329,9 +327,9 @@ def test_a_status_mends_what_no_event_told(status: Status) -> None:
 
 def test_a_new_learner_takes_the_lane_of_one_that_is_long_gone() -> None:
     known = Lanes()
-    for number in range(lanes.LANES + 5):
+    for number in range(history.LANES + 5):
         known.take({"at": float(number), "kind": "joined", "learner": f"one-{number}", "incarnation": 1}, ())
-    assert len(known.names) == lanes.LANES and known.place("another") is None
+    assert len(known.names) == history.LANES and known.place("another") is None
     known.take({"at": 900.0, "kind": "lost", "learner": "one-7", "incarnation": 1}, ())
     place = known.place("one-7")
     assert known.place("another", needed={place}) is None, "it is still in a round that is shown"

@@ -9,8 +9,8 @@ import pytest
 
 from atoll import cli
 from atoll.observe import doctor
-from atoll.observe.doctor import disk, machine, network, software
-from atoll.observe.doctor.check import Check, Clocks, size
+from atoll.observe.doctor import local
+from atoll.observe.doctor.local import Check, Clocks, size
 
 GIB = 1 << 30
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "import_s": 1.8, "cuda": None, "gpus": [], "mps": False, "threads": 2}
@@ -24,38 +24,38 @@ WARM: dict[str, Any] = {"warm_s": 0.7, "cache": "/somewhere", "writable": True, 
 @pytest.mark.parametrize(
     ("check", "verdict", "words"),
     [
-        (software.python((3, 11, 0)), "ok", "3.11.0"),
-        (software.python((3, 10, 9)), "fail", "3.10.9"),
-        (software.judge_torch(TORCH), "ok", "2.13.0+cpu, CPU only, imported in 1.8 s"),
-        (software.judge_torch(TORCH | {"gpus": [GPU, GPU], "cuda": "13.0"}), "ok", "2 × NVIDIA H200"),
-        (software.judge_torch(TORCH | {"cuda": "13.0"}), "warn", "CPU only"),
-        (software.judge_torch(TORCH | {"version": "2.5.1"}), "fail", "2.5.1"),
-        (software.judge_torch(TORCH | {"version": "10.0.0"}), "ok", "10.0.0"),
-        (software.judge_torch(None, "No module named 'torch'"), "fail", "No module named 'torch'"),
-        (software.judge_kernels(WARM), "ok", "loaded from their cache in 0.70 s"),
-        (software.judge_kernels(WARM | {"compiled": 1}), "ok", "compiled in 0.70 s"),
-        (software.judge_kernels(WARM | {"writable": False}), "warn", "loaded"),
-        (software.judge_kernels(None, "no locator available"), "fail", "no locator available"),
-        (machine.judge_processors(2, 1.5), "ok", "2 cores, load 1.5"),
-        (machine.judge_processors(1, 1.5), "warn", "1 core, load 1.5"),
-        (machine.judge_memory(24 * GIB, 20 * GIB), "ok", "20 GiB of 24 GiB free"),
-        (machine.judge_memory(24 * GIB, 2 * GIB), "warn", "2.0 GiB of 24 GiB free"),
-        (machine.judge_memory(24 * GIB, GIB // 2), "fail", "512 MiB of 24 GiB free"),
-        (machine.judge_memory(None, None), "ok", "does not say"),
-        (machine.judge_shared(GIB, GIB), "ok", "1.0 GiB of 1.0 GiB free"),
-        (machine.judge_shared(GIB // 16, GIB // 16), "warn", "64 MiB"),
-        (machine.judge_open_files(1024, 4096), "ok", "1,024"),
-        (machine.judge_open_files(256, 4096), "warn", "256"),
-        (machine.judge_open_files(64, 4096), "fail", "64"),
-        (machine.clock(Clocks(100.0, 5.0), Clocks(103.001, 8.0)), "ok", "differ by 1.0 ms after 3.0 s"),
-        (machine.clock(Clocks(100.0, 5.0), Clocks(102.0, 8.0)), "warn", "differ by 1000.0 ms"),
-        (disk.judge_room(Path("runs"), 70 * GIB), "ok", "70 GiB free in runs"),
-        (disk.judge_room(Path("runs"), GIB), "warn", "1.0 GiB free in runs"),
-        (disk.judge_room(Path("runs"), GIB // 8), "fail", "128 MiB free in runs"),
-        (disk.judge_writing(64 << 20, 0.1), "ok", "671 MB/s (64 MiB in 0.10 s)"),
-        (disk.judge_writing(64 << 20, 10.0), "warn", "7 MB/s"),
-        (disk.judge_syncing([0.001, 0.002, 0.4]), "ok", "2.0 ms until 4 KiB are safe, 400 ms at worst"),
-        (disk.judge_syncing([0.06, 0.2, 0.3]), "warn", "200.0 ms"),
+        (local.check_python((3, 11, 0)), "ok", "3.11.0"),
+        (local.check_python((3, 10, 9)), "fail", "3.10.9"),
+        (local.judge_torch(TORCH), "ok", "2.13.0+cpu, CPU only, imported in 1.8 s"),
+        (local.judge_torch(TORCH | {"gpus": [GPU, GPU], "cuda": "13.0"}), "ok", "2 × NVIDIA H200"),
+        (local.judge_torch(TORCH | {"cuda": "13.0"}), "warn", "CPU only"),
+        (local.judge_torch(TORCH | {"version": "2.5.1"}), "fail", "2.5.1"),
+        (local.judge_torch(TORCH | {"version": "10.0.0"}), "ok", "10.0.0"),
+        (local.judge_torch(None, "No module named 'torch'"), "fail", "No module named 'torch'"),
+        (local.judge_kernels(WARM), "ok", "loaded from their cache in 0.70 s"),
+        (local.judge_kernels(WARM | {"compiled": 1}), "ok", "compiled in 0.70 s"),
+        (local.judge_kernels(WARM | {"writable": False}), "warn", "loaded"),
+        (local.judge_kernels(None, "no locator available"), "fail", "no locator available"),
+        (local.judge_processors(2, 1.5), "ok", "2 cores, load 1.5"),
+        (local.judge_processors(1, 1.5), "warn", "1 core, load 1.5"),
+        (local.judge_memory(24 * GIB, 20 * GIB), "ok", "20 GiB of 24 GiB free"),
+        (local.judge_memory(24 * GIB, 2 * GIB), "warn", "2.0 GiB of 24 GiB free"),
+        (local.judge_memory(24 * GIB, GIB // 2), "fail", "512 MiB of 24 GiB free"),
+        (local.judge_memory(None, None), "ok", "does not say"),
+        (local.judge_shared(GIB, GIB), "ok", "1.0 GiB of 1.0 GiB free"),
+        (local.judge_shared(GIB // 16, GIB // 16), "warn", "64 MiB"),
+        (local.judge_open_files(1024, 4096), "ok", "1,024"),
+        (local.judge_open_files(256, 4096), "warn", "256"),
+        (local.judge_open_files(64, 4096), "fail", "64"),
+        (local.check_clock(Clocks(100.0, 5.0), Clocks(103.001, 8.0)), "ok", "differ by 1.0 ms after 3.0 s"),
+        (local.check_clock(Clocks(100.0, 5.0), Clocks(102.0, 8.0)), "warn", "differ by 1000.0 ms"),
+        (local.judge_room(Path("runs"), 70 * GIB), "ok", "70 GiB free in runs"),
+        (local.judge_room(Path("runs"), GIB), "warn", "1.0 GiB free in runs"),
+        (local.judge_room(Path("runs"), GIB // 8), "fail", "128 MiB free in runs"),
+        (local.judge_writing(64 << 20, 0.1), "ok", "671 MB/s (64 MiB in 0.10 s)"),
+        (local.judge_writing(64 << 20, 10.0), "warn", "7 MB/s"),
+        (local.judge_syncing([0.001, 0.002, 0.4]), "ok", "2.0 ms until 4 KiB are safe, 400 ms at worst"),
+        (local.judge_syncing([0.06, 0.2, 0.3]), "warn", "200.0 ms"),
     ],
 )
 def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
@@ -76,35 +76,35 @@ def test_sizes_are_as_people_read_them() -> None:
 
 
 def test_what_a_small_program_says_or_complains_of_is_heard() -> None:
-    assert software.told_by("print('noise'); print('{\"a\": 1}')") == ({"a": 1}, "")
-    found, words = software.told_by("raise RuntimeError('no locator available')")
+    assert local.run_probe("print('noise'); print('{\"a\": 1}')") == ({"a": 1}, "")
+    found, words = local.run_probe("raise RuntimeError('no locator available')")
     assert found is None and words == "RuntimeError: no locator available"
 
 
 def test_the_disk_is_measured_and_nothing_stays_behind(tmp_path: Path) -> None:
-    names = [check.name for check in disk.checks(tmp_path / "not" / "there")]
+    names = [check.name for check in local.check_disk(tmp_path / "not" / "there")]
     assert names == ["disk room", "disk writing", "disk syncing"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_so_much_is_written_and_so_often_synced(tmp_path: Path) -> None:
-    done, took_s = disk.written(tmp_path / "block", 3 << 20)
+    done, took_s = local.time_writing(tmp_path / "block", 3 << 20)
     assert done == 3 << 20 == (tmp_path / "block").stat().st_size and took_s > 0
-    assert len(disk.syncs(tmp_path / "block", 5)) == 5
+    assert len(local.time_syncs(tmp_path / "block", 5)) == 5
 
 
 def test_a_disk_that_refuses_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: Path, length: int = 0) -> tuple[int, float]:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(disk, "written", refuse)
-    *_, last = disk.checks(tmp_path)
+    monkeypatch.setattr(local, "time_writing", refuse)
+    *_, last = local.check_disk(tmp_path)
     assert (last.verdict, last.name) == ("fail", "disk") and "Read-only file system" in last.value
     assert list(tmp_path.iterdir()) == []
 
 
 def test_loopback_can_be_used_here() -> None:
-    assert network.ports().verdict == "ok"
+    assert local.check_ports().verdict == "ok"
 
 
 def test_the_card_of_the_default_route_and_its_speed(tmp_path: Path) -> None:
@@ -112,16 +112,16 @@ def test_the_card_of_the_default_route_and_its_speed(tmp_path: Path) -> None:
     routes.write_text("Iface\tDestination\tGateway\neth9\t0000A8C0\t0\nib0\t00000000\t0102A8C0\n")
     card.mkdir()
     (card / "speed").write_text("200000\n")
-    assert network.card(None, tmp_path, routes).value == "ib0, 200,000 Mbit/s"
+    assert local.check_card(None, tmp_path, routes).value == "ib0, 200,000 Mbit/s"
     (card / "speed").write_text("10\n")
-    assert network.card(None, tmp_path, routes).verdict == "warn"
+    assert local.check_card(None, tmp_path, routes).verdict == "warn"
     (card / "speed").write_text("-1\n")
-    assert "does not tell its speed" in network.card(None, tmp_path, routes).value
-    assert network.card(None, tmp_path, tmp_path / "none").value == "no default route"
+    assert "does not tell its speed" in local.check_card(None, tmp_path, routes).value
+    assert local.check_card(None, tmp_path, tmp_path / "none").value == "no default route"
 
 
 def test_a_syncer_on_this_machine_is_reached_over_loopback() -> None:
-    assert network.card("http://127.0.0.1:7077").figures["card"] == "lo"
+    assert local.check_card("http://127.0.0.1:7077").figures["card"] == "lo"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the seconds that torch and the kernels take, and with memory enough."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "memory", lambda: machine.judge_memory(24 * GIB, 20 * GIB))
-    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(TORCH))
-    monkeypatch.setattr(software, "kernels", lambda: software.judge_kernels(WARM))
+    monkeypatch.setattr(local, "check_memory", lambda: local.judge_memory(24 * GIB, 20 * GIB))
+    monkeypatch.setattr(local, "check_torch", lambda: local.judge_torch(TORCH))
+    monkeypatch.setattr(local, "check_kernels", lambda: local.judge_kernels(WARM))
 
 
 @pytest.mark.usefixtures("quick")
@@ -161,7 +161,7 @@ def test_every_check_has_its_line_within_80_columns(
 def test_what_fails_makes_the_command_fail_and_names_the_next_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(None, "No module named 'torch'"))
+    monkeypatch.setattr(local, "check_torch", lambda: local.judge_torch(None, "No module named 'torch'"))
     assert atoll(monkeypatch, "doctor") == 1
     out = capsys.readouterr().out
     assert "✗ torch" in out and "pip install 'torch>=2.6'" in out and "checks fail" in out

@@ -22,18 +22,17 @@ from atoll.fabric.address import parse_address
 from atoll.fabric.dial import Dialled
 from atoll.fabric.server import Server
 from atoll.fabric.tcp_relay import Bottleneck, TcpRelay
-from atoll.observe.doctor import carry, door, machine, software, speed, syncer
-from atoll.observe.doctor.carry import Load, MeasuredLink
-from atoll.observe.doctor.check import Check
-from atoll.observe.doctor.door import Address
-from atoll.observe.doctor.speed import Moved, Trip
+from atoll.observe.doctor import carry, link, local
+from atoll.observe.doctor.carry import LinkLoad, MeasuredLink
+from atoll.observe.doctor.link import DialledAddress, RoundTrip, Transfer
+from atoll.observe.doctor.local import Check
 from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32
 WAY = parse_address(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
-HERE = Address("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
-GONE = Address("https://b.example:2", None, "Connection refused")
-LOAD = Load(parameters=100e6, step_s=0.4)
+HERE = DialledAddress("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
+GONE = DialledAddress("https://b.example:2", None, "Connection refused")
+LOAD = LinkLoad(parameters=100e6, step_s=0.4)
 FAST = MeasuredLink(1e9, 1e9, 0.01)
 
 
@@ -44,30 +43,30 @@ FAST = MeasuredLink(1e9, 1e9, 0.01)
     ("check", "verdict", "words"),
     [
         (
-            speed.judge_trips("https://h:1", [Trip(0.01, None)] * 9 + [Trip(0.9, None)]),
+            link.judge_trips("https://h:1", [RoundTrip(0.01, None)] * 9 + [RoundTrip(0.9, None)]),
             "ok",
             "10.0 ms to https://h:1, 900",
         ),
-        (speed.judge_trips("https://h:1", [Trip(0.3, None)]), "warn", "300.0 ms"),
-        (speed.judge_clock([Trip(0.02, 0.004), Trip(0.4, -0.1)]), "ok", "the same as here (± 10.0 ms)"),
-        (speed.judge_clock([Trip(0.02, 0.5)]), "ok", "0.50 s ahead of ours (± 10.0 ms)"),
-        (speed.judge_clock([Trip(0.02, -7.0)]), "warn", "7.0 s behind ours (± 10.0 ms)"),
-        (speed.judge_clock([Trip(0.02, None)]), "ok", "does not tell its time"),
-        (speed.judge_bandwidth("bandwidth up", Moved(64 << 20, 1.0)), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
-        (speed.judge_bandwidth("bandwidth up", Moved(2 << 20, 3.0)), "warn", "5.6 Mbit/s"),
-        (door.judge_addresses(WAY, [HERE]), "ok", "a.example:1 answers in 12.0 ms"),
-        (door.judge_addresses(WAY, [HERE, GONE]), "warn", "b.example:2: Connection refused"),
-        (door.judge_addresses(WAY, [GONE]), "fail", "b.example:2: Connection refused"),
+        (link.judge_trips("https://h:1", [RoundTrip(0.3, None)]), "warn", "300.0 ms"),
+        (link.judge_clock([RoundTrip(0.02, 0.004), RoundTrip(0.4, -0.1)]), "ok", "the same as here (± 10.0 ms)"),
+        (link.judge_clock([RoundTrip(0.02, 0.5)]), "ok", "0.50 s ahead of ours (± 10.0 ms)"),
+        (link.judge_clock([RoundTrip(0.02, -7.0)]), "warn", "7.0 s behind ours (± 10.0 ms)"),
+        (link.judge_clock([RoundTrip(0.02, None)]), "ok", "does not tell its time"),
+        (link.judge_bandwidth("bandwidth up", Transfer(64 << 20, 1.0)), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
+        (link.judge_bandwidth("bandwidth up", Transfer(2 << 20, 3.0)), "warn", "5.6 Mbit/s"),
+        (link.judge_addresses(WAY, [HERE]), "ok", "a.example:1 answers in 12.0 ms"),
+        (link.judge_addresses(WAY, [HERE, GONE]), "warn", "b.example:2: Connection refused"),
+        (link.judge_addresses(WAY, [GONE]), "fail", "b.example:2: Connection refused"),
         (
-            carry.judge(LOAD, FAST),
+            carry.judge_load(LOAD, FAST),
             "ok",
             "this link carries H = 24, P = 24 with bf16 at 0.40 s a step and 100M parameters; fp32 too",
         ),
-        (carry.judge(LOAD, MeasuredLink(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
-        (carry.judge(LOAD, MeasuredLink(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
-        (carry.judge(LOAD, MeasuredLink(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
-        (syncer.carries(a_status(), FAST, None, 0.4), "ok", "not known yet"),
-        (syncer.carries(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
+        (carry.judge_load(LOAD, MeasuredLink(300e6, 1e9, 0.01)), "ok", "fp32 would need 1.4x what it has"),
+        (carry.judge_load(LOAD, MeasuredLink(100e6, 100e6, 0.01)), "warn", "does not carry H = 24, P = 24 with bf16"),
+        (carry.judge_load(LOAD, MeasuredLink(1e9, 1e9, 1.2)), "warn", "a fragment is away for 3.5 steps, τ = 2"),
+        (link.check_load(a_status(), FAST, None, 0.4), "ok", "not known yet"),
+        (link.check_load(a_status(sync_every=2), FAST, 1e6, 0.4), "warn", "overlap = 2 is not below sync_every = 2"),
     ],
 )
 def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
@@ -78,17 +77,17 @@ def test_a_figure_is_judged(check: Check, verdict: str, words: str) -> None:
 def test_needs_are_those_of_the_bandwidth_calculator() -> None:
     atoll = profile("atoll").run
     spread = msgspec.structs.replace(atoll, step_s=0.4, datacenters=2, learners=2, parameters=100e6)
-    (need,) = (one for one in carry.needs(LOAD, FAST) if one.codec == "bf16" and one.sync_every == 24)
+    (need,) = (one for one in carry.compute_needs(LOAD, FAST) if one.codec == "bf16" and one.sync_every == 24)
     assert need.up_bits_per_s == pytest.approx(1e8 * 16 / 9.6)
     assert need.down_bits_per_s == pytest.approx(1e9 * load_gbit(spread) / (24 * 0.4)) == pytest.approx(1e8 * 32 / 9.6)
     slow = MeasuredLink(100e6, 100e6, 0.01)
-    assert carry.kept_up_with(LOAD, slow) == pytest.approx(effective_h(spread, 0.08)) == pytest.approx(100)
+    assert carry.find_sustained_h(LOAD, slow) == pytest.approx(effective_h(spread, 0.08)) == pytest.approx(100)
     near = msgspec.structs.replace(spread, latency_s=0.005)
     assert carry.away_steps(LOAD, slow) == pytest.approx(away_steps(near, 0.1)) == pytest.approx(2.01 / 0.4)
 
 
 def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
-    found = carry.judge(LOAD, MeasuredLink(100e6, 100e6, 0.01))
+    found = carry.judge_load(LOAD, MeasuredLink(100e6, 100e6, 0.01))
     assert [(one["sync_every"], one["codec"], one["carried"]) for one in found.figures["needs"]] == [
         (24, "fp32", False),
         (24, "bf16", False),
@@ -102,7 +101,7 @@ def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
     assert found.next == (
         "Nobody waits, but fragments are synced every 100 steps. It carries sync_every = 192 with bf16."
     )
-    hopeless = carry.judge(LOAD, MeasuredLink(1e5, 1e5, 0.01))
+    hopeless = carry.judge_load(LOAD, MeasuredLink(1e5, 1e5, 0.01))
     assert hopeless.next.endswith("Not even H = 1536 fits: this model needs another link.")
 
 
@@ -110,13 +109,13 @@ def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:
     ("count", "took_s", "then"), [(1 << 16, 0.001, 1 << 20), (1 << 20, 0.5, 4 << 20), (1 << 20, 0.9, 2330169)]
 )
 def test_a_body_grows_until_it_takes_two_seconds(count: int, took_s: float, then: int) -> None:
-    assert speed.next_size(count, took_s) == then
-    assert speed.next_size(60 << 20, 0.001) == 64 << 20
+    assert link.choose_next_size(count, took_s) == then
+    assert link.choose_next_size(60 << 20, 0.001) == 64 << 20
 
 
 def test_a_cipher_has_a_rate() -> None:
     assert (
-        min(door.cipher_rate(name, 0.005) for name in ("TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256")) > 1e6
+        min(link.cipher_rate(name, 0.005) for name in ("TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256")) > 1e6
     )
 
 
@@ -140,8 +139,8 @@ class Run(SecuredDesk):
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback needs no 64 MiB to be measured; and no proxy of this machine is in the way."""
-    monkeypatch.setattr(speed, "LONGEST", 1 << 20)
-    monkeypatch.setattr(door, "CIPHER_S", 0.005)
+    monkeypatch.setattr(link, "LONGEST", 1 << 20)
+    monkeypatch.setattr(link, "CIPHER_S", 0.005)
     for name in ("ATOLL_PROXY", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "ATOLL_JOIN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -152,10 +151,11 @@ async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
         yield place
 
 
-async def checked(link: str, *model: float) -> dict[str, Check]:
+async def checked(way: str, *model: float) -> dict[str, Check]:
     """By name; the doctor has an event loop of its own."""
     return {
-        check.name: check for check in await asyncio.to_thread(lambda: list(syncer.checks(parse_address(link), *model)))
+        check.name: check
+        for check in await asyncio.to_thread(lambda: list(link.check_link(parse_address(way), *model)))
     }
 
 
@@ -256,7 +256,7 @@ async def test_something_that_is_no_syncer_fails(plain: Server, answer: bytes, m
 
 
 async def test_a_slow_link_is_measured_as_what_it_is(monkeypatch: pytest.MonkeyPatch, secured: Secured) -> None:
-    monkeypatch.setattr(speed, "LONGEST", 64 << 20)
+    monkeypatch.setattr(link, "LONGEST", 64 << 20)
     line = TcpRelay("127.0.0.1", secured.server.port)
     line.delay_s = 0.005  # more would fill the small buffer of the line before the bottleneck is
     line.share(Bottleneck(2.5e6), Bottleneck(5e6))
@@ -314,9 +314,9 @@ async def test_the_command_says_it_all_without_the_token(
 ) -> None:
     torch: dict[str, Any] = {"version": "2.13.0", "import_s": 1.8, "cuda": None, "gpus": [], "mps": False, "threads": 2}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "memory", lambda: machine.judge_memory(24 << 30, 20 << 30))
-    monkeypatch.setattr(software, "torch", lambda: software.judge_torch(torch))
-    monkeypatch.setattr(software, "kernels", lambda: Check("kernels", "ok", "there"))
+    monkeypatch.setattr(local, "check_memory", lambda: local.judge_memory(24 << 30, 20 << 30))
+    monkeypatch.setattr(local, "check_torch", lambda: local.judge_torch(torch))
+    monkeypatch.setattr(local, "check_kernels", lambda: Check("kernels", "ok", "there"))
     monkeypatch.setattr(sys, "argv", ["atoll", "doctor", *words])
     monkeypatch.setenv("ATOLL_JOIN", secured.link())
     monkeypatch.setenv("COLUMNS", "80")

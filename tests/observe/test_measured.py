@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.estimate.goodput import Job, run
-from atoll.observe.measured import measure
+from atoll.observe.clusters import measure
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
 

@@ -6,7 +6,7 @@ import pytest
 from tests.observe.conftest import said
 
 from atoll.observe.dashboard.history import History
-from atoll.observe.notes import Notebook
+from atoll.observe.tail import Notebook
 
 ROUTINE: list[tuple[str, dict[str, Any]]] = [
     ("cut", {"cut": 240}),

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from atoll.observe.plots import Course, Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, Trail, check, write
-from atoll.observe.plots.axes import decimal_ticks, step_of, unit_of
 from atoll.observe.plots.html import drawn
-from atoll.observe.plots.palette import heat_range, ink_on_heat, see_through, strokes
-from atoll.observe.plots.pictures import KINDS
-from atoll.observe.plots.stretches import MOST, fitted, gathered, merged, noted, pooled
+from atoll.observe.plots.pictures import KINDS, MOST, fitted, gathered, merged, noted, pooled
+from atoll.observe.plots.style import decimal_ticks, heat_range, ink_on_heat, see_through, step_of, strokes, unit_of
 from atoll.protocol.errors import ConfigError
 
 NAN = float("nan")

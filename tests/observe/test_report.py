@@ -11,9 +11,10 @@ from tests.store.written import everything
 
 from atoll.observe.plots.pictures import Lane
 from atoll.observe.report import read, write_report
-from atoll.observe.report.faults import faults, mended
-from atoll.observe.report.pictures import MOST_POINTS, lanes, losses, participation
-from atoll.observe.summary import in_its_own_time, summarise
+from atoll.observe.report.page import MOST_POINTS, draw_lanes, draw_losses, draw_participation
+from atoll.observe.report.reading import faults, mended
+from atoll.observe.summary import summarise
+from atoll.observe.timeline import in_its_own_time
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
 from atoll.telemetry.versions import versions
@@ -185,7 +186,7 @@ def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path
     (folder / "summary.json").write_text(json.dumps(document | {"validation_loss_end": 3.0}))
     run = read(folder, now=LATER)
     assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["per_learner"] == {}
-    assert losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
+    assert draw_losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
     assert "30" in shown(page(folder))
 
 
@@ -212,7 +213,7 @@ def spans(lane: Lane) -> list[tuple[str, float, float]]:
 
 
 def test_a_lane_shows_what_a_learner_did(events: list[Event], tmp_path: Path) -> None:
-    a, b = lanes(read(lay(tmp_path / "run", events))).lanes
+    a, b = draw_lanes(read(lay(tmp_path / "run", events))).lanes
     assert spans(a) == [("stepping", 0.0, 11.0)], "what was before the first parameters is left out"
     assert spans(b) == [
         ("recovering", 0.0, 1.0),
@@ -230,13 +231,13 @@ def test_a_learner_that_never_came_back_is_gone_to_the_end(events: list[Event], 
     dead = [e for e in events if e.get("incarnation") != 2 and e["kind"] != "restarted"]
     for event in dead:
         event["members"] = [m for m in event.get("members", ()) if m["incarnation"] != 2]
-    _, b = lanes(read(lay(tmp_path / "run", dead))).lanes
+    _, b = draw_lanes(read(lay(tmp_path / "run", dead))).lanes
     assert spans(b)[-1] == ("gone", 4.0, 10.0)
 
 
 def test_losses_begin_with_the_score_of_before_the_first_step(events: list[Event], tmp_path: Path) -> None:
     run = read(lay(tmp_path / "run", events))
-    (trail,) = losses(run).trails
+    (trail,) = draw_losses(run).trails
     assert trail.points == ((0.0, 5.5), (10.5, 2.25))
 
 
@@ -244,12 +245,12 @@ def test_learners_losses_are_drawn_where_rounds_tell_them(events: list[Event], t
     for event in events:
         for member in event.get("members", ()):
             member["loss"] = 1.0 + member["t"]
-    names = [trail.name for trail in losses(read(lay(tmp_path / "run", events))).trails]
+    names = [trail.name for trail in draw_losses(read(lay(tmp_path / "run", events))).trails]
     assert names == ["validation, global model", "training, a", "training, b"]
 
 
 def test_participation_is_members_of_live_and_live_of_all(events: list[Event], tmp_path: Path) -> None:
-    members, live = participation(read(lay(tmp_path / "run", events))).trails
+    members, live = draw_participation(read(lay(tmp_path / "run", events))).trails
     assert [value for _, value in members.points] == [1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert [value for _, value in live.points] == [1.0, 0.5, 1.0, 1.0]
 
@@ -257,7 +258,7 @@ def test_participation_is_members_of_live_and_live_of_all(events: list[Event], t
 def test_many_rounds_become_few_points(events: list[Event], tmp_path: Path) -> None:
     one = next(event for event in events if event["kind"] == "round")
     many = [*events, *({**one, "at": 1014.0 + number} for number in range(10 * MOST_POINTS))]
-    members = participation(read(lay(tmp_path / "run", many))).trails[0]
+    members = draw_participation(read(lay(tmp_path / "run", many))).trails[0]
     assert MOST_POINTS // 2 < len(members.points) <= MOST_POINTS
     assert "mean of 11 rounds" in members.name
 

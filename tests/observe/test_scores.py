@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.observe.conftest import committed, member, said
 
-from atoll.observe.scores import best_score, read_scores, training_losses
+from atoll.observe.summary import best_score, read_scores, training_losses
 from atoll.telemetry.events import Event
 
 

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from atoll.observe.closing import print_closing
 from atoll.observe.screen import PlainLines, Screen, choose
-from atoll.observe.story import story
+from atoll.observe.story import print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus

@@ -21,7 +21,7 @@ from tests.store.written import (
     wrong,
 )
 
-from atoll.observe.closing import verification_rows
+from atoll.observe.story import verification_rows
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Alarmed, Changed, CutDone, Joined, Merged, Passed, Share
 from atoll.store.cuts import folder_of, prune

@@ -26,7 +26,8 @@ from atoll.chaos import truth
 from atoll.chaos.performance import Performance, events_of, perform
 from atoll.chaos.plan import Fault, Plan
 from atoll.config import Config, converted
-from atoll.observe.summary import Summary, of_kind, summarise, training_part
+from atoll.observe.summary import Summary, summarise
+from atoll.observe.timeline import of_kind, training_part
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir

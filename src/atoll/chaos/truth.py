@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from atoll.observe.presence import Span, stays
-from atoll.observe.summary import paced_rounds, training_part
+from atoll.observe.timeline import Span, paced_rounds, stays, training_part
 from atoll.telemetry.events import Event
 
 HINDERED = ("pause", "slow")

@@ -18,8 +18,7 @@ from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_s
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.nearby import published_secrets
 from atoll.numerics import kernels
-from atoll.observe.closing import print_closing
-from atoll.observe.story import last_sample, story
+from atoll.observe.story import last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic

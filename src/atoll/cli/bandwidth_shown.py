@@ -12,7 +12,7 @@ from rich.table import Table
 
 from atoll.cli.rows import significant
 from atoll.estimate.bandwidth import LEAST, MOST, BandwidthAnswer, BandwidthCase
-from atoll.observe.tables import table
+from atoll.observe.figures import table
 
 Cell = Callable[[BandwidthAnswer], str]
 POINTS = 160

@@ -19,9 +19,9 @@ from atoll.cli.app import app, compile_kernels, document_of, find_run, short, wr
 from atoll.config import Config, convert
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.observe import dashboard
+from atoll.observe.figures import table
 from atoll.observe.screen import choose
 from atoll.observe.summary import summarise
-from atoll.observe.tables import table
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic

@@ -16,7 +16,7 @@ from atoll.chaos import plan as plans
 from atoll.chaos.plan import Plan
 from atoll.cli.app import app, compile_kernels, short
 from atoll.cli.lists import names
-from atoll.observe.tables import table
+from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir, unused_path

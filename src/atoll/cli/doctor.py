@@ -16,8 +16,7 @@ from atoll.cli.app import app, where
 from atoll.cli.lists import number
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address
 from atoll.observe.doctor import Check, examine
-from atoll.observe.figures import plain
-from atoll.observe.tables import table
+from atoll.observe.figures import plain, table
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS
 

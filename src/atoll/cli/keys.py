@@ -15,8 +15,7 @@ from atoll.cli.commands import App
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.tokens import NAMES, Role, Token, new_secret
-from atoll.observe.figures import span
-from atoll.observe.tables import table
+from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
 from atoll.store.rundir import RunDir, checked_name

@@ -16,11 +16,10 @@ from atoll.fabric.address import without_secrets
 from atoll.fabric.client import get_json
 from atoll.fabric.nearby import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
-from atoll.observe.closing import print_closing, verification_rows
 from atoll.observe.figures import plain
 from atoll.observe.report.reading import read as read_run
 from atoll.observe.screen import Screen
-from atoll.observe.story import story
+from atoll.observe.story import print_closing, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.export import export_best, export_run

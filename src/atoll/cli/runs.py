@@ -16,8 +16,9 @@ from rich.text import Text
 
 from atoll.cli.app import app, find_run, short
 from atoll.observe.figures import NONE, count, measure, plain, span
-from atoll.observe.summary import closing_of, summarise
+from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
+from atoll.observe.timeline import closing_of
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.writer_lease import is_alive

@@ -21,7 +21,7 @@ from atoll.estimate.calibration import Fit
 from atoll.estimate.goodput import Cell, Job
 from atoll.estimate.profile import Profile
 from atoll.observe import clusters
-from atoll.observe.measured import Measured, measure
+from atoll.observe.clusters import Measured, measure
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir

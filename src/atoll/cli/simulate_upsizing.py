@@ -23,7 +23,7 @@ from atoll.estimate.upsizing import (
     steps_per_copy,
     train_time,
 )
-from atoll.observe.tables import table
+from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError
 
 Given = str | None

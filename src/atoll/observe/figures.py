@@ -1,8 +1,11 @@
-"""Numbers as people read them: the same on every screen."""
+"""Numbers, short texts and tables as people read them: the same on every screen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 NONE = "–"
 """Shown where there is no figure yet."""
@@ -94,3 +97,11 @@ def listing(names: Sequence[str], most: int = 4) -> str:
 def plain(text: str, keep: str = "") -> str:
     """Text from elsewhere, safe on a terminal: no escape sequences, no control characters but those in `keep`."""
     return "".join(letter if letter.isprintable() or letter in keep else "·" for letter in text)
+
+
+def table(title: str, *columns: str, words: int = 1) -> Table:
+    """A table without boxes; the first `words` columns are left-aligned, the others hold figures."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        made.add_column(name, justify="left" if place < words else "right", no_wrap=place < words)
+    return made

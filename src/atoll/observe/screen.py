@@ -30,9 +30,7 @@ from atoll.observe.figures import (
     span,
     sparkline,
 )
-from atoll.observe.notes import Notebook
-from atoll.observe.plain import PlainLines
-from atoll.observe.tail import EventTail
+from atoll.observe.tail import EventTail, Notebook, PlainLines
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import LearnerStatus, RunStatus
 

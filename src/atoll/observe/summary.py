@@ -19,7 +19,7 @@ tokens and for participation, but not for the gaps, effective H and absences.
 | longest_gap_s, median_gap_s | time between two commits |
 | wall_s, total_s | the training part; from the first event to the last |
 | validation_loss_start, _end, _best, _best_round | of the global model, by the evaluator (CPU: evaluator_cpu_s) |
-| loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round (scores.py) |
+| loss_unit, metrics | the scorer's own words; per metric: direction, start, end, best, best_round |
 | training_loss_start, _end | of the learners, the mean over the first and the last cycle of rounds |
 | recovery | per `killed` and `restarted`: seconds until a newer incarnation of the learner was in a round, or null |
 | per_learner | over all its incarnations; merged_share and tokens_by_fate from the ledger; participation: share of the
@@ -37,19 +37,30 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isnan
 from statistics import fmean, median
 from typing import Any
 
-from atoll.observe.presence import Presence, Span, starts_everything, stays
-from atoll.observe.scores import read_scores, training_losses
+from atoll.observe.timeline import (
+    Life,
+    Presence,
+    Span,
+    closing_of,
+    ending_of,
+    first_of_kind,
+    in_its_own_time,
+    lives,
+    of_kind,
+    paced_rounds,
+    session_starts,
+    starts_everything,
+    stays,
+    training_part,
+)
 from atoll.protocol.ledger import FATES
 from atoll.protocol.statistics import Spread, participation, spread
 from atoll.telemetry.events import Event
 
 Summary = dict[str, Any]
-Life = tuple[str, int]
-"""A learner and its incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,8 @@ class Work:
 def summarise(events: Iterable[Event]) -> Summary:
     # Several processes append to the file: nearly, but not always, in the order of time.
     timeline = in_its_own_time(sorted(events, key=lambda event: float(event["at"])))
-    header = _first(timeline, "run") or {}
-    plan = _first(timeline, "plan") or {}
+    header = first_of_kind(timeline, "run") or {}
+    plan = first_of_kind(timeline, "plan") or {}
     settings: dict[str, Any] = {
         **(header.get("settings") or {}),
         **(plan.get("settings") or {}),
@@ -118,27 +129,6 @@ def summarise(events: Iterable[Event]) -> Summary:
     }
 
 
-def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
-    """Without the time in which it lay still: from the last event before it was started again until a learner trains. A
-    first start does not count either."""
-    idle, still_since, before, answer = 0.0, float("nan"), 0.0, []
-    again = set(session_starts(timeline))
-    for place, event in enumerate(timeline):
-        if place in again and isnan(still_since):
-            still_since = before
-        if event["kind"] == "recovered" and not isnan(still_since):
-            idle, still_since = idle + event["at"] - still_since, float("nan")
-        at = event["at"] if isnan(still_since) else still_since
-        before = event["at"]
-        answer.append({**event, "at": at - idle} if at - idle != event["at"] else event)
-    return answer
-
-
-def session_starts(timeline: Iterable[Event]) -> list[int]:
-    """The places of the events with which everything was started again; the first start is none."""
-    return [place for place, event in enumerate(timeline) if starts_everything(event)][1:]
-
-
 def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
     """Each time that the run was gone on with: when, and whether it had been ended before or was killed whole."""
     return [
@@ -148,50 +138,6 @@ def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
         }
         for place in session_starts(timeline)
     ]
-
-
-def ending_of(timeline: Sequence[Event]) -> Event:
-    """Where its end began; empty: it has not come to that, or went on since."""
-    return _last_unless(timeline, "ending", ("reigned", "changed"))
-
-
-def closing_of(timeline: Sequence[Event]) -> Event:
-    """The event with which it ended; empty: it has not, or went on since."""
-    return _last_unless(timeline, "finished", ("reigned", "round", "recovered"))
-
-
-def _last_unless(timeline: Sequence[Event], kind: str, later: tuple[str, ...]) -> Event:
-    """The last event of this kind, unless one of the kinds `later` or a start of everything comes behind it."""
-    for event in reversed(timeline):
-        if event["kind"] == kind:
-            return event
-        if event["kind"] in later or starts_everything(event):
-            break
-    return {}
-
-
-def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
-    return [event for event in events if event["kind"] in kinds]
-
-
-def training_part(timeline: Sequence[Event]) -> Span:
-    start = _first(timeline, "recovered") or _first(timeline, "run") or (timeline[0] if timeline else None)
-    if start is None:
-        return Span(0.0, 0.0)
-    rounds = of_kind(timeline, "round")
-    end = ending_of(timeline) or (rounds[-1] if rounds else timeline[-1])
-    return Span(start["at"], max(start["at"], end["at"]))
-
-
-def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
-    """The rounds before the drain."""
-    paced, draining = [], False
-    for event in timeline:
-        if event["kind"] in ("ending", "reigned", "changed"):
-            draining = event["kind"] == "ending"
-        elif event["kind"] == "round" and not draining:
-            paced.append(event)
-    return paced
 
 
 def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
@@ -232,12 +178,6 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                     life = (entry["learner"], entry.get("incarnation", newest.get(entry["learner"], 1)))
                     told[first.get(life, life)] = _work(entry)
     return {life: Work(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | heard | told
-
-
-def lives(events: Iterable[Event]) -> set[Life]:
-    """Every incarnation that joined or was a member."""
-    joined = {(e["learner"], e["incarnation"]) for e in of_kind(events, "joined", "recovered")}
-    return joined | {(m["learner"], m["incarnation"]) for e in of_kind(events, "round") for m in e["members"]}
 
 
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
@@ -381,10 +321,6 @@ def _longest_run_of_no(there: Sequence[bool]) -> int:
     return longest
 
 
-def _first(timeline: Iterable[Event], kind: str) -> Event | None:
-    return next((event for event in timeline if event["kind"] == kind), None)
-
-
 def _last(timeline: Sequence[Event], kind: str) -> Event | None:
     """A run that was ended and gone on with has several; the last counts."""
     return next((event for event in reversed(timeline) if event["kind"] == kind), None)
@@ -406,3 +342,67 @@ def _share(part: float, whole: float) -> float | None:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
+
+
+# ---- losses and metrics ---------------------------------------------------------------------------------------------
+
+Score = tuple[int, float]
+"""A round, and the value then."""
+
+
+def read_scores(scores: Sequence[Event]) -> dict[str, Any]:
+    """The summary's fields of what the evaluator found; null where it found nothing."""
+    losses = [(int(e["round"]), float(e["loss"])) for e in scores if e.get("loss") is not None]
+    best = best_score(losses, "min")
+    return {
+        "validation_loss_start": losses[0][1] if losses else None,
+        "validation_loss_end": losses[-1][1] if losses else None,
+        "validation_loss_best": best[1] if best else None,
+        "validation_loss_best_round": best[0] if best else None,
+        "loss_unit": next((str(e["unit"]) for e in reversed(scores) if e.get("unit")), ""),
+        "metrics": _read_metrics(scores),
+    }
+
+
+def _read_metrics(scores: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    values: dict[str, list[Score]] = {}
+    directions: dict[str, str] = {}
+    for event in scores:
+        directions |= event.get("directions") or {}
+        for name, value in (event.get("metrics") or {}).items():
+            if value is not None:
+                values.setdefault(name, []).append((int(event["round"]), float(value)))
+    return {name: _read_metric(found, directions.get(name)) for name, found in values.items()}
+
+
+def _read_metric(found: Sequence[Score], direction: str | None) -> dict[str, Any]:
+    best = best_score(found, direction)
+    return {
+        "direction": direction,
+        "start": found[0][1],
+        "end": found[-1][1],
+        "best": best[1] if best else None,
+        "best_round": best[0] if best else None,
+    }
+
+
+def best_score(found: Sequence[Score], direction: str | None) -> Score | None:
+    """The first of the best ones; None where nobody said what is better."""
+    if not found or direction not in ("min", "max"):
+        return None
+    return (min if direction == "min" else max)(found, key=lambda score: score[1])
+
+
+def training_losses(rounds: Sequence[Event], fragments: int) -> dict[str, float | None]:
+    """The mean of the members' training losses over the first and the last cycle of rounds; of a run of fewer than two
+    cycles, over its two halves. One value says little: a cycle has every fragment and every member once."""
+    many = max(1, min(fragments, len(rounds) // 2))
+    return {
+        "training_loss_start": _mean_loss(rounds[:many]),
+        "training_loss_end": _mean_loss(rounds[-many:]),
+    }
+
+
+def _mean_loss(rounds: Iterable[Event]) -> float | None:
+    found = [float(m["loss"]) for event in rounds for m in event["members"] if m.get("loss") is not None]
+    return round(fmean(found), 6) if found else None

@@ -1,13 +1,23 @@
-"""Reads the run's events while others still write them."""
+"""Follow a run: read its events while others append them, pick the notable ones, and print plain lines.
+
+`PlainLines` is for a pipe, a log file or a terminal that cannot move its cursor; screen.py draws the live screen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
+from rich.console import Console
+from rich.text import Text
 
+from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain
 from atoll.telemetry.events import Event
+from atoll.telemetry.status import RunStatus
 
 _CHUNK = 1 << 20
 _ROUND = b'"kind":"round"'
@@ -62,3 +72,153 @@ def _decode(line: bytes) -> Event | None:
     except msgspec.DecodeError:
         return None
     return event if isinstance(event, dict) and "at" in event and "kind" in event else None
+
+
+# ---- notable events -------------------------------------------------------------------------------------------------
+
+NOTABLE = {
+    "alarm": "bold red",
+    "restored": "bold red",
+    "unbalanced": "bold red",
+    "low_share": "bold red",
+    "suspect": "bold red",
+    "above": "bold yellow",
+    "same_batches": "bold yellow",
+    "chaos": "bold",
+    "fault": "bold red",
+    "mended": "dim",
+    "killed": "bold red",
+    "exited": "red",
+    "lost": "red",
+    "refused": "yellow",
+    "quarantined": "bold yellow",
+    "muted": "yellow",
+    "stalled": "yellow",
+    "warning": "yellow",
+    "devices": "cyan",
+    "passed": "yellow",
+    "left": "cyan",
+    "draining": "cyan",
+    "leaving": "cyan",
+    "restarted": "cyan",
+    "joined": "cyan",
+    "waiting": "cyan",
+    "recovered": "green",
+    "helped": "green",
+    "fresh": "yellow",
+    "reigned": "bold cyan",
+    "changed": "cyan",
+    "renewed": "cyan",
+    "score": "magenta",
+    "ending": "bold",
+    "finished": "bold green",
+}
+"""Kinds of events that people want to hear of, with their colours. Rounds come too fast to be told one by one."""
+
+
+ROUTINE = {"cut", "helped", "helping", "probed"}
+AS_EXPECTED = {"exited": ("code", 0), "joined": ("incarnation", 1), "left": ("reason", "the run is over")}
+"""A process has done its work; a learner comes for the first time, and `recovered` will tell of it; one goes at the end
+of the run."""
+
+
+def is_routine(event: Event) -> bool:
+    """Whether it says only that all goes as it should: nobody has to read a line about that."""
+    kind = str(event["kind"])
+    if kind in AS_EXPECTED:
+        field, value = AS_EXPECTED[kind]
+        return bool(event.get(field) == value)
+    return kind in ROUTINE
+
+
+class Notebook:
+    """The last few notable events. Scores in a row become one line, the newest."""
+
+    def __init__(self, most: int = 6) -> None:
+        self._lines: deque[Event] = deque(maxlen=most)
+        self._origin: float | None = None
+        """The first parameters: times count from there, as they do in the summary. What comes before has none."""
+
+    def take(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Notes them, and gives back those that are notable."""
+        for event in events:
+            if self._origin is None and event["kind"] in ("recovered", "round"):
+                self._origin = event["at"]
+            if event["kind"] not in NOTABLE or is_routine(event):
+                continue
+            if event["kind"] == "score" and self._lines and self._lines[-1]["kind"] == "score":
+                self._lines.pop()
+            self._lines.append(event)
+            yield event
+
+    def last(self, most: int) -> list[Event]:
+        return list(self._lines)[-most:] if most > 0 else []
+
+    def line(self, event: Event) -> Text:
+        begun = self._origin is not None and event["at"] >= self._origin
+        time = clock(event["at"] - (self._origin or 0.0)) if begun else NONE
+        kind = str(event["kind"])
+        text = plain(str(event.get("text", "")))
+        return Text.assemble((f"{time:>7}  ", "dim"), (f"{kind:<11} ", NOTABLE[kind]), text)
+
+
+# ---- plain lines ----------------------------------------------------------------------------------------------------
+
+
+class PlainLines:
+    """One line every few seconds, and notable events as they happen."""
+
+    def __init__(self, console: Console, every_s: float = 5.0, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._every_s = every_s
+        self._now = now
+        self._due = float("-inf")
+        self._notes = Notebook()
+        self._last = ""
+
+    def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
+        for event in self._notes.take(notes):
+            self._say(self._notes.line(event).plain)
+        if status is None or self._now() < self._due:
+            return
+        self._due = self._now() + self._every_s
+        line = status_line(status)
+        if line != self._last:
+            self._say(line)
+            self._last = line
+
+    def listens(self, link: str) -> None:
+        """The syncer is there, and shows the run too."""
+        self._say(f"dashboard: {link}")
+
+    def __enter__(self) -> PlainLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def status_line(status: RunStatus) -> str:
+    """The run in one line."""
+    if status.phase == "waiting":
+        return f"{NONE:>7}  waiting for the first parameters, {len(status.learners)} learners here"
+    here = max(len(status.members), sum(learner.state != "gone" for learner in status.learners))
+    parts = [
+        f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
+        f"{len(status.members)} of {here} learners in it",
+        f"H {decimal(status.effective_h, 1)}/{status.sync_every}",
+        f"goodput {percent(status.goodput)}",
+        f"merged {percent(status.merged_share)}",
+        f"{count(status.tokens_per_s)} tokens/s",
+        f"validation {measure(status.validation_loss)}",
+        *(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items()),
+        f"left {clock(status.left_s) if status.left_s is not None else NONE}",
+    ]
+    if status.phase != "training":
+        parts.append(status.phase)
+    return " · ".join(parts)

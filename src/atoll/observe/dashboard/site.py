@@ -1,30 +1,38 @@
-"""The dashboard's paths.
+"""The dashboard's paths, and the browsers connected to it.
 
     GET /              the page            GET /assets/{name}   its parts    GET /plotly.min.js  plotly's own file
-    GET /v1/live       WebSocket: a snapshot, then what is new, about twice a second
+    GET /v1/live       WebSocket: a snapshot, then deltas, about twice a second
     GET /metrics       the same figures for Prometheus
 
 Rules:
-- everything is read only; other verbs than GET and HEAD are refused (405);
-- the WebSocket is only for a page of this very port: a page of elsewhere reads nothing, and one whose name was made to
-  lead here asked by a name that the port does not answer to (fabric/hostnames.py);
+- everything is read only; verbs other than GET and HEAD are refused (405);
+- the WebSocket accepts only a page of this very port. A page from elsewhere reads nothing, and one whose DNS name was
+  made to point here used a name that the port does not answer to (fabric/hostnames.py);
 - a page runs no script but those served here, and loads nothing from elsewhere;
-- while nobody looks on, the run is looked at every two seconds, for the curves of whoever comes.
+- while nobody watches, the run is sampled every two seconds, for the curves of the next viewer;
+- viewers only listen: any frame of theirs but close, ping and pong ends their connection;
+- the number of viewers is bounded. When all places are taken, the token with the most gives one to a token with fewer,
+  so that nobody keeps others out; a viewer whose token was revoked is disconnected;
+- a viewer that reads too slowly is dropped, and its page reconnects by itself;
+- a new viewer gets a snapshot with the next delta, so that nobody hears anything twice or misses it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from aiohttp import web
+from aiohttp import WSCloseCode, WSMsgType, web
 
+from atoll.fabric.authorizer import NOBODY, VISITOR
 from atoll.fabric.intake import Rejected
+from atoll.fabric.outbox import Outbox
 from atoll.observe.dashboard.history import History
-from atoll.observe.dashboard.viewers import Viewers
 from atoll.observe.tail import EventTail
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse
@@ -182,3 +190,122 @@ def _exposition(status: RunStatus, viewers: int) -> bytes:
     from atoll.observe.dashboard.metrics import exposition  # 0.1 s, for those who ask for it
 
     return exposition(status, viewers)
+
+
+# ---- viewers --------------------------------------------------------------------------------------------------------
+
+MOST_VIEWERS = 16
+WAITING = 8
+"""Messages on their way to one viewer; one more and it is dropped."""
+SEND_S = 5.0
+PING_S = 10.0
+CLOSE_S = 1.0
+FRAME_BYTES = 1024
+WHY_BYTES = 120
+"""A frame that closes has no room for more."""
+
+
+@dataclass(eq=False, slots=True)
+class Viewer:
+    token: str = ""
+    mark: str = ""
+    """The name and the mark of what it showed at the door."""
+    outbox: Outbox = field(default_factory=lambda: Outbox(WAITING))
+    code: int = WSCloseCode.GOING_AWAY
+    why: str = "the syncer is stopping"
+
+    def send_away(self, code: int, why: str) -> None:
+        self.code, self.why = code, why
+        self.outbox.close(discard=True)
+
+
+class Viewers:
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+        """Somebody waits for a snapshot."""
+        self._there: dict[Viewer, None] = {}
+        self._new: dict[Viewer, None] = {}
+        """Both in the order in which they came."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._there) + len(self._new)
+
+    def tell(self, delta: bytes, snapshot: Callable[[], bytes]) -> None:
+        """News to those who are there, everything to those who have just come."""
+        if self._closed:
+            return
+        for viewer in [one for one in self._there if not one.outbox.put(delta)]:
+            self._send_away(viewer, WSCloseCode.TRY_AGAIN_LATER, "you read too slowly")
+        whole = snapshot() if self._new else b""
+        for viewer in self._new:
+            viewer.outbox.put(whole)
+        self._there |= self._new
+        self._new.clear()
+        self.came.clear()
+
+    def close(self) -> None:
+        """What is on its way still arrives."""
+        self._closed = True
+        for viewer in self._there | self._new:
+            viewer.outbox.close()
+
+    def sweep(self, gone: Callable[[str, str], str]) -> None:
+        """Send away whose token counts no more; `gone` says why."""
+        for viewer in [*self._there, *self._new]:
+            if reason := gone(viewer.token, viewer.mark):
+                self._send_away(viewer, WSCloseCode.POLICY_VIOLATION, reason)
+
+    def _send_away(self, viewer: Viewer, code: int, why: str) -> None:
+        """Its place is free at once."""
+        self._there.pop(viewer, None)
+        self._new.pop(viewer, None)
+        viewer.send_away(code, why)
+
+    def _has_room(self, token: str) -> bool:
+        """Whether there is a place for one more of this token; another may have to go for it."""
+        if len(self) < MOST_VIEWERS:
+            return True
+        everybody = [*self._there, *self._new]
+        counts = Counter(viewer.token for viewer in everybody)
+        most, held = counts.most_common(1)[0]
+        if held <= counts[token] + 1:
+            return False
+        newest = [viewer for viewer in everybody if viewer.token == most][-1]
+        self._send_away(newest, WSCloseCode.TRY_AGAIN_LATER, "others look on too: your token has the most places")
+        return True
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        visitor = request.get(VISITOR, NOBODY)
+        if self._closed or not self._has_room(visitor.token):
+            raise Rejected(503, f"{MOST_VIEWERS} viewers are looking on already: close one of them")
+        viewer = Viewer(visitor.token, visitor.mark)
+        self._new[viewer] = None
+        socket = web.WebSocketResponse(heartbeat=PING_S, max_msg_size=FRAME_BYTES, timeout=CLOSE_S, compress=False)
+        try:
+            await socket.prepare(request)
+            self.came.set()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_write(request, socket, viewer))
+                tasks.create_task(_read(socket, viewer))
+        finally:
+            self._new.pop(viewer, None)
+            self._there.pop(viewer, None)
+        return socket
+
+
+async def _write(request: web.Request, socket: web.WebSocketResponse, viewer: Viewer) -> None:
+    try:
+        await viewer.outbox.drain(lambda data: socket.send_frame(data, WSMsgType.TEXT), SEND_S)
+        await socket.close(code=viewer.code, message=viewer.why.encode()[:WHY_BYTES])
+    except OSError:  # gone, or too slow: a TimeoutError is one
+        if request.transport is not None:
+            request.transport.abort()
+
+
+async def _read(socket: web.WebSocketResponse, viewer: Viewer) -> None:
+    frame = await socket.receive()
+    if frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+        viewer.send_away(WSCloseCode.POLICY_VIOLATION, "this channel only tells")
+    else:
+        viewer.outbox.close(discard=True)

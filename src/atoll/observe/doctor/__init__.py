@@ -1,7 +1,6 @@
 """`atoll doctor`: what would go wrong here. Every check measures one thing and says what to do about it.
 
-Probes (how a figure is had) and judgements (what it means) are apart: a judgement is a pure function of figures.
-Nothing is left behind: files that are written are removed again, and a syncer is only asked for what learners may ask.
+Temporary files are removed again, and a syncer is only asked for what learners may ask.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from atoll.fabric.address import SyncerAddress
-from atoll.observe.doctor import disk, machine, network, software, syncer
-from atoll.observe.doctor.check import Check, Clocks
+from atoll.observe.doctor import link, local
+from atoll.observe.doctor.local import Check, Clocks
 
 __all__ = ["Check", "examine"]
 
@@ -27,25 +26,25 @@ def examine(
     parameters: float | None = None,
     step_s: float | None = None,
 ) -> Iterator[Check]:
-    """One check after the other, as they are done; `folder` is where a run would be written, `way` that to a syncer."""
+    """One check after the other, as they are done; `folder`: where a run would be written."""
     clocks = Clocks.now()
     announce("Python")
-    yield software.python()
+    yield local.check_python()
     announce("torch")
-    yield software.torch()
+    yield local.check_torch()
     announce("the kernels")
-    yield software.kernels()
+    yield local.check_kernels()
     announce("the machine")
-    yield machine.processors()
-    yield machine.memory()
-    yield machine.shared_memory()
-    yield machine.open_files()
+    yield local.check_processors()
+    yield local.check_memory()
+    yield local.check_shared_memory()
+    yield local.check_open_files()
     announce("the disk")
-    yield from disk.checks(folder)
+    yield from local.check_disk(folder)
     announce("the network")
-    yield network.ports()
-    yield network.card((address.proxy or address.urls[0]) if address is not None else None)
+    yield local.check_ports()
+    yield local.check_card((address.proxy or address.urls[0]) if address is not None else None)
     if address is not None:
         announce(f"the way to {address.urls[0]}")
-        yield from syncer.checks(address, parameters, step_s)
-    yield machine.clock(clocks, Clocks.now())
+        yield from link.check_link(address, parameters, step_s)
+    yield local.check_clock(clocks, Clocks.now())

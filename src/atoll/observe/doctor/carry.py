@@ -1,7 +1,7 @@
-"""Which H, P and codec a learner's link can carry, by the formulas of `simulate.bandwidth` for one learner of a star.
+"""Which H, P and codec a learner's link can carry, by the formulas of `estimate.bandwidth` for one learner of a star.
 
-In H steps every fragment goes up once, as the codec says, and comes down once, always in fp32. A link that carries less
-stops nobody: it costs freshness, and the H that it keeps up with is said.
+In H steps every fragment goes up once, in the run's codec, and comes down once, always in fp32. A slower link stops
+nobody, but fragments sync less often: the check says at which H.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from atoll.estimate import bandwidth
 from atoll.estimate.bandwidth import VERSIONS, Codec, Spread, effective_h, loads_gbit
-from atoll.observe.doctor.check import Check
+from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16")
@@ -25,7 +25,7 @@ DOUBLINGS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LinkLoad:
     """What is trained."""
 
     parameters: float
@@ -59,7 +59,7 @@ class MeasuredLink:
     trip_s: float
 
 
-class Need(msgspec.Struct, frozen=True):
+class LinkNeed(msgspec.Struct, frozen=True):
     codec: Codec
     sync_every: int
     up_bits_per_s: float
@@ -72,38 +72,41 @@ class Need(msgspec.Struct, frozen=True):
         return self.share <= 1
 
 
-def need(load: Load, link: MeasuredLink, codec: Codec, sync_every: int) -> Need:
+def compute_need(load: LinkLoad, link: MeasuredLink, codec: Codec, sync_every: int) -> LinkNeed:
     up, down = (GIGA * gbit / (sync_every * load.step_s) for gbit in loads_gbit(load.spread(codec, sync_every)))
-    return Need(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
+    return LinkNeed(codec, sync_every, up, down, max(up / link.up_bits_per_s, down / link.down_bits_per_s) / ROOM)
 
 
-def needs(load: Load, link: MeasuredLink) -> list[Need]:
+def compute_needs(load: LinkLoad, link: MeasuredLink) -> list[LinkNeed]:
     """For the run's own H, twice, four times …, until every codec is carried."""
-    found: list[Need] = []
+    found: list[LinkNeed] = []
     for doubling in range(DOUBLINGS):
-        row = [need(load, link, codec, load.sync_every << doubling) for codec in CODECS]
+        row = [compute_need(load, link, codec, load.sync_every << doubling) for codec in CODECS]
         found += row
         if all(one.carried for one in row):
             break
     return found
 
 
-def kept_up_with(load: Load, link: MeasuredLink) -> float:
+def find_sustained_h(load: LinkLoad, link: MeasuredLink) -> float:
     """The H that the link keeps up with when more is asked of it."""
     spread = load.spread(load.codec, load.sync_every)
     return effective_h(spread, ROOM * link.up_bits_per_s / GIGA, ROOM * link.down_bits_per_s / GIGA)
 
 
-def away_steps(load: Load, link: MeasuredLink) -> float:
+def away_steps(load: LinkLoad, link: MeasuredLink) -> float:
     """Steps from the sending of a fragment to its return: a leg up, a leg down, and the trip."""
     spread = load.spread(load.codec, load.sync_every, link.trip_s)
     return bandwidth.away_steps(spread, link.up_bits_per_s / GIGA, link.down_bits_per_s / GIGA)
 
 
-def judge(load: Load, link: MeasuredLink) -> Check:
+def judge_load(load: LinkLoad, link: MeasuredLink) -> Check:
     """One line: what it carries, what the other codec would take, and how long a fragment is away."""
-    table = needs(load, link)
-    own, other = need(load, link, load.codec, load.sync_every), need(load, link, _other(load.codec), load.sync_every)
+    table = compute_needs(load, link)
+    own, other = (
+        compute_need(load, link, load.codec, load.sync_every),
+        compute_need(load, link, _other(load.codec), load.sync_every),
+    )
     away = away_steps(load, link)
     figures = {
         "parameters": load.parameters,
@@ -114,7 +117,7 @@ def judge(load: Load, link: MeasuredLink) -> Check:
         "codec": load.codec,
         "counted_on": ROOM,
         "needs": [msgspec.to_builtins(one) | {"carried": one.carried} for one in table],
-        "effective_h": round(kept_up_with(load, link), 2),
+        "effective_h": round(find_sustained_h(load, link), 2),
         "away_steps": round(away, 3),
     }
     asked = f"H = {load.sync_every}, P = {load.fragments} with {load.codec}"
@@ -126,19 +129,18 @@ def judge(load: Load, link: MeasuredLink) -> Check:
             return Check("carries", "warn", f"{value}, τ = {load.overlap}", advice, figures)
         return Check("carries", "ok", f"{value}, τ = {load.overlap}", figures=figures)
     value = f"this link does not carry {asked} at {model}: that takes {own.share:.2g}x what it has"
-    advice = (
-        f"Nobody waits, but fragments are synced every {kept_up_with(load, link):.0f} steps. {_way_out(table, load)}"
-    )
+    sustained = find_sustained_h(load, link)
+    advice = f"Nobody waits, but fragments are synced every {sustained:.0f} steps. {_way_out(table, load)}"
     return Check("carries", "warn", value, advice, figures)
 
 
-def _beside(other: Need) -> str:
+def _beside(other: LinkNeed) -> str:
     if other.carried:
         return f"{other.codec} too"
     return f"{other.codec} would need {other.share:.2g}x what it has"
 
 
-def _way_out(table: Sequence[Need], load: Load) -> str:
+def _way_out(table: Sequence[LinkNeed], load: LinkLoad) -> str:
     fits = [one for one in table if one.carried]
     if not fits:
         return f"Not even H = {table[-1].sync_every} fits: this model needs another link."

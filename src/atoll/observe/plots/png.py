@@ -7,10 +7,21 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from atoll.observe.figures import percent
-from atoll.observe.plots.axes import decimal_ticks, digits, step_of, unit_of, x_range
-from atoll.observe.plots.palette import HEAT, KIND_COLOURS, LIGHT, heat_range, ink_on_heat, strength, strokes
-from atoll.observe.plots.pictures import KINDS, Curves, Heat, Kind, Lanes, Picture
-from atoll.observe.plots.stretches import MOST_IN_IMAGE, fitted, noted
+from atoll.observe.plots.pictures import KINDS, MOST_IN_IMAGE, Curves, Heat, Kind, Lanes, Picture, fitted, noted
+from atoll.observe.plots.style import (
+    HEAT,
+    KIND_COLOURS,
+    LIGHT,
+    decimal_ticks,
+    digits,
+    heat_range,
+    ink_on_heat,
+    step_of,
+    strength,
+    strokes,
+    unit_of,
+    x_range,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from atoll.observe.presence import Span
-from atoll.observe.summary import Summary, closing_of, in_its_own_time, summarise, training_part
+from atoll.observe.summary import Summary, summarise
+from atoll.observe.timeline import Span, closing_of, in_its_own_time, session_starts, training_part
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
@@ -130,3 +130,98 @@ def _document(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, msgspec.DecodeError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+DEATHS = ("killed", "exited", "lost")
+TROUBLE = ("refused", "quarantined", "muted", "stalled")
+SYNCER = "syncer"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at: float
+    kind: str
+    """The kind of its event; of an injected one, what it was."""
+    whom: tuple[str, ...]
+    text: str
+    seconds: float | None
+    """Until the last of them contributed again; None: never."""
+
+
+def faults(timeline: Sequence[Event]) -> list[Fault]:
+    """What hit a run, whom, when, and how long it was until they contributed again.
+
+    One fault may be in several events: an injected kill is a `fault`, the process is `killed` and has `exited`, and the
+    syncer has `lost` its learner. Only the first counts; an exit with code 0 is no fault. A learner contributes again
+    with its first round after the fault is over and, if it was gone, after it joined anew. For the syncer any round
+    counts.
+    """
+    dead: set[str] = set()
+    injected: dict[int, tuple[str, ...]] = {}
+    """Those that are not over yet, and whom they hit."""
+    found = []
+    again = set(session_starts(timeline))
+    for place, event in enumerate(timeline):
+        kind, whom = event["kind"], targets(event)
+        if place in again and not closing_of(timeline[:place]):
+            found.append(
+                replace(_fault(timeline, place, "killed whole"), text="everything was killed; it was gone on with")
+            )
+        if kind in ("joined", "recovered", "restarted", "started"):
+            dead.difference_update(whom)
+        elif kind == "mended":
+            injected.pop(event.get("number", 0), None)
+        elif kind == "fault":
+            injected[event.get("number", 0)] = whom
+            found.append(_fault(timeline, place, str(event.get("what") or kind)))
+        elif kind in DEATHS and event.get("code") != 0:
+            if not dead.issuperset(whom) and not any(set(whom) <= set(hit) for hit in injected.values()):
+                found.append(_fault(timeline, place, kind))
+            dead.update(whom)
+        elif kind in TROUBLE:
+            found.append(_fault(timeline, place, kind))
+    return found
+
+
+def mended(timeline: Sequence[Event]) -> list[tuple[Event, tuple[str, ...]]]:
+    """What came back or was over, and whom it concerned."""
+    hit = {event.get("number", 0): targets(event) for event in timeline if event["kind"] == "fault"}
+    back = [(event, targets(event)) for event in timeline if event["kind"] == "restarted"]
+    return back + [(e, targets(e) or hit.get(e.get("number", 0), ())) for e in timeline if e["kind"] == "mended"]
+
+
+def targets(event: Event) -> tuple[str, ...]:
+    """Whom an event is about."""
+    several = event.get("targets")
+    one = event.get("learner") or event.get("process") or event.get("target")
+    return tuple(map(str, several)) if several else (str(one),) if one else ()
+
+
+def _fault(timeline: Sequence[Event], place: int, kind: str) -> Fault:
+    event = timeline[place]
+    whom = targets(event)
+    waits = [_again(timeline, place, name) for name in whom or (SYNCER,)]
+    known = [seconds for seconds in waits if seconds is not None]
+    seconds = max(known) if len(known) == len(waits) else None
+    return Fault(event["at"], kind, whom, str(event.get("text", "")), seconds)
+
+
+def _again(timeline: Sequence[Event], place: int, name: str) -> float | None:
+    fault = timeline[place]
+    gone = fault["kind"] in DEATHS and name != SYNCER
+    over = fault["at"] + float(fault.get("seconds") or 0.0)
+    for at in range(place + 1, len(timeline)):
+        event = timeline[at]
+        if event["kind"] in (*DEATHS, "left") and name in targets(event) and name != SYNCER:
+            gone = True
+        elif event["kind"] == "joined" and event["learner"] == name:
+            gone = False
+        elif event["kind"] == "round" and not gone and event["at"] >= over and _in(event, name):
+            return float(event["at"] - fault["at"])
+    return None
+
+
+def _in(event: Event, name: str) -> bool:
+    return name == SYNCER or any(member["learner"] == name for member in event["members"])
