@@ -73,7 +73,6 @@ COMMANDS = {
             "simulate_bandwidth",
             "simulate_calibrate",
             "simulate_goodput",
-            "simulate_scope",
             "simulate_upsizing",
             "tape",
         ),

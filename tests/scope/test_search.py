@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
+from tests.scope.calm import calmly
+from tests.scope.form import clone, form
+from tests.scope.search import SCOPES, Scope, search
+from tests.scope.turn import take
+from tests.scope.world import State, choices
 from tests.simulate.mutants import planted
-from typer.testing import CliRunner
 
-from atoll.cli.commands import app
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Hello
 from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.simulate.scope import SCOPES, Scope, search
-from atoll.simulate.scope_calm import calmly
-from atoll.simulate.scope_form import clone, form
-from atoll.simulate.scope_turn import take
-from atoll.simulate.scope_world import State, choices
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
@@ -65,9 +62,9 @@ def test_states_that_differ_only_in_clock_values_count_once() -> None:
 
 def test_a_timer_that_is_set_is_another_state_than_one_that_is_not() -> None:
     state = a_state()
-    other = clone(state.ruler.machine)
+    other = clone(state.syncer.machine)
     other.wake_at = None
-    assert form(other) != form(state.ruler.machine)
+    assert form(other) != form(state.syncer.machine)
 
 
 def test_every_choice_leaves_the_state_it_starts_from_as_it_was() -> None:
@@ -75,15 +72,15 @@ def test_every_choice_leaves_the_state_it_starts_from_as_it_was() -> None:
     before = state.form()
     for choice in list(choices(state)):
         take(state, choice)
-        marks = [form(ruler.machine) == ruler.mark for ruler in state.rulers.values()]
-        marks += [form(party.island) == party.mark for party in state.parties.values()]
+        marks = [form(syncer.machine) == syncer.mark for syncer in state.syncers.values()]
+        marks += [form(learner.process) == learner.mark for learner in state.learners.values()]
         assert all(marks) and state.form() == before, choice
 
 
 def test_a_copy_behaves_like_what_it_was_copied_from() -> None:
     """The copy of a machine is bound to itself, not to the original."""
     state = a_state()
-    machine = state.parties["learner-0"].island.machine
+    machine = state.learners["learner-0"].process.machine
     before, copy = form(machine), clone(machine)
     copy.handle(state.now, fx.Disconnected("connection reset"))
     assert form(machine) == before != form(copy)
@@ -134,16 +131,11 @@ def test_a_bug_that_a_calm_run_shows_needs_no_search() -> None:
 
 @pytest.mark.parametrize(
     "until",
-    [lambda one: one.ruler.machine.phase == "finished", lambda one: all(p.island.over for p in one.parties.values())],
+    [
+        lambda one: one.syncer.machine.phase == "finished",
+        lambda one: all(p.process.over for p in one.learners.values()),
+    ],
 )
 def test_a_calm_run_comes_to_its_end(until: Callable[[State], bool]) -> None:
     state = calmly(Scope("short", steps=4).start(), until)
-    assert not any(state.ruler.machine.history.ledger.totals().balance())
-
-
-def test_the_command_counts_states_and_says_that_no_rule_is_broken() -> None:
-    result = CliRunner().invoke(app, ["simulate", "scope", "--states", "50", "--scope", "rounds", "--json"])
-    told = json.loads(result.stdout)
-    assert result.exit_code == 0 and told["states"] >= 50
-    assert [one["scope"]["name"] for one in told["scopes"]] == ["rounds under way"]
-    assert told["scopes"][0]["violation"] is None
+    assert not any(state.syncer.machine.history.ledger.totals().balance())

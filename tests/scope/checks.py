@@ -23,8 +23,8 @@ from atoll.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from atoll.simulate.scope_learner import Island
-    from atoll.simulate.scope_world import Party, Ruler, State
+    from tests.scope.learner import PretendLearner
+    from tests.scope.world import SearchedLearner, SearchedSyncer, State
 
 
 class Broken(Exception):
@@ -93,20 +93,20 @@ def _granted(state: State, line: records.Granted) -> None:
 # ---- what the syncer does -----------------------------------------------------------------------------------------
 
 
-def woken(state: State, ruler: Ruler) -> None:
-    wake_at = ruler.machine.wake_at
+def woken(state: State, syncer: SearchedSyncer) -> None:
+    wake_at = syncer.machine.wake_at
     holds(wake_at is None or wake_at > state.now, "a machine sleeps until later")
 
 
-def carried_out(state: State, term: int, ruler: Ruler, effect: fx.SyncerEffect) -> None:
+def carried_out(state: State, term: int, syncer: SearchedSyncer, effect: fx.SyncerEffect) -> None:
     durable = state.durable
     match effect:
         case fx.Merge(number, _, parts):
             bodies = {(part.learner, number, part.attempt) for part in parts}
-            holds(bodies <= ruler.bodies, "only what has arrived is merged", str(bodies - ruler.bodies))
+            holds(bodies <= syncer.bodies, "only what has arrived is merged", str(bodies - syncer.bodies))
         case fx.Commit(number, fragment, version):
             holds(durable.committed > number, "durable, then committed")
-            holds(version == ruler.published[fragment] + 1, "versions go up by one", f"{version}")
+            holds(version == syncer.published[fragment] + 1, "versions go up by one", f"{version}")
         case fx.Note(kind="unbalanced"):
             raise Broken("the ledger balances", effect.text)
         case fx.Send(_, message):
@@ -149,8 +149,8 @@ def nothing_told_is_lost(state: State) -> None:
     holds(kept, "nothing told is lost", f"{state.told} was told, {state.durable.versions} is kept")
 
 
-def syncer_is_sound(state: State, ruler: Ruler) -> None:
-    machine = ruler.machine
+def syncer_is_sound(state: State, syncer: SearchedSyncer) -> None:
+    machine = syncer.machine
     totals = machine.history.ledger.totals()
     holds(not any(totals.balance()), "the ledger balances", str(totals))
     holds(min(map(min, (totals.merged, totals.dropped, totals.lost, totals.in_flight))) >= 0, "no fate is negative")
@@ -166,17 +166,17 @@ def syncer_is_sound(state: State, ruler: Ruler) -> None:
 # ---- what a learner does ------------------------------------------------------------------------------------------
 
 
-def learner_is_sound(state: State, party: Party) -> None:
-    held, kept = party.island.adopted, state.durable.versions
+def learner_is_sound(state: State, learner: SearchedLearner) -> None:
+    held, kept = learner.process.adopted, state.durable.versions
     holds(all(h <= k for h, k in zip(held, kept, strict=True)), "adopted only what is durable", f"{held}, {kept}")
 
 
-def contributes(party: Party, given: Contribution) -> None:
+def contributes(learner: SearchedLearner, given: Contribution) -> None:
     """When it arrives, of what its sender is by then."""
     holds(given.base >= 0, "only a learner that adopted a version contributes")
 
 
-def heard(island: Island, known: int, message: FromSyncer) -> None:
+def heard(process: PretendLearner, known: int, message: FromSyncer) -> None:
     """`known`: the newest term it had heard of before."""
     over = message.term < known and not isinstance(message, Refused)
-    holds(island.hung_up or not over, "no term that is over is heeded", f"{message.term} after {known}")
+    holds(process.hung_up or not over, "no term that is over is heeded", f"{message.term} after {known}")

@@ -19,7 +19,7 @@ DATA = fx.Registered((("text", 1_000_000, 1.0),), 0, 1)
 
 
 @dataclass(slots=True)
-class Island:
+class PretendLearner:
     machine: Learner
     fragments: int
     t: int = 0

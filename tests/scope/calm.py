@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atoll.simulate.scope_checks import Broken
-from atoll.simulate.scope_turn import take
-from atoll.simulate.scope_world import Choice, State, choices
+from tests.scope.checks import Broken
+from tests.scope.turn import take
+from tests.scope.world import Choice, State, choices
 
 PROMPT = ("fsync", "merge", "cut", "lost", "start", "dial", "down", "up", "whole", "body", "fetch", "state", "save")
 """What takes no time, in this order."""
@@ -28,7 +28,7 @@ _ORDER = {kind: rank for rank, kind in enumerate((*PROMPT, "timer", "step"))}
 def _rank(state: State, choice: Choice) -> tuple[float, ...]:
     kind, whom = choice
     if kind == "step":
-        return _ORDER[kind], state.parties[whom].island.t
+        return _ORDER[kind], state.learners[whom].process.t
     if kind == "timer":
         wake = wake_of(state, whom)
         late = 0 if wake <= state.now else 10  # one that is not due yet comes after the steps
@@ -37,7 +37,7 @@ def _rank(state: State, choice: Choice) -> tuple[float, ...]:
 
 
 def wake_of(state: State, whom: str) -> float:
-    machine = state.rulers[int(whom)].machine if whom.isdigit() else state.parties[whom].island.machine
+    machine = state.syncers[int(whom)].machine if whom.isdigit() else state.learners[whom].process.machine
     assert machine.wake_at is not None
     return machine.wake_at
 
@@ -50,20 +50,20 @@ def calmly(state: State, until: Callable[[State], bool]) -> State:
         if choice is None:
             break
         state = take(state, choice)
-    syncer = state.ruler.machine
-    raise TimeoutError(f"round {syncer.committed}, {syncer.phase}, after {PATIENCE} calm choices")
+    machine = state.syncer.machine
+    raise TimeoutError(f"round {machine.committed}, {machine.phase}, after {PATIENCE} calm choices")
 
 
 def goes_on(state: State) -> None:
     """From here, without faults, two more cycles of rounds are committed and everyone is current, or the run ends."""
-    aim = state.ruler.machine.committed + 2 * state.durable.settings.fragments
+    aim = state.syncer.machine.committed + 2 * state.durable.settings.fragments
 
     def is_current(one: State) -> bool:
-        versions = one.ruler.machine.versions
-        lag = [new - old for p in one.parties.values() for new, old in zip(versions, p.island.adopted, strict=True)]
-        return one.ruler.machine.committed >= aim and max(lag) <= 1
+        versions = one.syncer.machine.versions
+        lag = [new - old for p in one.learners.values() for new, old in zip(versions, p.process.adopted, strict=True)]
+        return one.syncer.machine.committed >= aim and max(lag) <= 1
 
     try:
-        calmly(state, lambda one: one.ruler.machine.phase == "finished" or is_current(one))
+        calmly(state, lambda one: one.syncer.machine.phase == "finished" or is_current(one))
     except TimeoutError as error:
         raise Broken("when faults stop, rounds go on and everyone is current", str(error)) from None

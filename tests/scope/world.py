@@ -2,7 +2,7 @@
 
 In a state are: syncers, each with its machine, the effects that wait for the disk and the merges under way; learners,
 each with its machine and training process; the messages in each channel; what is durable. The choices are everything
-that could happen next; the search tries them all. scope_turn.py carries a choice out.
+that could happen next; the search tries them all. turn.py carries a choice out.
 
     up, down     the oldest message of a channel arrives
     body, whole  an answer, or the first parameters, arrive
@@ -32,6 +32,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.scope.form import clone, form
+from tests.scope.learner import DATA, PretendLearner
+
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
@@ -39,8 +42,6 @@ from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.scope_form import clone, form
-from atoll.simulate.scope_learner import DATA, Island
 
 Choice = tuple[str, str]
 """What happens, and to whom."""
@@ -50,7 +51,7 @@ QUIET_S = 1000.0
 
 
 @dataclass(slots=True)
-class Ruler:
+class SearchedSyncer:
     """A syncer. What is in a state is never changed: a turn works on copies."""
 
     machine: Syncer
@@ -68,10 +69,10 @@ class Ruler:
 
 
 @dataclass(slots=True)
-class Party:
+class SearchedLearner:
     """A learner: its machine and process, and its channel to a syncer."""
 
-    island: Island
+    process: PretendLearner
     mark: bytes = b""
     link: int = 0
     """The term of the syncer it is connected to; 0: none."""
@@ -84,9 +85,9 @@ class Party:
 @dataclass(slots=True)
 class State:
     now: float
-    rulers: dict[int, Ruler]
+    syncers: dict[int, SearchedSyncer]
     """By term. The newest is the one that the store takes records of."""
-    parties: dict[str, Party]
+    learners: dict[str, SearchedLearner]
     durable: History
     """A fold over the journal."""
     durable_mark: bytes
@@ -98,92 +99,94 @@ class State:
 
     def form(self) -> bytes:
         """Of all but the clock. The journal counts by what it tells a syncer."""
-        rulers = [(t, r.mark.hex(), r.waiting, r.tasks, r.published, r.bodies, r.lost) for t, r in self.rulers.items()]
-        parties = [(p.mark.hex(), p.link, p.up, p.down, p.alive) for p in self.parties.values()]
-        return form(rulers, parties, self.durable_mark.hex(), self.faults)
+        syncers = [
+            (t, r.mark.hex(), r.waiting, r.tasks, r.published, r.bodies, r.lost) for t, r in self.syncers.items()
+        ]
+        learners = [(p.mark.hex(), p.link, p.up, p.down, p.alive) for p in self.learners.values()]
+        return form(syncers, learners, self.durable_mark.hex(), self.faults)
 
     @property
     def term(self) -> int:
-        return max(self.rulers)
+        return max(self.syncers)
 
     @property
-    def ruler(self) -> Ruler:
-        return self.rulers[self.term]
+    def syncer(self) -> SearchedSyncer:
+        return self.syncers[self.term]
 
 
 def begin(settings: Settings, faults: int) -> State:
     """Nobody has joined yet."""
     history = History(records.Begun("run", settings, {}, (), "plan"))
-    syncer = Syncer(clone(history))
-    ruler = Ruler(syncer, form(syncer), published=list(syncer.versions))
-    parties = {name: newcomer(name, 1, settings) for name in (f"learner-{n}" for n in range(settings.learners))}
-    return State(0.0, {1: ruler}, parties, history, form(history), (), faults, [-1] * settings.fragments)
+    machine = Syncer(clone(history))
+    syncer = SearchedSyncer(machine, form(machine), published=list(machine.versions))
+    learners = {name: newcomer(name, 1, settings) for name in (f"learner-{n}" for n in range(settings.learners))}
+    return State(0.0, {1: syncer}, learners, history, form(history), (), faults, [-1] * settings.fragments)
 
 
-def newcomer(name: str, session: int, settings: Settings) -> Party:
+def newcomer(name: str, session: int, settings: Settings) -> SearchedLearner:
     tensors = (TensorSpec("w", (1,), "float32"),)
-    island = Island(Learner(name, f"{name}/{session}", tensors), settings.fragments)
-    island.hear(0.0, DATA)
-    return Party(island, form(island), session=session)
+    process = PretendLearner(Learner(name, f"{name}/{session}", tensors), settings.fragments)
+    process.hear(0.0, DATA)
+    return SearchedLearner(process, form(process), session=session)
 
 
 # ---- what may happen ----------------------------------------------------------------------------------------------
 
 
 def choices(state: State) -> Iterator[Choice]:
-    for term, ruler in state.rulers.items():
-        yield from _of_ruler(state, term, ruler)
-    for name, party in state.parties.items():
-        if party.alive:
-            yield from _of_party(state, name, party)
+    for term, syncer in state.syncers.items():
+        yield from _of_syncer(state, term, syncer)
+    for name, learner in state.learners.items():
+        if learner.alive:
+            yield from _of_learner(state, name, learner)
         else:
             yield "start", name
     if state.faults:
         yield from _of_faults(state)
 
 
-def _of_ruler(state: State, term: int, ruler: Ruler) -> Iterator[Choice]:
-    if ruler.waiting or term < state.term:
+def _of_syncer(state: State, term: int, syncer: SearchedSyncer) -> Iterator[Choice]:
+    if syncer.waiting or term < state.term:
         yield "fsync", str(term)
-    if any(isinstance(task, fx.Merged) for task in ruler.tasks):
+    if any(isinstance(task, fx.Merged) for task in syncer.tasks):
         yield "merge", str(term)
-    if any(not isinstance(task, fx.Merged) for task in ruler.tasks):
+    if any(not isinstance(task, fx.Merged) for task in syncer.tasks):
         yield "cut", str(term)
-    for name in sorted(ruler.lost):
+    for name in sorted(syncer.lost):
         yield "lost", name
-    if ruler.machine.wake_at is not None and ruler.machine.phase != "finished":
+    if syncer.machine.wake_at is not None and syncer.machine.phase != "finished":
         yield "timer", str(term)
 
 
-def _of_party(state: State, name: str, party: Party) -> Iterator[Choice]:
-    island = party.island
-    if party.link:
-        some = {"down": party.down, "up": party.up, "body": island.uploads, "fetch": island.fetches}
+def _of_learner(state: State, name: str, learner: SearchedLearner) -> Iterator[Choice]:
+    process = learner.process
+    if learner.link:
+        some = {"down": learner.down, "up": learner.up, "body": process.uploads, "fetch": process.fetches}
         yield from ((kind, name) for kind, things in some.items() if things)
-        if island.whole:
+        if process.whole:
             yield "whole", name
-    elif not island.over:
+    elif not process.over:
         yield "dial", name
-        if len(state.rulers) > 1:
+        if len(state.syncers) > 1:
             yield "stray", name
-    if island.streams:
+    if process.streams:
         yield "state", name
-    if island.saves:
+    if process.saves:
         yield "save", name
-    if island.can_step:
+    if process.can_step:
         yield "step", name
-    if island.machine.wake_at is not None and island.machine.wake_at < state.now + QUIET_S / 2:
+    if process.machine.wake_at is not None and process.machine.wake_at < state.now + QUIET_S / 2:
         yield "timer", name
 
 
 def _of_faults(state: State) -> Iterator[Choice]:
-    for name, party in state.parties.items():
-        if party.alive and not party.island.over:
+    for name, learner in state.learners.items():
+        if learner.alive and not learner.process.over:
             yield "kill", name
-            if party.link:
+            if learner.link:
                 yield "break", name
     yield "crash", "with nothing of what it wrote kept"
-    if any(isinstance(effect, fx.Persist) for effect in state.ruler.waiting):
+    if any(isinstance(effect, fx.Persist) for effect in state.syncer.waiting):
         yield "crash", "with all of what it wrote kept"
-    if len(state.rulers) == 1:
+    if len(state.syncers) == 1:
         yield "usurp", str(state.term)
