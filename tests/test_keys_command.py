@@ -18,7 +18,7 @@ from atoll.cli.serve import check_door, invitation
 from atoll.config import Service, convert
 from atoll.fabric.address import parse_address
 from atoll.fabric.certificates import fingerprint, hosts_of, make_server
-from atoll.fabric.tokens import NAMES
+from atoll.fabric.join_tokens import NAMES
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir

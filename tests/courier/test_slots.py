@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.courier.slots import Incoming, Outgoing
+from atoll.courier.body import Incoming, Outgoing
 
 
 def made(slots: Outgoing, fragment: int, t: int) -> int:

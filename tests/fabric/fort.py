@@ -26,8 +26,8 @@ from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.join_tokens import Token, Tokens, new_secret
 from atoll.fabric.tls import client_context
-from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.fabric.wire import Limits, digest
 from atoll.observe.dashboard import Dashboard
 from atoll.protocol.messages import Heartbeat, Pull, Refused

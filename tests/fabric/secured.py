@@ -12,9 +12,9 @@ from tests.fabric.conftest import MemoryDesk
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.authorizer import TokenDoor
 from atoll.fabric.certificates import fingerprint, make_server
+from atoll.fabric.join_tokens import Role, Token, Tokens
 from atoll.fabric.server import Server
 from atoll.fabric.tls import server_context
-from atoll.fabric.tokens import Role, Token, Tokens
 
 SECRET = "5ec7e7" + 58 * "0"
 

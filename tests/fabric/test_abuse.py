@@ -22,8 +22,8 @@ from tests.syncer.conftest import WAIT_S
 
 from atoll.fabric import certificates
 from atoll.fabric.certificates import fingerprint, make_authority, make_server
+from atoll.fabric.join_tokens import Tokens
 from atoll.fabric.tls import client_context
-from atoll.fabric.tokens import Tokens
 from atoll.observe.dashboard.site import MOST_VIEWERS
 from atoll.protocol.messages import Refused
 from atoll.syncer.credentials import write_tokens

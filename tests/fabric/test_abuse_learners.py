@@ -23,7 +23,7 @@ import msgspec
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 
-from atoll.fabric.tokens import Tokens
+from atoll.fabric.join_tokens import Tokens
 from atoll.fabric.wire import KIB, Limits, decode_from_syncer, digest, encode
 from atoll.protocol.messages import (
     PROTOCOL,

@@ -13,10 +13,8 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from atoll.fabric.authorizer import NOBODY, OpenDoor, TokenDoor, Visitor
-from atoll.fabric.intake import Rejected
-from atoll.fabric.owners import Owners
-from atoll.fabric.tokens import Token, Tokens, roles_for
+from atoll.fabric.authorizer import NOBODY, OpenDoor, Rejected, TokenDoor, Visitor
+from atoll.fabric.join_tokens import Owners, Token, Tokens, roles_for
 from atoll.protocol.errors import PeerError
 
 

@@ -12,10 +12,18 @@ import pytest
 from tests.fabric.conftest import MemoryDesk
 from tests.fabric.test_authorizer import LEARNER, REVOKED, VIEWER, asks, bearer, refusal
 
-from atoll.fabric.authorizer import TokenDoor, Visitor
-from atoll.fabric.browser import CODE_S, CODES, COOKIE_S, OneTimeCodes, cookie_for, token_of_cookie
+from atoll.fabric.authorizer import (
+    CODE_S,
+    CODES,
+    COOKIE_S,
+    OneTimeCodes,
+    TokenDoor,
+    Visitor,
+    cookie_for,
+    token_of_cookie,
+)
+from atoll.fabric.join_tokens import Tokens, new_secret
 from atoll.fabric.server import Server
-from atoll.fabric.tokens import Tokens, new_secret
 from atoll.observe.dashboard.site import Dashboard
 
 ALL = Tokens([LEARNER, VIEWER, REVOKED])

@@ -10,8 +10,8 @@ from tests.fabric.conftest import Place
 from tests.fabric.secured import Secured, secured_server
 
 from atoll.fabric.address import SyncerAddress, parse_address
+from atoll.fabric.calls import dial
 from atoll.fabric.certificates import days_left
-from atoll.fabric.dial import dial
 from atoll.protocol.errors import Unreachable
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fabric.conftest import Place
 
-from atoll.fabric.hostnames import check_host, host_name, own_names
-from atoll.fabric.intake import Rejected
+from atoll.fabric.authorizer import Rejected, check_host, host_name, own_names
 
 NAMES = ("syncer.example.org", "10.0.0.5", "*.wild.example")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from atoll.fabric.liveness import Liveness
+from atoll.fabric.control_channel import Liveness
 
 
 class Peer:

@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
-from atoll.fabric import nearby
+from atoll.fabric import local_secrets
 from atoll.fabric.address import parse_address
-from atoll.fabric.nearby import is_private, publish_secrets, published_secrets, secret_for, withdraw_secrets
-from atoll.fabric.tokens import Role
+from atoll.fabric.join_tokens import Role
+from atoll.fabric.local_secrets import is_private, publish_secrets, published_secrets, secret_for, withdraw_secrets
 from atoll.protocol.errors import ConfigError
 
 SECRETS: dict[Role, str] = {role: f"{role}-".ljust(32, "x") for role in get_args(Role)}
@@ -28,7 +28,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     (tmp_path / "temp").mkdir()
     (tmp_path / "temp").chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    monkeypatch.setattr(nearby, "USERS", tmp_path / "users")
+    monkeypatch.setattr(local_secrets, "USERS", tmp_path / "users")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     return {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
 
@@ -68,7 +68,7 @@ def test_another_address_is_shown_nothing(env: dict[str, str], url: str) -> None
 
 
 def test_whoever_takes_the_port_of_a_dead_syncer_is_shown_nothing(env: dict[str, str]) -> None:
-    script = f"from atoll.fabric.nearby import publish_secrets; publish_secrets({HOST!r}, {PORT}, {SECRETS!r})"
+    script = f"from atoll.fabric.local_secrets import publish_secrets; publish_secrets({HOST!r}, {PORT}, {SECRETS!r})"
     subprocess.run([sys.executable, "-c", script], env={**os.environ, **env}, check=True)
     assert file(env).exists() and published_secrets(HOST, PORT, env) == {}
     publish_secrets(HOST, PORT + 1, SECRETS, env)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from atoll.fabric.outbox import Outbox
+from atoll.fabric.control_channel import Outbox
 
 
 async def test_what_goes_in_comes_out_in_order_also_after_closing() -> None:

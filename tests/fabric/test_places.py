@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.fabric.places import KNOWN_S, Place, Places, Stage
+from atoll.fabric.listener import KNOWN_S, Place, Places, Stage
 from atoll.fabric.wire import Limits
 
 HERE, THERE = "192.0.2.1", "192.0.2.2"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.fabric.authorizer import Rejected
 from atoll.fabric.host import Pace
-from atoll.fabric.intake import Rejected
 from atoll.fabric.relay import RelayLimits, Stream
 from atoll.fabric.transfer import pieces
 from atoll.fabric.wire import KIB, MIB, Limits, digest

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.handlers import Channel
-from atoll.fabric.outbox import Outbox
-from atoll.fabric.sequence import Sequences
+from atoll.fabric.control_channel import Channel, Outbox, Sequences
 from atoll.fabric.wire import Limits, decode_from_syncer, encode
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Heartbeat, Hello, Leave, Refused

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from atoll.fabric.tcp_relay import Bottleneck, TcpRelay
+from atoll.chaos.tcp_relay import Bottleneck, TcpRelay
 
 
 class Echo:

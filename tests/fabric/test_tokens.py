@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from atoll.fabric.tokens import SECRET, Token, Tokens, new_secret
+from atoll.fabric.join_tokens import SECRET, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from atoll.learner import peer_state as module
 from atoll.learner.peer_state import PeerStates
+from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, Frame, StateCopy, StateTaken, TakeOrder
-from atoll.mailbox.memory import mapped, reserve
 from atoll.protocol.errors import PeerError
 
 

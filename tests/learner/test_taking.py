@@ -15,8 +15,8 @@ from atoll.learner.packing import Packing, Unpacking
 from atoll.learner.peer_state import PeerStates, Spec, expected_layout, fit_states, take_peer_state, wrong_buffers
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
+from atoll.mailbox.box import reserve
 from atoll.mailbox.channel import StateCopy, StateTaken
-from atoll.mailbox.memory import reserve
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import LINE
 

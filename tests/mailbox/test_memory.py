@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from atoll.mailbox import memory as module
-from atoll.mailbox.memory import mapped, reserve
+from atoll.mailbox import box as module
+from atoll.mailbox.box import mapped, reserve
 from atoll.protocol.errors import PeerError
 
 

@@ -17,11 +17,11 @@ from tests.fabric.secured import SECRET, Secured, SecuredDesk, secured_server
 from tests.observe.conftest import a_status
 
 from atoll import cli
+from atoll.chaos.tcp_relay import Bottleneck, TcpRelay
 from atoll.estimate.bandwidth import away_steps, effective_h, load_gbit, profile
 from atoll.fabric.address import parse_address
-from atoll.fabric.dial import Dialled
+from atoll.fabric.calls import Dialled
 from atoll.fabric.server import Server
-from atoll.fabric.tcp_relay import Bottleneck, TcpRelay
 from atoll.observe.doctor import carry, link, local
 from atoll.observe.doctor.carry import LinkLoad, MeasuredLink
 from atoll.observe.doctor.link import DialledAddress, RoundTrip, Transfer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.protocol.world import World
 
-from atoll.courier.slots import Outgoing
+from atoll.courier.body import Outgoing
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.learner.copies import Orders, RoundsPerStep

@@ -13,7 +13,7 @@ import pytest
 
 from atoll.config import Config, convert
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.pages import Pages
+from atoll.fabric.handlers import Pages
 from atoll.fabric.wire import Limits, digest
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.messages import (

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.config import Service
 from atoll.fabric.certificates import make_authority, make_server
-from atoll.fabric.tokens import Token, Tokens, new_secret
+from atoll.fabric.join_tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
 from atoll.syncer.credentials import LOCAL, LiveTokens, Strangers, doors_of, local_tokens, read_tokens, write_tokens

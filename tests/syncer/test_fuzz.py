@@ -15,8 +15,7 @@ from tests.fabric.fuzz import Fuzz, in_a_line, large_ones
 from tests.syncer.conftest import TENSORS, Stage
 from tests.syncer.test_service import next_pull
 
-from atoll.fabric.handlers import Channel
-from atoll.fabric.outbox import Outbox
+from atoll.fabric.control_channel import Channel, Outbox
 from atoll.fabric.wire import check_hello, decode_from_learner, decode_from_syncer
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Announce, FromLearner, Hello, Progress, Refused

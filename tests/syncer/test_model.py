@@ -6,7 +6,7 @@ import tracemalloc
 from tests.syncer.conftest import plan
 
 from atoll.config import Config
-from atoll.fabric.tokens import NAMES
+from atoll.fabric.join_tokens import NAMES
 from atoll.fabric.wire import MIB, Limits
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Greeted, Lost

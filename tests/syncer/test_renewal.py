@@ -11,8 +11,8 @@ import pytest
 from tests.fabric.test_tls import aged, heard
 
 from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.join_tokens import Token, Tokens, new_secret
 from atoll.fabric.tls import client_context
-from atoll.fabric.tokens import Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
 from atoll.syncer.credentials import write_tokens

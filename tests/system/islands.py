@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from atoll.fabric.tcp_relay import TcpRelay
+from atoll.chaos.tcp_relay import TcpRelay
 
 
 def ip(*words: str) -> None:

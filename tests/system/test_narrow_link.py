@@ -11,7 +11,7 @@ import pytest
 from atoll.chaos.inject import Injector
 from atoll.chaos.performance import Performance, events_of
 from atoll.chaos.plan import parse
-from atoll.fabric.tcp_relay import Bottleneck
+from atoll.chaos.tcp_relay import Bottleneck
 from atoll.store.rundir import RunDir
 
 pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]

@@ -15,7 +15,7 @@ import pytest
 from tests.system.conftest import SCRIPTS, Run, heed_interrupts, members
 
 from atoll.fabric.address import SyncerAddress, parse_address
-from atoll.fabric.tokens import new_secret
+from atoll.fabric.join_tokens import new_secret
 from atoll.store.keys import KeyDir
 from atoll.syncer.credentials import read_tokens
 

@@ -2,7 +2,7 @@
 
 Every fault is an event `fault` (number, what, target, seconds, size) when it begins and `mended` (number) when it is
 over: the ground truth that the verdict, the dashboard and the report hold against what the run itself says. Learners
-dial through a TCP relay of their own (fabric/tcp_relay.py), so their network can be broken without root; the syncer's
+dial through a TCP relay of their own (tcp_relay.py), so their network can be broken without root; the syncer's
 journal lies on a disk that can be told to be full or slow (trouble.py). Works with whatever script the learners run.
 """
 
@@ -18,9 +18,9 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from atoll.chaos.plan import KINDS, Fault, Plan
+from atoll.chaos.tcp_relay import TcpRelay
 from atoll.chaos.trouble import Trouble
-from atoll.fabric.nearby import publish_secrets, published_secrets, withdraw_secrets
-from atoll.fabric.tcp_relay import TcpRelay
+from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
 from atoll.launch.children import Child, open_log
 from atoll.launch.local import LocalRun
 from atoll.telemetry.status import RunStatus

@@ -16,7 +16,7 @@ from atoll.cli.commands import app as app
 from atoll.config import convert, merged
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
-from atoll.fabric.nearby import published_secrets
+from atoll.fabric.local_secrets import published_secrets
 from atoll.numerics import kernels
 from atoll.observe.story import last_sample, print_closing, story
 from atoll.observe.summary import summarise

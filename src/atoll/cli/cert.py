@@ -21,7 +21,7 @@ from atoll.fabric.certificates import (
     make_server,
     signs_itself,
 )
-from atoll.fabric.tokens import Tokens
+from atoll.fabric.join_tokens import Tokens
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir
 from atoll.syncer.credentials import write_tokens

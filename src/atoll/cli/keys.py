@@ -14,7 +14,7 @@ from atoll.cli.app import app
 from atoll.cli.commands import App
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import fingerprint
-from atoll.fabric.tokens import NAMES, Role, Token, new_secret
+from atoll.fabric.join_tokens import NAMES, Role, Token, new_secret
 from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import FOLDER, KeyDir

@@ -14,7 +14,7 @@ from rich.table import Table
 from atoll.cli.app import address_of, app, find_run, find_run_or_address, is_address, short, where
 from atoll.fabric.address import without_secrets
 from atoll.fabric.client import get_json
-from atoll.fabric.nearby import is_own_process
+from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.observe.figures import plain
 from atoll.observe.report.reading import read as read_run

@@ -19,8 +19,8 @@ from typing import Any
 
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import Host
+from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, Channel, Start, StateCopy, TakeOrder
-from atoll.mailbox.memory import mapped, reserve
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 

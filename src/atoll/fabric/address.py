@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from atoll.fabric.nearby import secret_for
+from atoll.fabric.local_secrets import secret_for
 from atoll.fabric.tls import client_context
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import ConfigError

@@ -1,26 +1,54 @@
-"""Who stands at the door, and may they come in. Asked for every request, before anything else is read of it.
+"""Who may ask what: checked for every request, before anything else of it is read.
 
-A syncer answers nobody who shows no token (a browser: a cookie, or the code of its link): 401 to strangers, 403 to
-those whose token is not for this. A link of another run is told so. A courier's port asks for none: what it gives away
-goes by a ticket that nobody can guess.
+A syncer answers nobody who shows no join token (a browser: a cookie, or the code of its link): 401 for an unknown one,
+403 for one that is not for this. A link of another run is told so. A courier's port asks for none: what it gives
+away needs a ticket that nobody can guess.
+
+Browsers get in without typing a token: by a link with a one-time code, which is exchanged for a cookie.
+
+    POST /v1/codes       with any token: {"path": "/enter/CODE"}
+    GET  /enter/CODE     sets the cookie, and leads to /
+
+- a code counts once, for a day, and only at the syncer that made it: after a restart, ask for another;
+- no script can read the cookie (HttpOnly), no request of another site carries it (SameSite=Strict), and it opens the
+  pages and their live channel, nothing else. It counts as long as the token it came by, for a month at most, also for
+  the next syncer of the run: it is derived from that token's secret, and stored nowhere;
+- browsers send a cookie to every port of a host, so its name contains the port, for two runs side by side. Whoever
+  opens a page of another user's server on the same machine still shows it the cookie.
+
+Host names: the Host header of every request is checked. A web page can have its own name lead to this machine (DNS
+rebinding); the browser then asks our port in the page's name, from inside. So a port answers only under names that are
+its own: loopback, the address that it listens on or was reached by, this machine's name, those that the operator
+advertises, and those of the certificate.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
+import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
-from atoll.fabric.address import RUN_HEADER
-from atoll.fabric.browser import ENTER, OneTimeCodes, cookie_for, opens, token_of_cookie
-from atoll.fabric.intake import Rejected
-from atoll.fabric.owners import Owners
-from atoll.fabric.tokens import Role, Token, Tokens, roles_for
+from atoll.fabric.address import RUN_HEADER, is_loopback
+from atoll.fabric.join_tokens import Owners, Role, Token, Tokens, roles_for
+from atoll.fabric.wire import one_line
 from atoll.protocol.errors import PeerError
+
+
+class Rejected(Exception):
+    """The answer to a request that may not be: an HTTP status and one line."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(one_line(reason))
+        self.status = status
 
 
 class Visitor(msgspec.Struct, frozen=True):
@@ -207,3 +235,121 @@ def _secret(request: web.Request) -> str:
             except ValueError:  # no base64, no UTF-8, no ASCII
                 return ""
     return ""
+
+
+# ---- browsers -------------------------------------------------------------------------------------------------------
+
+CODES_PATH, ENTER = "/v1/codes", "/enter/"
+LIVE = "/v1/live"
+CODE_S = 86400.0
+COOKIE_S = 30 * 86400
+CODES = 64
+"""Unused ones are remembered; the oldest gives way."""
+
+
+class OneTimeCodes:
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Token, float]] = {}
+        """The token as it was then, and the moment at which it ends, by code; the oldest first."""
+
+    def make(self, token: Token, now: float) -> str:
+        while len(self._made) >= CODES:
+            del self._made[next(iter(self._made))]
+        code = secrets.token_urlsafe(18)
+        self._made[code] = (token, now + CODE_S)
+        return code
+
+    def token_of(self, code: str, now: float) -> Token | None:
+        """The token that it was made by; None: it counts no more, or never did."""
+        token, ends = self._made.get(code, (None, 0.0))
+        return token if now < ends else None
+
+    def use(self, code: str) -> bool:
+        """Whether it counted; it counts no more."""
+        return self._made.pop(code, None) is not None
+
+
+def opens(path: str) -> bool:
+    """Whether a cookie is enough: for the pages, and for the one channel by which they are told."""
+    return path == LIVE or not path.startswith("/v1/")
+
+
+def cookie_name(host: str) -> str:
+    """By the port in a Host header; one that cannot be read has none, and is refused elsewhere."""
+    try:
+        return f"atoll-{urlsplit(f'//{host}').port}"
+    except ValueError:
+        return "atoll-None"
+
+
+def cookie_for(token: Token, now: float) -> str:
+    ends = int(now) + COOKIE_S
+    name = base64.urlsafe_b64encode(token.id.encode()).decode().rstrip("=")
+    return f"{name}.{ends}.{_seal(token, ends)}"
+
+
+def token_of_cookie(tokens: Tokens, cookies: Mapping[str, str], host: str, now: float) -> Token | None:
+    """The token that a cookie was made by; None for one that is not ours, or counts no more."""
+    name, _, rest = cookies.get(cookie_name(host), "").partition(".")
+    ends, _, seal = rest.partition(".")
+    if not (ends.isascii() and ends.isdecimal() and len(ends) < 16 and now < int(ends) and seal.isascii()):
+        return None
+    try:
+        id = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+    except ValueError:
+        return None
+    token = next((one for one in tokens.all if one.id == id), None)
+    return token if token is not None and hmac.compare_digest(seal, _seal(token, int(ends))) else None
+
+
+def _seal(token: Token, ends: int) -> str:
+    return hmac.new(token.secret.encode(), f"atoll cookie\n{token.id}\n{ends}".encode(), hashlib.sha256).hexdigest()
+
+
+PAGE = """<!doctype html><meta charset="utf-8"><title>Atoll</title><meta http-equiv="refresh" content="0; url=../">
+<a href="../">the dashboard</a>
+"""
+"""Not a redirect: after one from a link of another site, a browser would not send the cookie that it was just given."""
+PAGE_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+# ---- host names -----------------------------------------------------------------------------------------------------
+
+
+def check_host(said: Sequence[str], names: Collection[str]) -> None:
+    """Rejected unless the one Host header of a request is loopback or among the names; any port may be said with it,
+    since a relay in front has another."""
+    host = host_name(said[0]) if len(said) == 1 else ""
+    if not host or not (is_loopback(host) or any(_matches(host, name.lower()) for name in names)):
+        shown = one_line(said[0])[:80] if said else ""
+        raise Rejected(
+            403,
+            f"this syncer is not known as {shown!r}: ask for it by its own address, 127.0.0.1 on its machine; "
+            "the operator adds a name with atoll syncer --advertise NAME",
+        )
+
+
+def host_name(said: str) -> str:
+    """The name in HOST or HOST:PORT, in small letters; empty for what is none."""
+    try:
+        parts = urlsplit(f"//{said}")
+        _ = parts.port  # ValueError for what is no number
+    except ValueError:
+        return ""
+    return "" if parts.netloc != said or "@" in said else (parts.hostname or "").removesuffix(".")
+
+
+def own_names() -> frozenset[str]:
+    """What this machine calls itself. No resolver is asked."""
+    name = socket.gethostname().lower()
+    return frozenset({name, name.partition(".")[0]} - {""})
+
+
+def _matches(host: str, name: str) -> bool:
+    """A certificate's *.example.org is for one label."""
+    return host == name or (name.startswith("*.") and host.partition(".")[2] == name[2:] and not host.startswith("."))

@@ -1,22 +1,31 @@
-"""Every call of aiohttp's client, and every read of a body: whatever goes wrong in one comes out as Unreachable.
+"""Connections that a client makes: every call of aiohttp's client, a diagnostic dial, and errors in words that help.
 
 aiohttp does not keep to its own tree of errors. A body whose connection is gone raises a plain RuntimeError
-("Connection closed."), so does a request on a session that was closed; bytes that are no HTTP raise errors of its
-parser; an answer to a ping raises inside `receive`. So everything but a TimeoutError, which belongs to whoever set the
-deadline, is taken for the failure of the network that it is. That is safe only because nothing of our own runs inside:
-these calls are made here and nowhere else (tests/architecture/test_aiohttp_calls.py).
+("Connection closed."), as does a request on a closed session; bytes that are no HTTP raise parser errors; a reply
+to a ping raises inside `receive`. So everything but a TimeoutError, which belongs to whoever set the deadline, becomes
+Unreachable. That is safe only because none of our own code runs inside: aiohttp's client is called here and nowhere
+else (tests/architecture/test_aiohttp_calls.py).
+
+`dial` makes one connection to a syncer, step by step (proxy, TLS, certificate), sends nothing over it, and hangs up:
+for whoever wants to know where the time goes and who answers. Learners dial through `client`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import os
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
-from atoll.fabric.trouble import told
+from atoll.fabric.address import SyncerAddress, host_port
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import AtollError, Unreachable
 
@@ -84,3 +93,130 @@ async def send_frame(socket: aiohttp.ClientWebSocketResponse, data: bytes) -> No
 async def close_socket(socket: aiohttp.ClientWebSocketResponse) -> None:
     with as_unreachable():
         await socket.close()
+
+
+# ---- errors in words ------------------------------------------------------------------------------------------------
+
+NOT_TLS = "it answers, but not in TLS: is that the port of a plain HTTP server?"
+HUNG_UP = "it hung up without an answer: does it ask for a certificate (mutual TLS: --cert and --key)?"
+"""TLS 1.3 refuses a certificate, or that there is none, only after the handshake, and who hangs up may say no more."""
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
+_OURS_ASKED = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
+
+
+def told(error: BaseException) -> str:
+    """One line; a proxy that is at fault is named by its address, never with its password."""
+    match error:
+        case aiohttp.ClientProxyConnectionError():
+            return f"the proxy {error.host}:{error.port} cannot be reached: {_system(error.os_error)}"
+        case aiohttp.ClientHttpProxyError():
+            where = error.request_info.real_url
+            return one_line(
+                f"the proxy {where.host}:{where.port} does not let us through: {error.status} {error.message}"
+            )
+        case aiohttp.ClientConnectorCertificateError():
+            return told(error.certificate_error)
+        case aiohttp.ClientConnectorError():
+            return told(error.os_error)
+        case aiohttp.ServerDisconnectedError():
+            return HUNG_UP
+        case ssl.SSLCertVerificationError():
+            return one_line(getattr(error, "verify_message", "") or error.args[-1])
+        case ssl.SSLError():
+            return _tls(error)
+        case OSError() if not isinstance(error, TimeoutError):
+            return _system(error)
+    return one_line(str(error) or type(error).__name__)
+
+
+def _tls(error: ssl.SSLError) -> str:
+    reason: str = getattr(error, "reason", "") or ""
+    if any(word in reason for word in _NOT_TLS):
+        return NOT_TLS
+    if "ALERT" in reason and any(word in reason for word in _OURS_ASKED):
+        return "it asks for a certificate that its authority made (mutual TLS): name ours with --cert and --key"
+    return one_line(f"the TLS handshake failed: {reason.replace('_', ' ').lower() or error}")
+
+
+def _system(error: OSError) -> str:
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)  # asyncio has words of its own for some, and they say less
+    return one_line(error.strerror or str(error) or type(error).__name__)
+
+
+# ---- a diagnostic dial ----------------------------------------------------------------------------------------------
+
+_HEAD_BYTES = 16384
+_END = b"\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    reach_s: float
+    """Until the syncer's machine answers, a proxy's part in it included."""
+    handshake_s: float = 0.0
+    cipher: str = ""
+    """Empty: in the clear."""
+    certificate: bytes = b""
+    """Of whoever answers, as DER."""
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.certificate).hexdigest()
+
+
+async def dial(address: SyncerAddress, url: str, deadline_s: float) -> Dialled:
+    """Unreachable says at which step it failed."""
+    writer: asyncio.StreamWriter | None = None
+    clock = asyncio.get_running_loop().time
+    begun = clock()
+    try:
+        async with asyncio.timeout(deadline_s):
+            writer = await _reached(address, url)
+            reached = clock()
+            context = address.context()
+            if context is None:
+                return Dialled(reached - begun)
+            await writer.start_tls(context, server_hostname=urlsplit(url).hostname, ssl_handshake_timeout=deadline_s)
+            tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
+            cipher = tls.cipher()
+            der = tls.getpeercert(binary_form=True) or b""
+            return Dialled(reached - begun, clock() - reached, cipher[0] if cipher else "", der)
+    except TimeoutError:
+        raise Unreachable(f"no answer within {deadline_s:g} s{address.through}") from None
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        raise Unreachable(told(error)) from None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+
+
+async def _reached(address: SyncerAddress, url: str) -> asyncio.StreamWriter:
+    target = urlsplit(url)
+    assert target.hostname and target.port, "a way has whole addresses only"
+    if not address.proxy:
+        return (await asyncio.open_connection(target.hostname, target.port))[1]
+    proxy = urlsplit(address.proxy)
+    try:
+        reader, writer = await asyncio.open_connection(proxy.hostname, proxy.port, limit=_HEAD_BYTES)
+    except OSError as error:
+        raise Unreachable(f"the proxy {address.proxy_shown} cannot be reached: {told(error)}") from None
+    try:
+        writer.write(_connect(host_port(target.hostname, target.port), address.proxy))
+        answer = (await reader.readuntil(_END)).split(b"\r\n")[0].decode("latin-1").split(maxsplit=1)
+    except BaseException:
+        writer.transport.abort()
+        raise
+    if len(answer) < 2 or not answer[1].startswith("2"):
+        writer.transport.abort()
+        raise Unreachable(one_line(f"the proxy {address.proxy_shown} does not let us through: {' '.join(answer[1:])}"))
+    return writer
+
+
+def _connect(target: str, proxy: str) -> bytes:
+    head = f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n"
+    parts = urlsplit(proxy)
+    if parts.username is not None:
+        secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        head += f"Proxy-Authorization: Basic {base64.b64encode(secret.encode()).decode()}\r\n"
+    return f"{head}\r\n".encode()

@@ -24,8 +24,7 @@ import msgspec
 
 from atoll.fabric.address import SyncerAddress, checked_url, parse_address
 from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
-from atoll.fabric.handshake import Socket
-from atoll.fabric.outbox import Outbox
+from atoll.fabric.control_channel import Outbox, Socket
 from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
 from atoll.fabric.transfer import (
     body_headers,

@@ -25,14 +25,10 @@ from typing import cast
 
 from aiohttp import WSMessage, WSMsgType, web
 
-from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Visitor
-from atoll.fabric.handlers import Channel, Handlers
-from atoll.fabric.handshake import ServedSocket
-from atoll.fabric.intake import Rejected
-from atoll.fabric.liveness import Liveness
-from atoll.fabric.outbox import Outbox
-from atoll.fabric.owners import Owners
-from atoll.fabric.sequence import Sequences, unnumbered
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Rejected, Visitor
+from atoll.fabric.control_channel import Channel, Liveness, Outbox, Sequences, ServedSocket, unnumbered
+from atoll.fabric.handlers import Handlers
+from atoll.fabric.join_tokens import Owners
 from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets

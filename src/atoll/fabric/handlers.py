@@ -1,75 +1,16 @@
-"""What a server asks of whoever stands behind it, and what it hands over: a channel per learner, bytes into buffers."""
+"""What a server needs from the service behind it: handlers for a learner's messages and bodies, and pages."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from atoll.fabric.liveness import Liveness
-from atoll.fabric.outbox import Outbox
-from atoll.fabric.wire import Score, encode, one_line, understood
-from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello
-from atoll.protocol.succession import Holder
+from aiohttp import web
 
-
-class Channel:
-    """One learner's control channel, after its hello. Belongs to the event loop."""
-
-    def __init__(
-        self,
-        learner: str,
-        session: str,
-        *,
-        outbox: Outbox,
-        abort: Callable[[], None],
-        flush_s: float,
-        token: str = "",
-        mark: str = "",
-        protocol: int = PROTOCOL,
-        holder: Holder | None = None,
-        liveness: Liveness | None = None,
-    ) -> None:
-        self.learner = learner
-        self.session = session
-        self.token, self.mark = token, mark
-        """The name and the mark of what it showed at the door; no secret."""
-        self.protocol = protocol
-        """The version that both sides speak on it."""
-        self.holder = holder or Holder(session)
-        """Who has the learner's name by it."""
-        self.liveness = liveness
-        """None: nobody is asked."""
-        self.reason = ""
-        """Why it is closed or closing; empty while it is open."""
-        self._outbox = outbox
-        self._abort = abort
-        self._flush_s = flush_s
-
-    @property
-    def closing(self) -> bool:
-        return self._outbox.closed
-
-    def send(self, message: FromSyncer) -> None:
-        """Never waits. A peer that lets too much pile up loses the channel; what its version lacks it is not told."""
-        if not understood(message, self.protocol):
-            return
-        if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
-            self.drop("the learner reads too slowly: its queue of messages is full")
-
-    def close(self, reason: str) -> None:
-        """What was sent before still goes out (within 2 s), then the channel closes."""
-        if not self._outbox.closed:
-            self.reason = self.reason or one_line(reason)
-            self._outbox.close()
-            asyncio.get_running_loop().call_later(self._flush_s, self._abort)
-
-    def drop(self, reason: str) -> None:
-        """Close at once; what is queued is lost."""
-        self.reason = self.reason or one_line(reason)
-        self._outbox.close(discard=True)
-        self._abort()
+from atoll.fabric.control_channel import Channel
+from atoll.fabric.wire import Score
+from atoll.protocol.messages import FromLearner, Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +83,23 @@ class Handlers(Protocol):
 
     def drain(self, learner: str) -> str:
         """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
+        ...
+
+
+class Pages(Protocol):
+    """They only read: nothing a browser sends changes anything."""
+
+    @property
+    def sockets(self) -> frozenset[str]:
+        """Paths of WebSockets that web pages may open. Whoever serves them looks at the origin."""
+        ...
+
+    def routes(self) -> Sequence[web.RouteDef]: ...
+
+    def sweep(self, gone: Callable[[str, str], str]) -> None:
+        """Send away whoever is looking by a token that counts no more; `gone` says why, or nothing."""
+        ...
+
+    def close(self) -> None:
+        """Send everybody away who is looking: the port closes."""
         ...

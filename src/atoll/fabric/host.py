@@ -26,9 +26,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.address import address_of_name, check_bind, host_port
-from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Visitor
-from atoll.fabric.hostnames import check_host, own_names
-from atoll.fabric.intake import Rejected
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Rejected, Visitor, check_host, own_names
 from atoll.fabric.listener import Listener, Tls
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
 from atoll.fabric.tasks import Mistakes, Vital

@@ -24,10 +24,10 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from atoll.fabric.authorizer import Rejected
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.host import Pace, State, range_start, state_response
-from atoll.fabric.intake import Rejected
 from atoll.fabric.state import OFFSET_HEADER, PEER_S, SIZE_HEADER, resumed_at
 from atoll.fabric.wire import DIGEST_HEADER, MIB, Limits
 from atoll.protocol.errors import ConfigError, Unreachable

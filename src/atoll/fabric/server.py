@@ -29,16 +29,24 @@ from typing import NoReturn, TypeVar
 
 from aiohttp import web
 
-from atoll.fabric.authorizer import VISITOR, Authorizer, TokenDoor
-from atoll.fabric.browser import CODES_PATH, ENTER, PAGE, PAGE_HEADERS, cookie_name
+from atoll.fabric.authorizer import (
+    CODES_PATH,
+    ENTER,
+    PAGE,
+    PAGE_HEADERS,
+    VISITOR,
+    Authorizer,
+    Rejected,
+    TokenDoor,
+    cookie_name,
+)
 from atoll.fabric.control import Control
-from atoll.fabric.handlers import Channel, Handlers, Served
+from atoll.fabric.control_channel import Channel
+from atoll.fabric.handlers import Handlers, Pages, Served
 from atoll.fabric.host import Port, drain_means_sent, error_response
-from atoll.fabric.intake import Intake, Rejected
+from atoll.fabric.intake import Intake, Probe
+from atoll.fabric.join_tokens import Owners
 from atoll.fabric.listener import Tls
-from atoll.fabric.owners import Owners
-from atoll.fabric.pages import Pages
-from atoll.fabric.probe import Probe
 from atoll.fabric.relay import Relay, RelayLimits
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (

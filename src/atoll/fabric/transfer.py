@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from atoll.fabric.address import SyncerAddress, parse_address
-from atoll.fabric.browser import CODES_PATH
+from atoll.fabric.authorizer import CODES_PATH
 from atoll.fabric.calls import next_chunk, open_session, request
 from atoll.fabric.listener import PLAIN
 from atoll.fabric.wire import (

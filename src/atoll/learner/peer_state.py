@@ -47,8 +47,8 @@ from atoll.learner.state import (
     restore,
 )
 from atoll.learner.unmerged import Unmerged
+from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
-from atoll.mailbox.memory import mapped, reserve
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.tape import Gave, Took

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import Plan
 from atoll.protocol import schedule
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
 
 PAGE = 4096
@@ -117,7 +117,7 @@ class Mailbox:
         need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
             raise _too_little(need, have)
-        fd = _anonymous_file()
+        fd = _anonymous_file("atoll-mailbox")
         try:
             os.ftruncate(fd, layout.total_bytes)
             os.posix_fallocate(fd, 0, layout.slot_start(layout.slots))
@@ -263,12 +263,36 @@ def _too_little(need: int, have: int | None) -> ConfigError:
     )
 
 
-def _anonymous_file() -> int:
+def _anonymous_file(name: str) -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("atoll-mailbox")
+        return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+# ---- memory for a learner's state: one process fills it, another reads it -------------------------------------------
+
+
+def reserve(size: int, what: str) -> int:
+    """A descriptor of so many bytes; PeerError where they cannot be had."""
+    have = available_bytes()
+    if have is not None and size > have:
+        raise PeerError(f"{what} takes {size / 2**20:,.0f} MiB of memory and {have / 2**20:,.0f} MiB are free")
+    fd = _anonymous_file("atoll-state")
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.close(fd)
+        raise PeerError(f"{what} takes {size / 2**20:,.0f} MiB of memory: {error.strerror}") from error
+    return fd
+
+
+def mapped(fd: int, size: int, *, write: bool = False) -> memoryview:
+    """The memory itself. It stays without its descriptor, until the last view of it is gone."""
+    if os.fstat(fd).st_size < size:
+        raise PeerError(f"a memory of {os.fstat(fd).st_size} bytes came for {size}")
+    return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)))

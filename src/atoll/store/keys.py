@@ -2,7 +2,7 @@
 
     syncer.crt, syncer.key     the syncer's certificate and its key; a syncer that runs takes new ones as they come
     next.crt, next.key         those that are to follow, where they are made: join links name both
-    tokens.json                who may join (fabric/tokens.py), changed while a run goes on
+    tokens.json                who may join (fabric/join_tokens.py), changed while a run goes on
     ca.crt, ca.key             an authority of one's own, where there is one
     NAME.crt, NAME.key         a learner's certificate, for mutual TLS; `operator`: of commands on this machine
 

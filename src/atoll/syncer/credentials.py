@@ -1,7 +1,7 @@
 """Who gets in at a syncer's port.
 
 With keys: TLS and join tokens, which both may change while the run goes on. Without keys: this machine alone, by
-secrets that the run makes for itself and that commands of the same user find (fabric/nearby.py).
+secrets that the run makes for itself and that commands of the same user find (fabric/local_secrets.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from atoll.config import Service
-from atoll.fabric.authorizer import Authorizer, TokenDoor
-from atoll.fabric.hostnames import host_name
+from atoll.fabric.authorizer import Authorizer, TokenDoor, host_name
+from atoll.fabric.join_tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.fabric.listener import Tls
-from atoll.fabric.tokens import SECRET, Role, Token, Tokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
 from atoll.telemetry.events import EventLog

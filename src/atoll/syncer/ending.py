@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atoll.fabric.handlers import Channel
+from atoll.fabric.control_channel import Channel
 from atoll.fabric.wire import one_line, understood
 from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError

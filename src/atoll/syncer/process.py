@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 from atoll.config import Config
 from atoll.fabric.address import host_port
-from atoll.fabric.pages import Pages
+from atoll.fabric.handlers import Pages
 from atoll.fabric.tasks import Vital, keep_showing
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError

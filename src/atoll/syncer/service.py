@@ -23,10 +23,10 @@ import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.authorizer import TokenDoor
-from atoll.fabric.handlers import Channel, Served
-from atoll.fabric.nearby import publish_secrets, withdraw_secrets
-from atoll.fabric.owners import Owners
-from atoll.fabric.pages import Pages
+from atoll.fabric.control_channel import Channel
+from atoll.fabric.handlers import Pages, Served
+from atoll.fabric.join_tokens import Owners
+from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import Vital, lasting
 from atoll.fabric.wire import Limits, Score, one_line

@@ -7,7 +7,7 @@
 Rules:
 - everything is read only; verbs other than GET and HEAD are refused (405);
 - the WebSocket accepts only a page of this very port. A page from elsewhere reads nothing, and one whose DNS name was
-  made to point here used a name that the port does not answer to (fabric/hostnames.py);
+  made to point here used a name that the port does not answer to (fabric/authorizer.py);
 - a page runs no script but those served here, and loads nothing from elsewhere;
 - while nobody watches, the run is sampled every two seconds, for the curves of the next viewer;
 - viewers only listen: any frame of theirs but close, ping and pong ends their connection;
@@ -29,9 +29,8 @@ from pathlib import Path
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from atoll.fabric.authorizer import NOBODY, VISITOR
-from atoll.fabric.intake import Rejected
-from atoll.fabric.outbox import Outbox
+from atoll.fabric.authorizer import NOBODY, VISITOR, Rejected
+from atoll.fabric.control_channel import Outbox
 from atoll.observe.dashboard.history import History
 from atoll.observe.tail import EventTail
 from atoll.store.rundir import RunDir

@@ -21,10 +21,9 @@ import msgspec
 
 from atoll.estimate.bandwidth import Codec
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
-from atoll.fabric.calls import next_chunk
+from atoll.fabric.calls import Dialled, dial, next_chunk
 from atoll.fabric.certificates import FEW_DAYS, days_left
-from atoll.fabric.dial import Dialled, dial
-from atoll.fabric.probe import LONGEST, TIME_HEADER
+from atoll.fabric.intake import LONGEST, TIME_HEADER
 from atoll.fabric.transfer import asked, body_session, get_json_at, pieces, sent
 from atoll.fabric.wire import Limits
 from atoll.observe.doctor import carry

@@ -1,4 +1,4 @@
-"""Tokens: who may do what, for how long. A secret that is shown is looked up by its hash; nothing is written here.
+"""Join tokens: who may do what, for how long, and under which names. Secrets are looked up by hash.
 
 | role | may |
 | --- | --- |
@@ -6,6 +6,10 @@
 | learner | take part, and look |
 | evaluator | fetch the model and score it, and look; only its scores are taken |
 | operator | change settings, drain learners, and what a learner may |
+
+A learner's name belongs to the token that it first came by, for as long as that token counts. Names are never
+forgotten, also when their learners have left: each is an entry in the run's journal (`protocol.records.Owned`) and in
+the syncer's memory, so a token may bring only so many (`names`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -151,3 +156,30 @@ def new_secret() -> str:
 
 def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+# ---- owners of names ------------------------------------------------------------------------------------------------
+
+
+class Owners:
+    def __init__(self, known: Mapping[str, str] | None = None) -> None:
+        """`known`: names and their tokens, as the journal has them."""
+        self._token_of = dict(known or {})
+        self._names = Counter(self._token_of.values())
+
+    def of(self, learner: str) -> str:
+        """The token that a name belongs to; empty: nobody's yet."""
+        return self._token_of.get(learner, "")
+
+    def names(self, token: str) -> int:
+        """How many it has brought so far, those that have left included."""
+        return self._names[token]
+
+    def take(self, learner: str, token: str) -> None:
+        """Nothing is owned where nobody is asked for a token."""
+        if not token or (before := self.of(learner)) == token:
+            return
+        self._token_of[learner] = token
+        self._names[token] += 1
+        if before:
+            self._names[before] -= 1

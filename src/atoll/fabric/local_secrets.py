@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.fabric.tokens import Role, roles_for
+from atoll.fabric.join_tokens import Role, roles_for
 from atoll.protocol.errors import ConfigError
 
 RUNTIME = "XDG_RUNTIME_DIR"

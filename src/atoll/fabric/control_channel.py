@@ -1,0 +1,230 @@
+"""One learner's control channel: its queue of messages, its ping, its sequence numbers, its WebSocket.
+
+Rules:
+- nobody waits to send: messages are queued in order, and a peer that lets too many pile up loses the channel;
+- a peer answers a ping with whatever it sends next; several that ask at the same time share one ping;
+- a reply may lie unread in the socket because this end's event loop was busy: then nobody is declared dead. When a loop
+  comes back it reads sockets before it looks at timers, so whatever was read in the same turn counts;
+- messages of a (learner, session) are numbered, over all its connections, and numbers only go up: a message that is
+  sent again, by anybody, is refused, and so is a hello, so nobody opens a channel with another's;
+- a session that numbered its messages (version 2) cannot claim version 1 later, where nothing is numbered;
+- the sequence numbers of a bounded number of sessions are remembered, those heard last. What is forgotten, or was sent
+  to another syncer, can be replayed: numbers are a second line behind TLS, not a replacement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+from msgspec.structs import replace
+
+from atoll.fabric.wire import PROTOCOL_HEADER, encode, one_line, spoken, understood
+from atoll.protocol.errors import PeerError
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer
+from atoll.protocol.succession import Holder
+
+
+class Channel:
+    """One learner's control channel, after its hello. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        learner: str,
+        session: str,
+        *,
+        outbox: Outbox,
+        abort: Callable[[], None],
+        flush_s: float,
+        token: str = "",
+        mark: str = "",
+        protocol: int = PROTOCOL,
+        holder: Holder | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
+        self.learner = learner
+        self.session = session
+        self.token, self.mark = token, mark
+        """The name and the mark of what it showed at the door; no secret."""
+        self.protocol = protocol
+        """The version that both sides speak on it."""
+        self.holder = holder or Holder(session)
+        """Who has the learner's name by it."""
+        self.liveness = liveness
+        """None: nobody is asked."""
+        self.reason = ""
+        """Why it is closed or closing; empty while it is open."""
+        self._outbox = outbox
+        self._abort = abort
+        self._flush_s = flush_s
+
+    @property
+    def closing(self) -> bool:
+        return self._outbox.closed
+
+    def send(self, message: FromSyncer) -> None:
+        """Never waits. A peer that lets too much pile up loses the channel; what its version lacks it is not told."""
+        if not understood(message, self.protocol):
+            return
+        if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
+            self.drop("the learner reads too slowly: its queue of messages is full")
+
+    def close(self, reason: str) -> None:
+        """What was sent before still goes out (within 2 s), then the channel closes."""
+        if not self._outbox.closed:
+            self.reason = self.reason or one_line(reason)
+            self._outbox.close()
+            asyncio.get_running_loop().call_later(self._flush_s, self._abort)
+
+    def drop(self, reason: str) -> None:
+        """Close at once; what is queued is lost."""
+        self.reason = self.reason or one_line(reason)
+        self._outbox.close(discard=True)
+        self._abort()
+
+
+class Outbox:
+    def __init__(self, limit: int, limit_bytes: int = 1 << 62) -> None:
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._bytes = 0
+        self._waiting: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self.closed = False
+
+    def put(self, data: bytes) -> bool:
+        """False if it is closed or full."""
+        if self.closed or len(self._waiting) >= self._limit or self._bytes + len(data) > self._limit_bytes:
+            return False
+        self._waiting.append(data)
+        self._bytes += len(data)
+        self._news.set()
+        return True
+
+    def close(self, *, discard: bool = False) -> None:
+        """Nothing more goes in; what is inside still goes out unless `discard`."""
+        self.closed = True
+        if discard:
+            self._waiting.clear()
+        self._news.set()
+
+    async def drain(self, send: Callable[[bytes], Awaitable[None]], deadline_s: float) -> None:
+        """Send everything in order until closed and empty. TimeoutError if the peer does not take a message in time."""
+        while True:
+            while self._waiting:
+                data = self._waiting.popleft()
+                self._bytes -= len(data)
+                async with asyncio.timeout(deadline_s):
+                    await send(data)
+            if self.closed:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+LOOKS = 4
+"""A wait is made of so many parts: a loop that stood still uses up one of them, and reads the answer in the next."""
+
+
+class Liveness:
+    def __init__(self, ping: Callable[[], Awaitable[None]]) -> None:
+        self._ping = ping
+        self._heard = asyncio.Event()
+        self._asking = 0
+
+    def note(self) -> None:
+        """It has sent something."""
+        self._heard.set()
+
+    async def answers(self, within_s: float) -> bool:
+        if not self._asking:
+            self._heard.clear()
+        self._asking += 1
+        try:
+            return await self._ask(within_s)
+        finally:
+            self._asking -= 1
+
+    async def _ask(self, within_s: float) -> bool:
+        with suppress(OSError):  # a TimeoutError is one: it takes nothing in
+            if self._asking == 1:
+                async with asyncio.timeout(within_s):
+                    await self._ping()
+        for _ in range(LOOKS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s / LOOKS):
+                    await self._heard.wait()
+        return self._heard.is_set()
+
+
+# ---- sequence numbers -----------------------------------------------------------------------------------------------
+
+NUMBERED = 2
+"""The version since which messages are numbered."""
+
+M = TypeVar("M", bound=FromLearner)
+
+
+class Sequences:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._last: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """By learner and session; the one that was heard longest ago first."""
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def check(self, channel: Channel, message: FromLearner) -> None:
+        """PeerError if it was said before, or is numbered otherwise than its session has been."""
+        last = self._last.get((channel.learner, channel.session))
+        if channel.protocol < NUMBERED:
+            if last is not None:
+                raise PeerError(
+                    f"{channel.learner} spoke protocol {NUMBERED} in this session and now {channel.protocol}: "
+                    "start its training process anew"
+                )
+        elif message.seq <= (last or 0):
+            raise PeerError(
+                f"{type(message).__name__} {message.seq} of {channel.learner} comes after {last or 0}: "
+                "it was said before, and counts once"
+            )
+
+    def note(self, channel: Channel, message: FromLearner) -> None:
+        if channel.protocol >= NUMBERED:
+            key = (channel.learner, channel.session)
+            self._last[key] = message.seq
+            self._last.move_to_end(key)
+            if len(self._last) > self._most:
+                self._last.popitem(last=False)
+
+
+def unnumbered(message: M) -> M:
+    """As the desk hears it: numbers belong to the wire."""
+    return replace(message, seq=0)
+
+
+# ---- WebSockets, as both ends hold them -----------------------------------------------------------------------------
+
+
+class Socket(aiohttp.ClientWebSocketResponse):
+    def __init__(
+        self, reader: Any, writer: Any, protocol: str | None, response: aiohttp.ClientResponse, *rest: Any, **more: Any
+    ) -> None:
+        super().__init__(reader, writer, protocol, response, *rest, **more)
+        self.version = spoken(response.headers.get(PROTOCOL_HEADER))
+
+    def _pong_not_received(self) -> None:
+        if not self._need_heartbeat_reset:  # else something has come from it just now
+            super()._pong_not_received()
+
+
+class ServedSocket(web.WebSocketResponse):
+    """The syncer's end."""
+
+    def _pong_not_received(self) -> None:
+        if not self._need_heartbeat_reset:
+            super()._pong_not_received()
