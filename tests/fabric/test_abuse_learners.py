@@ -613,7 +613,7 @@ async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> No
     assert rogue.link.send(taped(Informed(0, 0), incarnation=99, seq=0))
     lost = await fort.stage.until("lost")
     assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
-    assert not fort.machine.out.taping.take()
+    assert not fort.machine.state.out.taping.take()
     await fort.unharmed(before)
 
 
@@ -627,7 +627,7 @@ async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> Non
     for number in range(40):
         rogue.link.send(taped(*[entry] * 100, incarnation=0, taped=100 * number, seq=0))
         await asyncio.sleep(0.01)
-        fort.machine.out.persist(Reset(0, "a test"))
+        fort.machine.state.out.persist(Reset(0, "a test"))
     lost = await fort.stage.until("lost")
     assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
     assert written(fort) - bytes_before < 2 * TAPE_BYTES

@@ -15,8 +15,8 @@ from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progre
 from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 BATCH = 4
 LEASE = LEASE_BATCHES * BATCH
@@ -29,9 +29,8 @@ class Desk:
 
     def __init__(self, **settings: Any) -> None:
         rules = Settings(**{"learners": 2, "fragments": 2, "sync_every": 4, **settings})
-        self.out = Outbox(History(Begun("run", rules, {}, (), "plan")))
-        self.members = Membership(rules)
-        self.accounts = Accounts(rules, self.members, self.out)
+        state = SyncerState(History(Begun("run", rules, {}, (), "plan")))
+        self.out, self.members, self.accounts = state.out, state.members, Accounts(state)
         self.done: list[fx.SyncerEffect] = []
 
     def take(self) -> list[fx.SyncerEffect]:

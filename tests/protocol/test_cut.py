@@ -373,7 +373,7 @@ def test_the_last_one_has_its_deadline_also_when_nobody_says_anything_new() -> N
     world.end("Ctrl-C")
     while world.syncer.cuts.open is None:
         world.step()
-        world.disk.full = world.syncer.rounds.committed >= 7
+        world.disk.full = world.syncer.committed >= 7
     assert world.syncer.wake_at is not None and world.syncer.wake_at <= world.syncer.cuts.open.deadline
 
 

@@ -113,7 +113,7 @@ def test_the_last_steps_are_waited_for_over_a_slow_link(adopt: str) -> None:
     settings: dict[str, Any] = {"fragments": 2, "sync_every": 40, "patience_s": 3.0, "adopt": adopt}
     world = World(2, latency_s=2.0, step_s=[0.6, 1.3], **settings).run_until(round=4)
     world.run_until(seconds=8.0)
-    assert all(round_.stage == "gathering" for round_ in world.syncer.rounds.open.values()), "none is under way"
+    assert all(round_.stage == "gathering" for round_ in world.syncer.state.open_rounds.values()), "none is under way"
     before = world.now
     world.end()
     stopped_s = 0.0
@@ -149,7 +149,7 @@ def test_one_that_stands_still_holds_up_the_end_until_it_is_given_up_not_once_a_
 def test_a_round_that_was_pulled_once_is_not_opened_anew_at_the_end() -> None:
     """Seed 400574: its second pull was attempt 1 again, and a late answer to the first was taken for the last steps."""
     world = World(3, fragments=2, sync_every=4, quorum=3, latency_s=0.1).run_until(round=3)
-    while not any(r.t == 3 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+    while not any(r.number == 3 and r.stage == "pulling" for r in world.syncer.state.open_rounds.values()):
         world.run_until(seconds=0.01)
     world.unlink("learner-1")
     while not world.said("again"):

@@ -8,13 +8,13 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
+from atoll.protocol.history import History
 from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Drain, Leave, Progress, Welcome
-from atoll.protocol.records import Gone
+from atoll.protocol.records import Begun, Gone
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.closing import Gathering
-from atoll.protocol.syncer.membership import Membership
-from atoll.protocol.syncer.state import Round
+from atoll.protocol.syncer.state import Round, SyncerState
 
 
 def test_it_is_told_and_written_down() -> None:
@@ -178,10 +178,10 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
 
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
-    members = Membership(settings)
-    one, _ = members.greet(0.0, Learner("a", "s", ()).hello(), "run")
+    state = SyncerState(History(Begun("run", settings, {}, (), "")))
+    one, _ = state.members.greet(0.0, Learner("a", "s", ()).hello(), "run")
     one.state, one.stopped, one.steps = "training", True, (0, 2)
-    gathering = Gathering(settings, members)
+    gathering = Gathering(state)
     assert gathering.is_skipped(Round(4, 0, 0.0, frozenset()))
     assert not gathering.is_skipped(Round(5, 1, 0.0, frozenset())), "its last steps are collected here"
     one.steps = (0, 0)

@@ -317,7 +317,9 @@ def test_frozen_parameters_are_awaited_from_one_that_comes_out_of_quarantine() -
     peers.seek(world.now, members["learner-1"], 0, frozen=True)
     peers.seek(world.now, members["learner-0"], 0)
     peers.turn(world.now, [])
-    assert [note.data["learner"] for note in world.syncer.out.take() if isinstance(note, fx.Note)] == ["learner-0"]
+    assert [note.data["learner"] for note in world.syncer.state.out.take() if isinstance(note, fx.Note)] == [
+        "learner-0"
+    ]
     assert list(peers.open) == ["learner-1"], "without them it could not train at all"
 
 
@@ -491,10 +493,12 @@ def test_what_a_synchronous_newcomer_goes_on_with_is_on_order_before_it_is_told_
 def test_one_that_seeks_gives_nothing_to_a_round_that_had_asked_it() -> None:
     world = running(3, 3)
     world.learners["learner-1"].answers = False
-    while not any(round_.asked for round_ in world.syncer.rounds.open.values()):
+    while not any(round_.asked for round_ in world.syncer.state.open_rounds.values()):
         world.run_until(seconds=0.01)
     world.inject(fx.Received("learner-1", Seek(after=3)))
-    seats = [round_.seats["learner-1"] for round_ in world.syncer.rounds.open.values() if "learner-1" in round_.seats]
+    seats = [
+        round_.seats["learner-1"] for round_ in world.syncer.state.open_rounds.values() if "learner-1" in round_.seats
+    ]
     assert seats and all(seat.why_out == "it takes a peer's state first" for seat in seats)
 
 

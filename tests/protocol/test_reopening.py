@@ -45,7 +45,7 @@ def test_more_steps_open_it_again_and_it_does_not_say_that_it_is_finished() -> N
     machine = Syncer(history)
     effects = machine.handle(0.0, more(history, steps=96))
     assert fx.Finished not in kinds(effects) and machine.phase == "running"
-    assert (machine.history.ended, machine.history.finished, machine.run_phase.reason) == ("", False, "")
+    assert (machine.history.ended, machine.history.finished, machine.state.end_reason) == ("", False, "")
     assert 0.2 < machine.progress < 0.5, "it goes on where it was"
     assert fx.Finished not in kinds(machine.handle(1.0, fx.Tick()))
 
@@ -67,7 +67,7 @@ def test_an_end_that_was_only_begun_is_opened_again_too() -> None:
     machine.handle(0.0, more(history))
     for now in (1.0, 20.0, 100.0):
         assert fx.Finished not in kinds(machine.handle(now, fx.Tick()))
-    assert machine.phase == "running" and machine.run_phase.reason == ""
+    assert machine.phase == "running" and machine.state.end_reason == ""
 
 
 def test_one_without_parameters_is_as_empty_as_before() -> None:
@@ -107,7 +107,7 @@ def test_a_synchronous_run_that_is_opened_again_waits_for_all_its_learners() -> 
         life.open = False  # as when everybody has left
     machine = Syncer(history)
     machine.handle(0.0, more(history, steps=96))
-    assert not machine.rounds.open, "nobody is there"
+    assert not machine.state.open_rounds, "nobody is there"
 
 
 def test_an_old_journal_that_does_not_say_how_much_was_spent_is_read_as_before() -> None:

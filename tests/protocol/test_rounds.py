@@ -6,12 +6,13 @@ import pytest
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
+from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Pull
+from atoll.protocol.records import Begun
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.closing import Gathering
-from atoll.protocol.syncer.membership import Membership
 from atoll.protocol.syncer.rounds import SILENT_BEATS
-from atoll.protocol.syncer.state import Round
+from atoll.protocol.syncer.state import Round, SyncerState
 from atoll.simulate import campaign
 from atoll.simulate.disk import AGAIN_S
 
@@ -25,7 +26,7 @@ def test_round_t_takes_fragment_t_mod_p() -> None:
 def test_a_killed_member_does_not_hold_up_its_round() -> None:
     world = World(3, fragments=2, sync_every=2, overlap=1, latency_s=0.1).run_until(round=5)
     world.run_until(seconds=0.05)
-    while not any(r.t == 6 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+    while not any(r.number == 6 and r.stage == "pulling" for r in world.syncer.state.open_rounds.values()):
         world.run_until(seconds=0.01)
     world.kill("learner-1")
     world.run_until(round=7)
@@ -34,7 +35,7 @@ def test_a_killed_member_does_not_hold_up_its_round() -> None:
 
 def test_a_round_below_its_quorum_gathers_once_more() -> None:
     world = World(2, fragments=2, sync_every=4, quorum=2, latency_s=0.1).run_until(round=3)
-    while not any(r.t == 3 and r.stage == "pulling" for r in world.syncer.rounds.open.values()):
+    while not any(r.number == 3 and r.stage == "pulling" for r in world.syncer.state.open_rounds.values()):
         world.run_until(seconds=0.01)
     world.unlink("learner-1")
     world.link("learner-1")
@@ -68,7 +69,7 @@ def test_no_more_rounds_are_under_way_than_the_overlap_allows() -> None:
     most = 0
     while world.syncer.committed < 20:
         world.run_until(seconds=0.1)
-        most = max(most, sum(r.stage != "gathering" for r in world.syncer.rounds.open.values()))
+        most = max(most, sum(r.stage != "gathering" for r in world.syncer.state.open_rounds.values()))
     assert most == 2
 
 
@@ -161,7 +162,7 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
     """now − since could round to just under the patience; nothing would happen then until somebody says something."""
     settings = Settings(learners=2, fragments=2, sync_every=4, quorum=2, patience_s=3.2)
     for number in range(1000):
-        gathering = Gathering(settings, Membership(settings))
+        gathering = Gathering(SyncerState(History(Begun("run", settings, {}, (), ""))))
         gathering.watch(number / 7)
         wakes: list[float] = []
         assert gathering._quorum(number / 7, wakes) == 2

@@ -260,15 +260,18 @@ def test_what_cannot_be_written_down_is_no_part_of_the_history() -> None:
     world = World(2).run_until(round=2)
     before = msgspec.msgpack.encode(world.syncer.history.state())
     with pytest.raises(OverflowError):
-        world.syncer.out.persist(Gone("learner-0", 1, 0, 2**64, (0, 0), (0, 0)))
+        world.syncer.state.out.persist(Gone("learner-0", 1, 0, 2**64, (0, 0), (0, 0)))
     assert msgspec.msgpack.encode(world.syncer.history.state()) == before
 
 
 def test_a_clock_tells_of_those_that_joined_and_of_nobody_else() -> None:
     world = World(2).run_until(round=2)
-    known = set(world.syncer.out.clock)
+    known = set(world.syncer.state.out.clock)
     clock = {"learner-1": 999, "nobody": 5, "syncer": 999, **{str(number): 1 for number in range(100)}}
     world.inject(fx.Received("learner-0", Heartbeat(clock=clock)))
     world.inject(fx.Received("learner-0", Heartbeat(clock={"learner-1": 2**64 - 1})))
-    assert set(world.syncer.out.clock) == known
-    assert world.syncer.out.clock["learner-1"] == 999 and world.syncer.out.clock["syncer"] == world.syncer.committed
+    assert set(world.syncer.state.out.clock) == known
+    assert (
+        world.syncer.state.out.clock["learner-1"] == 999
+        and world.syncer.state.out.clock["syncer"] == world.syncer.committed
+    )

@@ -8,16 +8,14 @@ from atoll.protocol.messages import Hello
 from atoll.protocol.records import Begun
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.learner_warnings import COMMON, SameBatches
-from atoll.protocol.syncer.membership import Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.state import SyncerState
 
 
 class Watched:
     def __init__(self, *names: str) -> None:
         settings = Settings(fragments=1)
-        self.members = Membership(settings)
-        self.out = Outbox(History(Begun("run", settings, {}, (), "plan")))
-        self.watch = SameBatches(self.members, self.out)
+        state = SyncerState(History(Begun("run", settings, {}, (), "plan")))
+        self.out, self.members, self.watch = state.out, state.members, SameBatches(state)
         for name in names:
             self.members.greet(0.0, Hello(protocol=2, learner=name, session=name), "run")
 

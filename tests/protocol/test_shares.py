@@ -10,8 +10,8 @@ from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Merged, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.learner_warnings import ShareWatch
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 H = 8
 
@@ -71,9 +71,8 @@ class Watched:
 
     def __init__(self, learners: int = 3) -> None:
         settings = Settings(learners=learners, fragments=1, sync_every=H)
-        self.out = Outbox(History(Begun("run", settings, {}, (), "")))
-        self.members = Membership(settings)
-        self.watch = ShareWatch(self.members, self.out)
+        state = SyncerState(History(Begun("run", settings, {}, (), "")))
+        self.out, self.members, self.watch = state.out, state.members, ShareWatch(state)
         self.version = 0
         for number in range(learners):
             name = f"learner-{number}"

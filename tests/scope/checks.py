@@ -157,7 +157,7 @@ def syncer_is_sound(state: State, syncer: SearchedSyncer) -> None:
     holds(all(map(le, totals.missed, totals.dropped)), "what was missed was dropped", str(totals))
     holds(machine.versions == machine.history.versions, "what is decided is written", "versions")
     holds(machine.committed == machine.history.committed, "what is decided is written", "rounds")
-    fragments = [round_.fragment for round_ in machine.rounds.open.values()]
+    fragments = [round_.fragment for round_ in machine.state.open_rounds.values()]
     holds(len(set(fragments)) == len(fragments), "one round of a fragment is under way")
     for recovery in machine.peers.open.values():
         holds(not recovery.newcomer.live, "live only once its peer's state is settled")

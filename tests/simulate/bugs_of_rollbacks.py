@@ -21,7 +21,7 @@ def _next_versions(plain: Plain) -> Any:
     """Versions as they were: no new ones."""
 
     def broken(self: Restoring, now: float, ready: Any) -> None:
-        self.rounds.versions = [version - 1 for version in self.rounds.versions]
+        self.state.versions = [version - 1 for version in self.state.versions]
         plain(self, now, ready)
 
     return broken

@@ -27,7 +27,7 @@ from atoll.protocol.syncer.weights import weight
 
 def _not_noted(plain: Plain) -> Any:
     def broken(self: Rounds, round_: Round, seat: Seat, version: int) -> Any:
-        learner = self.members.learners[seat.learner]
+        learner = self.state.members.learners[seat.learner]
         merged = list(learner.merged)
         told = plain(self, round_, seat, version)
         learner.merged = merged
@@ -62,7 +62,7 @@ mutant(
 def _any_seat(plain: Plain) -> Any:
     def broken(self: Rounds, learner: Learner, number: int, attempt: int) -> Seat | None:
         """An answer is an answer, whichever try it answers and whoever was asked."""
-        round_ = self.open.get(number)
+        round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ else None
         return seat if seat is not None and seat.state == "asked" else None
 
@@ -91,9 +91,9 @@ mutant("broken numbers are merged", (Hearing, "contribution", _no_refusal))
 
 def _two_of_a_fragment(plain: Plain) -> Any:
     def broken(self: Rounds, now: float) -> None:
-        open_, self.open = self.open, {}
+        open_, self.state.open_rounds = self.state.open_rounds, {}
         plain(self, now)
-        self.open = {**open_, **self.open}
+        self.state.open_rounds = {**open_, **self.state.open_rounds}
 
     return broken
 
@@ -183,8 +183,8 @@ mutant("silence is not noticed", (Membership, "silence_limit", lambda plain: lam
 def _version_of_round(plain: Plain) -> Any:
     def broken(self: Rounds, now: float, event: Merged) -> None:
         """The version is worked out from the round, which is right until one is passed over."""
-        fragment = self.open[event.round].fragment
-        self.versions[fragment] = event.round // self.settings.fragments
+        fragment = self.state.open_rounds[event.round].fragment
+        self.state.versions[fragment] = event.round // self.state.settings.fragments
         plain(self, now, event)
 
     return broken
@@ -196,11 +196,11 @@ mutant("a version is skipped after a round was passed over", (Rounds, "commit", 
 def _as_they_come(plain: Plain) -> Any:
     def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> bool:
         moved = plain(self, now, round_, wakes)
-        if round_.stage == "pulling" and not round_.asked and round_.given and round_.t in self.open:
+        if round_.stage == "pulling" and not round_.asked and round_.given and round_.number in self.state.open_rounds:
             round_.stage = "merging"
             self._weigh(round_)
             parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
-            self.out.add(Merge(round_.t, round_.fragment, parts))
+            self.state.out.add(Merge(round_.number, round_.fragment, parts))
         return bool(moved)
 
     return broken
@@ -211,9 +211,9 @@ mutant("rounds are merged as they come, not in order", (Rounds, "_collect", _as_
 
 def _passed_at_once(plain: Plain) -> Any:
     def broken(self: Rounds, round_: Round, reason: str) -> None:
-        committed, self.committed = self.committed, round_.t
+        committed, self.state.committed = self.state.committed, round_.number
         plain(self, round_, reason)
-        self.committed = committed + 1
+        self.state.committed = committed + 1
 
     return broken
 
@@ -224,7 +224,7 @@ mutant("a round is passed over before its turn", (Rounds, "_pass_over", _passed_
 def _stays_open(plain: Plain) -> Any:
     def broken(self: Rounds, round_: Round, reason: str) -> None:
         plain(self, round_, reason)
-        self.open[round_.t] = round_
+        self.state.open_rounds[round_.number] = round_
 
     return broken
 
@@ -234,7 +234,7 @@ mutant("a round that was passed over keeps its place", (Rounds, "_pass_over", _s
 
 def _skip_unwritten(plain: Plain) -> Any:
     def broken(self: Rounds) -> None:
-        self.next += 1
+        self.state.next_round += 1
         self._count()
 
     return broken
@@ -248,7 +248,7 @@ mutant("a skipped round is not written down", (Rounds, "skip", _skip_unwritten))
 def _one_short(plain: Plain) -> Any:
     def broken(self: Drain, now: float, wakes: list[float]) -> bool:
         done = plain(self, now, wakes)
-        if self._until is not None and self.rounds.next == self._until - 1 and not self.rounds.open:
+        if self._until is not None and self.state.next_round == self._until - 1 and not self.state.open_rounds:
             return True
         return bool(done)
 
@@ -257,7 +257,8 @@ def _one_short(plain: Plain) -> Any:
 
 mutant("the last cycle leaves out a fragment", (Drain, "step", _one_short))
 mutant(
-    "the run ends without a last cycle", (Drain, "step", lambda plain: lambda self, now, wakes: not self.rounds.open)
+    "the run ends without a last cycle",
+    (Drain, "step", lambda plain: lambda self, now, wakes: not self.state.open_rounds),
 )
 mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
 
@@ -265,8 +266,8 @@ mutant("the last cycle does not wait for those that train on", (Drain, "_waits_f
 def _all_alike(plain: Plain) -> Any:
     def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> None:
         for seat in round_.asked:
-            last = max(round_.frozen_at, self.members.learners[seat.learner].last_heard)
-            silent_at = last + SILENT_BEATS * self.settings.heartbeat_s
+            last = max(round_.frozen_at, self.state.members.learners[seat.learner].last_heard)
+            silent_at = last + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
                 self._miss(round_, seat, "says nothing any more")
             elif silent_at < round_.deadline:

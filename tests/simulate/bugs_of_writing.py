@@ -28,11 +28,11 @@ def _written_last(plain: Plain) -> Any:
     """What it wants durable stands behind what it tells."""
 
     def broken(self: Any, *args: Any) -> None:
-        before = len(self.out._effects)
+        before = len(self.state.out._effects)
         plain(self, *args)
-        mine = self.out._effects[before:]
+        mine = self.state.out._effects[before:]
         mine.sort(key=lambda effect: isinstance(effect, fx.Persist))
-        self.out._effects[before:] = mine
+        self.state.out._effects[before:] = mine
 
     return broken
 
@@ -206,7 +206,7 @@ def _waits_for_nobody(plain: Plain) -> Any:
 def _deadline_ignored(plain: Plain) -> Any:
     def broken(self: Cuts, now: float, wakes: list[float]) -> None:
         if self.open is not None:
-            self.open.deadline = now + self.settings.cut_wait_s
+            self.open.deadline = now + self.state.settings.cut_wait_s
         plain(self, now, wakes)
 
     return broken

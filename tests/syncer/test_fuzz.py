@@ -30,7 +30,7 @@ def state_of(service: SyncerService) -> str:
     machine = service._machine
     known: list[object] = [sorted(service._channels)]
     if machine is not None:
-        known += [machine.history.state(), machine.out.clock, machine.phase, sorted(machine.members.learners)]
+        known += [machine.history.state(), machine.state.out.clock, machine.phase, sorted(machine.members.learners)]
     return hashlib.blake2b(msgspec.msgpack.encode(known)).hexdigest()
 
 

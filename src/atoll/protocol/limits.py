@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=0, lt=MOST)]
 Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
 Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]
 Name = Annotated[str, Meta(max_length=LONGEST)]
-ChoiceName = Annotated[str, Meta(pattern="^[a-z0-9-]{1,32}$")]
+ChoiceName = Annotated[str, Meta(pattern="^[a-z0-9-]+$", max_length=32)]
 """Of a piece of code that does the arithmetic: a codec, an adoption rule, a plan. The rules only pass it on."""
 Direction = Literal["min", "max"]
 """Which values of a metric are better: small ones or large ones."""

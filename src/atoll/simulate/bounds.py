@@ -24,12 +24,12 @@ def _sizes(world: World, syncer: SimulatedSyncer) -> Iterator[tuple[str, int, in
     names, fragments = len(world.learners), world.settings.fragments
     machine, history = syncer.machine, syncer.machine.history
     yield "learners known", len(machine.members.learners), names
-    yield "rounds open", len(machine.rounds.open), fragments
+    yield "rounds open", len(machine.state.open_rounds), fragments
     yield "recoveries open", len(machine.peers.open), names
     yield "accounts open", len(history.ledger.open), names
     yield "lives remembered", len(history.lives), names
     yield "cuts remembered", len(history.cuts), 8
-    yield "clock entries", len(machine.out.clock), names + 1
+    yield "clock entries", len(machine.state.out.clock), names + 1
     yield "payloads kept", len(syncer.payloads), (fragments + 1) * names
     for learner in world.learners.values():
         yield from _of_learner(learner, fragments)

@@ -261,7 +261,7 @@ class Invariants:
                 self.timing.committed(syncer, data)
                 self._enough(syncer, len(data["members"]), data)
             case "ending":
-                self.drains.ended(syncer, syncer.machine.run_phase.reason)
+                self.drains.ended(syncer, syncer.machine.state.end_reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")
@@ -291,7 +291,7 @@ class Invariants:
 
     def _enough(self, syncer: SimulatedSyncer, members: int, data: Any) -> None:
         machine = syncer.machine
-        if machine.rounds.gathering.draining or machine.settings.synchronous or data["attempt"] > 1:
+        if machine.state.draining or machine.settings.synchronous or data["attempt"] > 1:
             return
         if not members:
             raise Violation("quorum", f"round {data['round']} is committed without a member")

@@ -68,10 +68,12 @@ class Timing:
             raise Violation("what is decided is written", said)
         if isinstance(event, fx.Received) and isinstance(event.message, Progress):
             self._reported(machine.members.learners[event.learner])
-        for round_ in machine.rounds.open.values():
+        for round_ in machine.state.open_rounds.values():
             self._last_steps(syncer, now, event, round_)
-            if round_.stage == "pulling" and (round_.t, round_.attempt) > self._frozen.get(round_.fragment, (-1, 0)):
-                self._frozen[round_.fragment] = (round_.t, round_.attempt)
+            if round_.stage == "pulling" and (round_.number, round_.attempt) > self._frozen.get(
+                round_.fragment, (-1, 0)
+            ):
+                self._frozen[round_.fragment] = (round_.number, round_.attempt)
                 self._quorum(syncer, now, round_)
         if machine.cuts.open is not None and machine.cuts.open.cut != self._cut[0]:
             self._cut = (machine.cuts.open.cut, now, set(machine.cuts.open.awaited))
@@ -88,7 +90,7 @@ class Timing:
         machine = syncer.machine
         for one in machine.members.learners.values():
             self._learner(syncer, now, one)
-        rounds = machine.rounds.open
+        rounds = machine.state.open_rounds
         if len({round_.fragment for round_ in rounds.values()}) < len(rounds):
             raise Violation("versions +1", f"two rounds of a fragment are under way: {sorted(rounds)}")
         for round_ in rounds.values():
@@ -135,34 +137,34 @@ class Timing:
         for seat in round_.asked:
             learner = syncer.machine.members.learners[seat.learner]
             if not learner.connected or learner.incarnation != seat.incarnation:
-                said = f"round {round_.t} waits for {seat.learner} (incarnation {seat.incarnation}), which is gone"
+                said = f"round {round_.number} waits for {seat.learner} (incarnation {seat.incarnation}), which is gone"
                 raise Violation("a member that dies is left out", said, seat.learner, round_.fragment)
-            if now > self._due.get((seat.learner, round_.t, round_.attempt), now) + LOOK_S:
-                said = f"round {round_.t} waits for {seat.learner} past its deadline"
+            if now > self._due.get((seat.learner, round_.number, round_.attempt), now) + LOOK_S:
+                said = f"round {round_.number} waits for {seat.learner} past its deadline"
                 raise Violation("a member that does not answer is left out", said, seat.learner, round_.fragment)
 
     def _last_steps(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, round_: Round) -> None:
         """Whether they are lost or dropped where they are left out depends on the rule of adoption; here it shows."""
         for seat in round_.seats.values():
-            key = (seat.learner, round_.t, round_.attempt)
+            key = (seat.learner, round_.number, round_.attempt)
             if seat.state != "out" or key in self._out:
                 continue
             self._out.add(key)
             learner = syncer.machine.members.learners[seat.learner]
             is_there = learner.connected and learner.incarnation == seat.incarnation
             if learner.stopped and is_there and now < seat.deadline and _speaker(event) != seat.learner:
-                said = f"round {round_.t} goes on without {seat.learner} before its deadline: {seat.why_out}"
+                said = f"round {round_.number} goes on without {seat.learner} before its deadline: {seat.why_out}"
                 raise Violation("last steps are waited for", said, seat.learner, round_.fragment)
 
     def _quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """It asks K, or fewer once K could not be had for a while."""
         machine = syncer.machine
         gathering, settings = machine.rounds.gathering, machine.settings
-        if gathering.draining or settings.synchronous:
+        if gathering.state.draining or settings.synchronous:
             return
         least = self._least(syncer, now)
         if len(round_.seats) < least:
-            raise Violation("quorum", f"round {round_.t} asks {len(round_.seats)} where {least} are to be had")
+            raise Violation("quorum", f"round {round_.number} asks {len(round_.seats)} where {least} are to be had")
 
     def _least(self, syncer: SimulatedSyncer, now: float) -> int:
         gathering, settings = syncer.machine.rounds.gathering, syncer.machine.settings
@@ -173,8 +175,8 @@ class Timing:
 
     def _gathers(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         rounds, settings = syncer.machine.rounds, syncer.machine.settings
-        gathering, key = rounds.gathering, (round_.t, round_.attempt)
-        if gathering.draining or settings.synchronous or round_.due_at is None:
+        gathering, key = rounds.gathering, (round_.number, round_.attempt)
+        if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
         ready, live = len(gathering.ready(round_)), len(syncer.machine.members.stepping())
         if ready < self._least(syncer, now):
@@ -182,16 +184,18 @@ class Timing:
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
         window_s = 0.0 if ready >= live else gathering.window_s(round_)
-        under_way = sum(other.stage != "gathering" for other in rounds.open.values())
+        under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
         waits = under_way >= schedule.flights(settings) and round_.attempt == 1
         if not waits and now >= since + window_s:
-            said = f"round {round_.t} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"
+            said = (
+                f"round {round_.number} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"
+            )
             raise Violation("no round waits without need", said, fragment=round_.fragment)
 
     def committed(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
         machine = syncer.machine
-        if machine.rounds.gathering.draining or machine.settings.synchronous or machine.phase != "running":
+        if machine.state.draining or machine.settings.synchronous or machine.phase != "running":
             return
         if since := [member["since"] for member in data["members"] if member["since"] is not None]:
             self._steps.append(median(since))  # of the round: with two learners each speed would be half of the samples

@@ -12,10 +12,9 @@ from atoll.protocol.leases import wrong_sources
 from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.records import Alarmed, Gone, Granted, Joined, Owned, Sources
-from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.claims import beyond_lease
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 AHEAD = 3
 """Leases a learner holds at a time, so that it never waits for the next."""
@@ -26,22 +25,22 @@ LEASE_BATCHES = 64
 
 
 class Accounts:
-    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
-        self.settings, self.members, self.out, self.history = settings, members, out, out.history
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self._batch: dict[str, int] = {}
         """Samples per batch of those that take leases, by name."""
         self._alarmed: set[tuple[str, int]] = set()
 
     def open(self, learner: Learner) -> None:
-        before = self.history.lives.get(learner.name)
+        before = self.state.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else learner.origin
         joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
-        self.out.persist(Joined(*joined))
+        self.state.out.persist(Joined(*joined))
 
     def own(self, learner: Learner, token: str) -> None:
         """Its name is that token's: also a syncer that takes over knows whose it is."""
-        if token and self.history.owners.get(learner.name) != token:
-            self.out.persist(Owned(learner.name, token))
+        if token and self.state.history.owners.get(learner.name) != token:
+            self.state.out.persist(Owned(learner.name, token))
 
     def close(self, learner: Learner, reason: str, under_way: Contribution | None = None) -> None:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
@@ -49,10 +48,10 @@ class Accounts:
             return
         learner.closed = True
         again = -1
-        if self.history.leases is not None and self.history.leases.holds(learner.name, learner.incarnation):
-            merged_to = self.history.leases.merged_to(learner.name, learner.incarnation)
+        if self.state.history.leases is not None and self.state.history.leases.holds(learner.name, learner.incarnation):
+            merged_to = self.state.history.leases.merged_to(learner.name, learner.incarnation)
             again = max(merged_to, under_way.position if under_way else 0)
-        fate = self.history.ledger.closing(learner.name, learner.incarnation, under_way.total if under_way else 0)
+        fate = self.state.history.ledger.closing(learner.name, learner.incarnation, under_way.total if under_way else 0)
         record = Gone(
             learner=learner.name,
             incarnation=learner.incarnation,
@@ -65,10 +64,10 @@ class Accounts:
             reason=reason,
             missed=fate.missed,
         )
-        self.out.persist(record)
+        self.state.out.persist(record)
 
     def reported(self, learner: Learner, report: Progress) -> None:
-        wrong = self.history.ledger.reported(
+        wrong = self.state.history.ledger.reported(
             learner.name,
             learner.incarnation,
             report.tokens_total,
@@ -85,62 +84,64 @@ class Accounts:
 
     def beyond_lease(self, learner: Learner, position: int, before: int = -1) -> str | None:
         """What is wrong with its place in its leases; nothing where it takes none."""
-        leases = self.history.leases
+        leases = self.state.history.leases
         if position < 0 or leases is None or learner.name not in self._batch:
             return None
         return beyond_lease(position, before, leases.leased(learner.name, learner.incarnation))
 
     def beyond_ledger(self, learner: Learner, given: Contribution) -> str | None:
-        return self.history.ledger.beyond(learner.name, learner.incarnation, given.fragment, given.tokens, given.total)
+        return self.state.history.ledger.beyond(
+            learner.name, learner.incarnation, given.fragment, given.tokens, given.total
+        )
 
     def _alarm(self, learner: Learner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
             self._alarmed.add((learner.name, learner.incarnation))
-            self.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
-            self.out.note("unbalanced", f"the ledger does not balance: {wrong}", learner)
+            self.state.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
+            self.state.out.note("unbalanced", f"the ledger does not balance: {wrong}", learner)
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
     def register(self, learner: Learner, message: Register) -> None:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
         reason = wrong_sources(message.datasets, message.epochs) or _wrong_sizes(message)
-        if reason is None and self.history.leases is None:
-            self.out.persist(Sources(message.datasets, message.epochs))
+        if reason is None and self.state.history.leases is None:
+            self.state.out.persist(Sources(message.datasets, message.epochs))
         if reason is None:
-            assert self.history.leases is not None
-            reason = self.history.leases.differs(message.datasets, message.epochs)
+            assert self.state.history.leases is not None
+            reason = self.state.history.leases.differs(message.datasets, message.epochs)
         if reason is not None:
             reason = clipped(reason)  # names of a peer's data are in it
-            self.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
-            self.out.send(learner.name, Lease(ranges=(), own=reason, incarnation=learner.incarnation))
+            self.state.out.note("warning", f"{learner.name}: {reason}; its data is counted, not leased", learner)
+            self.state.out.send(learner.name, Lease(ranges=(), own=reason, incarnation=learner.incarnation))
             return
         self._batch[learner.name] = message.batch
         self._supply(learner)
 
     def held(self, learner: Learner) -> tuple[Range, ...]:
         """What it was leased, in order, for one that comes back."""
-        if self.history.leases is None:
+        if self.state.history.leases is None:
             return ()
-        return tuple(_range(lease) for lease in self.history.leases.held(learner.name, learner.incarnation))
+        return tuple(_range(lease) for lease in self.state.history.leases.held(learner.name, learner.incarnation))
 
     def _took(self, learner: Learner) -> None:
-        assert self.history.leases is not None
-        wrong = self.history.leases.taken(learner.name, learner.incarnation, max(0, learner.position))
+        assert self.state.history.leases is not None
+        wrong = self.state.history.leases.taken(learner.name, learner.incarnation, max(0, learner.position))
         if wrong is not None:
             self._alarm(learner, wrong)
 
     def _supply(self, learner: Learner) -> None:
         """A few leases ahead of what it has taken; in a synchronous run to all at once, so that who reports first does
         not decide who trains on what."""
-        if not self.settings.synchronous:
+        if not self.state.settings.synchronous:
             self._lease([learner])
             return
-        there = [one for one in self.members.connected() if one.name in self._batch]
-        if len(there) >= self.settings.learners or self.history.committed > 0:
+        there = [one for one in self.state.members.connected() if one.name in self._batch]
+        if len(there) >= self.state.settings.learners or self.state.history.committed > 0:
             self._lease(there)
 
     def _lease(self, learners: list[Learner]) -> None:
-        leases = self.history.leases
+        leases = self.state.history.leases
         assert leases is not None
         if not any(self._lacks(one) for one in learners):
             return
@@ -151,22 +152,22 @@ class Accounts:
                     continue
                 lease = leases.next(one.name, one.incarnation, LEASE_BATCHES * self._batch[one.name])
                 if lease is not None:
-                    self.out.persist(lease)
+                    self.state.out.persist(lease)
                     granted[one.name].append(_range(lease))
         for one in learners:
             over = leases.used_up and leases.room(one.name, one.incarnation) == 0
             if granted[one.name] or over:
                 ranges = tuple(granted[one.name])
-                self.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
+                self.state.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
 
     def _lacks(self, learner: Learner) -> bool:
         return self._room(learner) < AHEAD - 1
 
     def _room(self, learner: Learner) -> float:
         """Whole leases that it has not taken yet."""
-        assert self.history.leases is not None
+        assert self.state.history.leases is not None
         size = LEASE_BATCHES * self._batch[learner.name]
-        return self.history.leases.room(learner.name, learner.incarnation) / size
+        return self.state.history.leases.room(learner.name, learner.incarnation) / size
 
 
 def _wrong_sizes(message: Register) -> str | None:

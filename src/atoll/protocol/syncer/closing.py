@@ -18,20 +18,18 @@ from dataclasses import dataclass, field
 from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.state import Round
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import Round, SyncerState
 
 OWN_STEPS = 1.5
 """Of its own steps, by which a learner surely has come to a boundary."""
 
 
 class Gathering:
-    def __init__(self, settings: Settings, members: Membership) -> None:
-        self.settings, self.members = settings, members
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self.estimates = Estimates()
-        self.pace = Pace(schedule.interval(settings))
-        self.draining = False
-        """The run ends: the last steps are collected, unpaced."""
+        self.pace = Pace(schedule.interval(state.settings))
         self._names: list[str] = []
         """Of those that set the pace."""
         self._short_since: float | None = None
@@ -39,36 +37,36 @@ class Gathering:
 
     @property
     def grace_s(self) -> float:
-        return grace_s(self.members.step_s(), self.estimates, self.settings)
+        return grace_s(self.state.members.step_s(), self.estimates, self.state.settings)
 
     @property
     def deadline_s(self) -> float:
         """What a pull may take of one whose copy lies ready."""
-        return self.estimates.pull_deadline_s(self.settings, self.members.answer_s())
+        return self.estimates.pull_deadline_s(self.state.settings, self.state.members.answer_s())
 
     def deadline_of(self, one: Learner) -> float:
         """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
         is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner
         until it has answered or missed a pull. It may have to come to its next boundary first, but no round is held
         up for longer than the overlap that all are meant to have."""
-        usual_s, answer_s = self.members.step_s(), one.answer_s.value
+        usual_s, answer_s = self.state.members.step_s(), one.answer_s.value
         if answer_s is None:
-            answer_s = self.members.answer_s()
-        if self.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
+            answer_s = self.state.members.answer_s()
+        if self.state.settings.synchronous or one.stopped or usual_s is None or answer_s is None:
             return self.deadline_s
         step_s = usual_s if one.step_s.value is None else one.step_s.value
-        answer_by_s = min(self.deadline_s, max(self.settings.pull_floor_s, DEADLINE * answer_s))
-        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.settings.overlap) * usual_s))
+        answer_by_s = min(self.deadline_s, max(self.state.settings.pull_floor_s, DEADLINE * answer_s))
+        return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.state.settings.overlap) * usual_s))
 
     def watch(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""
-        stepping = self.members.stepping()
+        stepping = self.state.members.stepping()
         names = [one.name for one in stepping]
         changed = names != self._names
         if changed:
             self._names = names
             self.pace.members({one.name: one.t for one in stepping})
-        if len(stepping) >= self.settings.quorum:
+        if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
@@ -76,32 +74,32 @@ class Gathering:
 
     def stepped(self, learner: Learner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
-        if not self.settings.synchronous:
+        if not self.state.settings.synchronous:
             self.pace.stepped(learner.name, learner.t)
 
     def count_round(self) -> None:
         """One more round is behind the run. In a synchronous run that is H/P steps, but not in its last cycle: those
         rounds collect what is left and take no steps."""
-        if self.settings.synchronous and not self.draining:
-            self.pace.clock = schedule.step_after(self.pace.clock, 1, self.settings)
+        if self.state.settings.synchronous and not self.state.draining:
+            self.pace.clock = schedule.step_after(self.pace.clock, 1, self.state.settings)
 
     def ready(self, round_: Round) -> list[Learner]:
-        some = self.members.reachable() if self.draining else self.members.live()
+        some = self.state.members.reachable() if self.state.draining else self.state.members.live()
         return [one for one in some if self._is_ready(one, round_)]
 
     def _is_ready(self, one: Learner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
             return False
-        if self.draining or one.stopped:
+        if self.state.draining or one.stopped:
             return one.stopped and one.has_more(round_.fragment)
-        if self.settings.synchronous:
-            return one.offers_from <= round_.t <= one.offer
+        if self.state.settings.synchronous:
+            return one.offers_from <= round_.number <= one.offer
         return one.is_ready(round_.fragment)
 
     def judge(self, now: float, round_: Round, ready: list[Learner], *, in_turn: bool, wakes: list[float]) -> Verdict:
-        if self.draining:
+        if self.state.draining:
             return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
-        if self.settings.synchronous:
+        if self.state.settings.synchronous:
             return judge_all(ready=len(ready), awaited=self._awaited(round_, ready))
         quorum = self._quorum(now, wakes)
         if len(ready) >= quorum and round_.quorum_at is None:
@@ -109,14 +107,14 @@ class Gathering:
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
         self._note_on_time(round_, ready)
-        live = len(self.members.stepping())
+        live = len(self.state.members.stepping())
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
 
     def froze(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
         self._note_late(round_)
         quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
-        if not self.draining and not self.settings.synchronous:
+        if not self.state.draining and not self.state.settings.synchronous:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
         round_.grace_s = max(0.0, now - max(quorum_at, due_at))
         if round_.attempt == 1:
@@ -124,9 +122,9 @@ class Gathering:
 
     def is_behind_all(self, round_: Round) -> bool:
         """Synchronous: whether every learner has gone past a round that none of them can give to."""
-        if not self.settings.synchronous or self.draining:
+        if not self.state.settings.synchronous or self.state.draining:
             return False
-        stepping = self.members.stepping()
+        stepping = self.state.members.stepping()
         may_give = any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
         return bool(stepping) and not may_give
 
@@ -141,21 +139,21 @@ class Gathering:
 
     def _only_last_steps(self) -> list[Learner]:
         """Those that have them; nobody as long as anybody steps."""
-        if self.draining or self.members.stepping():
+        if self.state.draining or self.state.members.stepping():
             return []
-        return [one for one in self.members.live() if any(one.steps)]
+        return [one for one in self.state.members.live() if any(one.steps)]
 
     def _awaited(self, round_: Round, ready: list[Learner]) -> int:
         names = round_.roster - {one.name for one in ready}
-        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.members.stepping())
+        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping())
 
     def _quorum(self, now: float, wakes: list[float]) -> int:
         if self._short_since is None:
-            return self.settings.quorum
-        patience_s, until = self.settings.patience_s, self._short_since + self.settings.patience_s
+            return self.state.settings.quorum
+        patience_s, until = self.state.settings.patience_s, self._short_since + self.state.settings.patience_s
         wakes.append(until)
         waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
-        return effective_quorum(self.settings.quorum, len(self.members.stepping()), waited_s, patience_s)
+        return effective_quorum(self.state.settings.quorum, len(self.state.members.stepping()), waited_s, patience_s)
 
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:
@@ -166,11 +164,11 @@ class Gathering:
         """The grace window of this round. Where a learner was late for this fragment the last time, versions take
         nearly H steps to come back to it, and it would be left out every time: such a round waits for up to a step.
         The pace is kept, since the next round does not wait behind it for longer than H/P steps."""
-        step_s = self.members.step_s()
-        late = any(round_.fragment in one.late for one in self.members.stepping())
-        if not late or not self.settings.grace or step_s is None:
+        step_s = self.state.members.step_s()
+        late = any(round_.fragment in one.late for one in self.state.members.stepping())
+        if not late or not self.state.settings.grace or step_s is None:
             return self.grace_s
-        return max(self.grace_s, min(self.settings.grace_cap_steps, self.pace.interval) * step_s)
+        return max(self.grace_s, min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
 
     def _note_on_time(self, round_: Round, ready: list[Learner]) -> None:
         """Once the window opens."""
@@ -178,7 +176,7 @@ class Gathering:
             round_.on_time = frozenset(one.name for one in ready)
 
     def _note_late(self, round_: Round) -> None:
-        for one in self.members.stepping():
+        for one in self.state.members.stepping():
             if round_.on_time is None or one.name in round_.on_time:
                 one.late.discard(round_.fragment)
             else:
@@ -186,7 +184,7 @@ class Gathering:
 
 
 def _may_yet_copy(one: Learner, round_: Round) -> bool:
-    return one.offer < round_.t and one.aims <= round_.t
+    return one.offer < round_.number and one.aims <= round_.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,37 +16,33 @@ from operator import gt
 
 from atoll.protocol.limits import MOST
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
-from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.claims import STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
 from atoll.protocol.syncer.joining import Attendance
 from atoll.protocol.syncer.learner_warnings import SameBatches, ShareWatch
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import Round, RunPhase, Seat
+from atoll.protocol.syncer.state import Round, Seat, SyncerState
 from atoll.protocol.syncer.watch import Watch
 
 
 class Hearing:
     def __init__(
         self,
-        run_phase: RunPhase,
-        members: Membership,
+        state: SyncerState,
         accounts: Accounts,
         rounds: Rounds,
         watch: Watch,
         peers: Peers,
         attendance: Attendance,
         strikes: Strikes,
-        out: Outbox,
     ) -> None:
-        self.run_phase, self.members, self.accounts, self.rounds = run_phase, members, accounts, rounds
-        self.watch, self.peers, self.attendance, self.strikes, self.out = watch, peers, attendance, strikes, out
-        self.scrutiny = Scrutiny(members, accounts)
-        self.shares = ShareWatch(members, out)
-        self.same_batches = SameBatches(members, out)
+        self.state, self.accounts, self.rounds, self.watch = state, accounts, rounds, watch
+        self.peers, self.attendance, self.strikes = peers, attendance, strikes
+        self.scrutiny = Scrutiny(state, accounts)
+        self.shares = ShareWatch(state)
+        self.same_batches = SameBatches(state)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -57,25 +53,25 @@ class Hearing:
             return False
         if not self._tape(learner, said) or said.incarnation != learner.incarnation:  # a tape also of the life before
             return False
-        if (wrong := wrong_report(learner, said, self.rounds.versions)) is not None:
+        if (wrong := wrong_report(learner, said, self.state.versions)) is not None:
             self.attendance.expel(learner, wrong)
             return False
         if (beyond := self.scrutiny.report(now, learner, said)) is not None:
             self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
         begins_to_leave = said.leaving and not learner.leaving
-        self.members.report(now, learner, said, self.rounds.furthest)
+        self.state.members.report(now, learner, said, self.state.furthest_round)
         self.accounts.reported(learner, said)
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
-            self.out.note("leaving", text, learner, t=learner.t)
-        if self.run_phase.phase == "running":
+            self.state.out.note("leaving", text, learner, t=learner.t)
+        if self.state.phase == "running":
             self.shares.reported(learner)
             self.same_batches.reported(learner, said.inputs)
             self._compare(learner)
         if not said.seeking:
             self.peers.gave_up(learner)
-        if learner.state == "joining" and self.run_phase.phase != "empty" and self._has_recovered(said):
+        if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
         same = not self.rounds.gathering.watch(now)
         self.rounds.gathering.stepped(learner)
@@ -83,12 +79,12 @@ class Hearing:
 
     def _compare(self, learner: Learner) -> None:
         """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""
-        allowed = learner.name in self.members.settings.weight_limits
+        allowed = learner.name in self.state.settings.weight_limits
         if allowed or learner.above or (text := self.scrutiny.above(learner)) is None:
             return
         learner.above = text
         limit = f"its weight is limited; `atoll set RUN weight_limit.{learner.name}=8` allows it more"
-        self.out.note("above", f"{learner.name} has {text}: {limit}", learner, declared=learner.declared)
+        self.state.out.note("above", f"{learner.name} has {text}: {limit}", learner, declared=learner.declared)
 
     def _has_recovered(self, said: Progress) -> bool:
         """It holds a committed version of every fragment, and waits for no peer's state."""
@@ -97,17 +93,17 @@ class Hearing:
     def _let_in(self, now: float, learner: Learner) -> None:
         learner.state, learner.last_step_at, learner.recovered = "training", now, True
         text = f"{learner.name} took the run's parameters and may contribute"
-        self.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
+        self.state.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
 
     def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
         if not 0 <= said.taped < MOST:
             self.attendance.expel(learner, f"its tape goes on at entry {said.taped}")
             return False
-        missing = self.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
+        missing = self.state.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
-            self.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
-        if self.out.taping.is_full(learner.name):
+            self.state.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
+        if self.state.out.taping.is_full(learner.name):
             self.attendance.expel(learner, "it said more of its tape than a learner keeps")
         return learner.connected
 
@@ -115,31 +111,31 @@ class Hearing:
 
     def contribution(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
         """`refusal`: what screening its body found."""
-        history = self.out.history
+        history = self.state.history
         if (foreign := not_its_own(learner, given, history.run, history.term)) is not None:
             self._turn_away(learner, given, foreign)
         elif not self._tape(learner, given):
             return
         elif given.probe:
-            self.out.discard(learner.name, given.round, given.attempt)
+            self.state.out.discard(learner.name, given.round, given.attempt)
             self.watch.answered(learner)
         elif self.rounds.has_given(learner, given.round, given.attempt):
             return  # said twice: once is what counts, and its body is still needed
         elif (seat := self.rounds.seat(learner, given.round, given.attempt)) is None:
-            self.out.discard(learner.name, given.round, given.attempt)
+            self.state.out.discard(learner.name, given.round, given.attempt)
         else:
             self._judge(now, learner, seat, given, refusal)
 
     def _judge(self, now: float, learner: Learner, seat: Seat, given: Contribution, refusal: str | None) -> None:
         """It was asked for: refused, nothing to give, or taken."""
-        round_ = self.rounds.open[given.round]
-        refusal = refusal or against_the_rules(learner, round_, given, self.rounds.versions[round_.fragment])
+        round_ = self.state.open_rounds[given.round]
+        refusal = refusal or against_the_rules(learner, round_, given, self.state.versions[round_.fragment])
         claim = refusal is None and given.steps > 0
         refusal = refusal or (self.scrutiny.contribution(now, learner, given) if claim else None)
         if refusal is not None:
             self.rounds.leave_out(round_, seat, f"refused: {refusal}")
-            what = f"contribution of {learner.name} to round {round_.t} refused"
-            self.strikes.strike(now, learner, what, refusal, round=round_.t, claim=claim)
+            what = f"contribution of {learner.name} to round {round_.number} refused"
+            self.strikes.strike(now, learner, what, refusal, round=round_.number, claim=claim)
         elif given.steps == 0 or given.tokens == 0:
             self.rounds.nothing_from(round_, seat, "nothing to give: no steps since its last adoption")
         else:
@@ -154,14 +150,14 @@ class Hearing:
         if self.rounds.has_given(learner, given.round, given.attempt):
             return
         seat = self.rounds.seat(learner, given.round, given.attempt)
-        self.out.discard(learner.name, given.round, given.attempt)
+        self.state.out.discard(learner.name, given.round, given.attempt)
         if seat is not None:
-            self.rounds.leave_out(self.rounds.open[given.round], seat, f"refused: {reason}")
+            self.rounds.leave_out(self.state.open_rounds[given.round], seat, f"refused: {reason}")
         elif given.incarnation < learner.incarnation:
             return  # its life ended while the answer was on its way: nobody's mistake
         text = f"contribution of {learner.name} to round {given.round} refused: {reason}"
-        self.out.note("refused", text, learner, round=given.round, reason=reason)
-        self.out.send(learner.name, Refused(reason=text, final=False))
+        self.state.out.note("refused", text, learner, round=given.round, reason=reason)
+        self.state.out.send(learner.name, Refused(reason=text, final=False))
 
 
 # What a learner's hello, report or contribution must keep to; each function says what is wrong with it, or None.
@@ -228,8 +224,8 @@ def against_the_rules(learner: Learner, round_: Round, given: Contribution, newe
 class Scrutiny:
     """Whether a learner is believed: its reports and contributions held against what the syncer knows (claims.py)."""
 
-    def __init__(self, members: Membership, accounts: Accounts) -> None:
-        self._members, self._accounts = members, accounts
+    def __init__(self, state: SyncerState, accounts: Accounts) -> None:
+        self.state, self._accounts = state, accounts
 
     def report(self, now: float, learner: Learner, said: Progress) -> str | None:
         """What it claims beyond what it can have, in one line."""
@@ -244,7 +240,7 @@ class Scrutiny:
         wrong = wrong or self._beyond_rate(now, learner, given.t, given.total)
         wrong = wrong or self._accounts.beyond_ledger(learner, given)
         wrong = wrong or beyond_declared(given.steps, given.tokens, learner.declared)
-        others = self._members.per_step(learner)
+        others = self.state.members.per_step(learner)
         if wrong is not None or not others:
             return wrong  # alone, it is weighed against nobody
         return beyond_steps(given.steps, given.tokens, learner.usual, others)
@@ -254,7 +250,7 @@ class Scrutiny:
         if not learner.usual.known or learner.t < learner.compared_at:
             return None
         learner.compared_at = learner.t + STEPS
-        return above_others(learner.usual.per_step, self._members.per_step(learner))
+        return above_others(learner.usual.per_step, self.state.members.per_step(learner))
 
     def _beyond_rate(self, now: float, learner: Learner, t: int, total: int) -> str | None:
         usual = learner.usual
@@ -262,7 +258,7 @@ class Scrutiny:
             wrong = beyond_declared(t - usual.t, total - usual.total, learner.declared)
             if wrong is not None:
                 return wrong
-        return beyond_rate(now, t, total, learner.usual, self._members.per_step(learner))
+        return beyond_rate(now, t, total, learner.usual, self.state.members.per_step(learner))
 
 
 class Strikes:
@@ -275,23 +271,16 @@ class Strikes:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        members: Membership,
-        accounts: Accounts,
-        rounds: Rounds,
-        peers: Peers,
-        attendance: Attendance,
-        out: Outbox,
+        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, attendance: Attendance
     ) -> None:
-        self.settings, self.members, self.accounts, self.rounds = settings, members, accounts, rounds
-        self.peers, self.attendance, self.out = peers, attendance, out
+        self.state, self.accounts, self.rounds = state, accounts, rounds
+        self.peers, self.attendance = peers, attendance
 
     def strike(self, now: float, learner: Learner, what: str, reason: str, **data: object) -> None:
         """`what` was refused."""
         learner.strikes += 1
-        self.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
-        if learner.strikes >= self.settings.strikes:
+        self.state.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
+        if learner.strikes >= self.state.settings.strikes:
             self.quarantine(now, learner, f"after {learner.strikes} refusals in a row", reason)
 
     def strike_helper(self, now: float, peer: Learner, newcomer: Learner, reason: str) -> None:
@@ -300,17 +289,17 @@ class Strikes:
 
     def quarantine(self, now: float, learner: Learner, when: str, reason: str) -> None:
         text = f"{learner.name} is in quarantine {when}; it recovers from the run"
-        self.out.note("quarantined", text, learner)
+        self.state.out.note("quarantined", text, learner)
         self.rounds.unseat(learner, "it is in quarantine")
         self.peers.lost(learner, "it is in quarantine")
         self.attendance.close(learner, f"its numbers are broken: {reason}")
-        self.members.restart(now, learner)
+        self.state.members.restart(now, learner)
         self.accounts.open(learner)
-        self.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
+        self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
         self._doubt_its_helper(now, learner, reason)
 
     def _doubt_its_helper(self, now: float, learner: Learner, reason: str) -> None:
-        peer, learner.helper = self.members.learners.get(learner.helper), ""
+        peer, learner.helper = self.state.members.learners.get(learner.helper), ""
         if peer is not None and peer.session not in learner.distrusted:
             learner.distrusted.add(peer.session)
             if peer.connected and not peer.closed:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from atoll.protocol.effects import CompleteCut, TakeCut
 from atoll.protocol.messages import CutSaved, Ending
 from atoll.protocol.records import CutDone
-from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 
 @dataclass(slots=True)
@@ -39,38 +38,38 @@ class OpenCut:
 
 
 class Cuts:
-    def __init__(self, settings: Settings, members: Membership, out: Outbox) -> None:
-        self.settings, self.members, self.out = settings, members, out
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self.open: OpenCut | None = None
 
     def first(self) -> None:
         """Version 0, whole and durable before anybody adopts it. There is nobody else to wait for."""
-        self.out.add(TakeCut(0, self.out.history.state(), first=True))
+        self.state.out.add(TakeCut(0, self.state.history.state(), first=True))
 
     def committed(self, now: float, rounds: int) -> None:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
-        every = self.settings.cut_every
+        every = self.state.settings.cut_every
         if self.open is None and every and rounds % every == 0:
-            self._take(now, rounds, self.members.live())
+            self._take(now, rounds, self.state.members.live())
 
     def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
         """The last steps are collected: take a cut unless one was taken here. True when there is none to wait for."""
         if self.open is not None:
             return False
-        there = [one for one in self.members.reachable() if one.stopped]
-        if not self.settings.cut_every or self.out.cut >= rounds or not there:
+        there = [one for one in self.state.members.reachable() if one.stopped]
+        if not self.state.settings.cut_every or self.state.out.cut >= rounds or not there:
             return True
         self._take(now, rounds, there, last=True)
-        wakes.append(now + self.settings.cut_wait_s)  # this look at the time may be the last until then
+        wakes.append(now + self.state.settings.cut_wait_s)  # this look at the time may be the last until then
         for learner in there:  # nothing else would tell them of it
-            self.out.send(learner.name, Ending(reason=reason))
+            self.state.out.send(learner.name, Ending(reason=reason))
         return False
 
     def _take(self, now: float, rounds: int, learners: list[Learner], *, last: bool = False) -> None:
         awaited = {one.name: one.incarnation for one in learners}
-        self.open = OpenCut(rounds, now + self.settings.cut_wait_s, awaited, last=last)
-        self.out.cut = rounds
-        self.out.add(TakeCut(rounds, self.out.history.state()))
+        self.open = OpenCut(rounds, now + self.state.settings.cut_wait_s, awaited, last=last)
+        self.state.out.cut = rounds
+        self.state.out.add(TakeCut(rounds, self.state.history.state()))
 
     def saved(self, learner: Learner, said: CutSaved) -> None:
         open_ = self.open
@@ -92,7 +91,7 @@ class Cuts:
         if self.open is None or self.open.cut != cut:
             return
         if reason:
-            self.out.note("warning", f"cut {cut} came to nothing: {reason}", cut=cut)
+            self.state.out.note("warning", f"cut {cut} came to nothing: {reason}", cut=cut)
             self.open = None
         else:
             self.open.kept = True
@@ -101,7 +100,7 @@ class Cuts:
         """Leave out who is gone or late; complete what can be."""
         if (open_ := self.open) is None or open_.completing:
             return
-        there = {one.name: one.incarnation for one in self.members.connected()}
+        there = {one.name: one.incarnation for one in self.state.members.connected()}
         for name, incarnation in list(open_.awaited.items()):
             late = now >= open_.deadline
             if late or there.get(name) != incarnation:
@@ -111,21 +110,21 @@ class Cuts:
             wakes.append(open_.deadline)
         elif open_.last and not open_.saved:  # the one before it has inner optimizers in it
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(open_.left_out.items()))
-            self.out.note("warning", f"the last cut, {open_.cut}, came to nothing: {reasons}", cut=open_.cut)
+            self.state.out.note("warning", f"the last cut, {open_.cut}, came to nothing: {reasons}", cut=open_.cut)
             self.open = None
         elif open_.kept:
             open_.completing = True
             saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())
-            self.out.add(CompleteCut(open_.cut, saved, left_out, self.out.history.spared_cut))
+            self.state.out.add(CompleteCut(open_.cut, saved, left_out, self.state.history.spared_cut))
 
     def written(self, cut: int, manifest: str) -> None:
         """The manifest is durable."""
         if (open_ := self.open) is None or open_.cut != cut:
             return
         self.open = None
-        self.out.persist(CutDone(cut, cut, tuple(sorted(open_.saved)), manifest))
+        self.state.out.persist(CutDone(cut, cut, tuple(sorted(open_.saved)), manifest))
         without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
-        self.out.note(
+        self.state.out.note(
             "cut",
             f"cut {cut} is complete: {len(open_.saved)} learners{without}",
             cut=cut,

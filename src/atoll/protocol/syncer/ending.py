@@ -13,57 +13,45 @@ from atoll.protocol import schedule
 from atoll.protocol.effects import Finished
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.records import Ended
-from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import RunPhase
+from atoll.protocol.syncer.state import SyncerState
 
 
 class End:
-    def __init__(
-        self,
-        settings: Settings,
-        run_phase: RunPhase,
-        members: Membership,
-        rounds: Rounds,
-        peers: Peers,
-        assembling: Assembling,
-        out: Outbox,
-    ) -> None:
-        self.settings, self.run_phase, self.members, self.rounds = settings, run_phase, members, rounds
-        self.peers, self.assembling, self.out, self.history = peers, assembling, out, out.history
-        self.drain = Drain(settings, members, rounds)
+    def __init__(self, state: SyncerState, rounds: Rounds, peers: Peers, assembling: Assembling) -> None:
+        self.state, self.rounds, self.peers, self.assembling = state, rounds, peers, assembling
+        self.drain = Drain(state, rounds)
         self._idle_since = 0.0
         """The last moment at which somebody made steps, or nobody was there."""
-        self._was_over = run_phase.phase == "finished"
+        self._was_over = state.phase == "finished"
         """An earlier term came to the end and could not say so to everybody."""
 
     def turn(self, now: float, wakes: list[float]) -> None:
         """Begin to end, or go on with it, where it is time."""
-        if self.run_phase.phase == "running" and (reason := self._reason(now, wakes)) is not None:
+        if self.state.phase == "running" and (reason := self._reason(now, wakes)) is not None:
             self.begin(now, reason)
-        if self.run_phase.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
-            self._finish(self.run_phase.reason)
+        if self.state.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
+            self._finish(self.state.end_reason)
 
     def _took_last_cut(self, now: float, wakes: list[float]) -> bool:
-        return self.rounds.cuts.end_with_one(now, self.rounds.committed, self.run_phase.reason, wakes)
+        return self.rounds.cuts.end_with_one(now, self.state.committed, self.state.end_reason, wakes)
 
     def _reason(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""
         if not self.assembling.may_end(now, wakes):
             return None
-        if self.history.ended:
-            return self.history.ended  # an earlier term had begun to
+        if self.state.history.ended:
+            return self.state.history.ended  # an earlier term had begun to
         if self.rounds.steps_spent():
-            return f"{self.settings.steps:,} steps are done"
+            return f"{self.state.settings.steps:,} steps are done"
         if self.tokens_spent():
-            return f"the budget of {self.settings.tokens:,} tokens is spent"
+            return f"the budget of {self.state.settings.tokens:,} tokens is spent"
         return "every learner has stopped" if self._everyone_stopped(now, wakes) else None
 
     def tokens_spent(self) -> bool:
-        return 0 < self.settings.tokens <= self.members.tokens()
+        return 0 < self.state.settings.tokens <= self.state.members.tokens()
 
     def budget_spent(self) -> bool:
         return self.rounds.steps_spent() or self.tokens_spent()
@@ -75,37 +63,37 @@ class End:
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
         """All the run was meant for; or those that are there, and nobody else has come for a while. Who was asked to
         leave has not come to an end: it may be back, or another in its place."""
-        there = self.members.connected()
+        there = self.state.members.connected()
         if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
             return False
-        wakes.append(self._idle_since + self.settings.assemble_s)
-        seen = self.members.learners.values()
+        wakes.append(self._idle_since + self.state.settings.assemble_s)
+        seen = self.state.members.learners.values()
         stopped = sum(one.stopped and not one.leaving for one in seen)  # also those that have left since
-        return stopped >= self.settings.learners or now >= self._idle_since + self.settings.assemble_s
+        return stopped >= self.state.settings.learners or now >= self._idle_since + self.state.settings.assemble_s
 
     def begin(self, now: float, reason: str) -> None:
         """Learners are told to stop. A run without parameters has nothing to collect, and is over at once."""
-        if self.run_phase.phase == "empty":
+        if self.state.phase == "empty":
             self._finish(reason)
-        if self.run_phase.phase != "running":
+        if self.state.phase != "running":
             return
-        if not self.history.ended:
-            self.out.persist(Ended(reason, step=self.rounds.step))
-        self.run_phase.phase, self.run_phase.reason = "ending", reason
-        self.out.note("ending", f"the run ends: {reason}; the last steps are collected")
+        if not self.state.history.ended:
+            self.state.out.persist(Ended(reason, step=self.rounds.step))
+        self.state.enter_phase("ending", reason)
+        self.state.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.drain.begin(now)
         self.peers.end("the run ends")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Ending(reason=reason))
+        for learner in self.state.members.connected():
+            self.state.out.send(learner.name, Ending(reason=reason))
 
     def _finish(self, reason: str) -> None:
-        self.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent()))
-        self.run_phase.phase, self.run_phase.reason = "finished", reason
-        self.out.note("finishing", f"the run is over: {reason}")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Finish(reason=reason, versions=tuple(self.rounds.versions)))
-        self.out.add(Finished(reason))
+        self.state.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent()))
+        self.state.enter_phase("finished", reason)
+        self.state.out.note("finishing", f"the run is over: {reason}")
+        for learner in self.state.members.connected():
+            self.state.out.send(learner.name, Finish(reason=reason, versions=tuple(self.state.versions)))
+        self.state.out.add(Finished(reason))
 
     # ---- in a later term ----------------------------------------------------------------------------------------
 
@@ -113,12 +101,12 @@ class End:
         """Of a run that was over already."""
         if self._was_over:
             self._was_over = False
-            self.out.add(Finished(self.run_phase.reason))
+            self.state.out.add(Finished(self.state.end_reason))
 
     def reopen(self) -> None:
         """A run that had ended, or had begun to, goes on; the history says so already."""
-        now = RunPhase.of(self.history)
-        self.run_phase.phase, self.run_phase.reason, self._was_over = now.phase, now.reason, False
+        self.state.reopen()
+        self._was_over = False
 
 
 class Drain:
@@ -131,8 +119,8 @@ class Drain:
     link that is given up.
     """
 
-    def __init__(self, settings: Settings, members: Membership, rounds: Rounds) -> None:
-        self.settings, self.members, self.rounds = settings, members, rounds
+    def __init__(self, state: SyncerState, rounds: Rounds) -> None:
+        self.state, self.rounds = state, rounds
         self._stop_by = 0.0
         self._moved_at = 0.0
         self._seen = 0
@@ -145,17 +133,17 @@ class Drain:
 
     def step(self, now: float, wakes: list[float]) -> bool:
         """Open what is to be collected next; True when nothing is left."""
-        if self.rounds.committed > self._seen:
-            self._seen, self._moved_at = self.rounds.committed, now
-        if self.rounds.open or self._waits_for_stops(now, wakes):
+        if self.state.committed > self._seen:
+            self._seen, self._moved_at = self.state.committed, now
+        if self.state.open_rounds or self._waits_for_stops(now, wakes):
             return False
         if self._until is None:
-            self._until, self._moved_at = self.rounds.next + self.settings.fragments, now
-        while self.rounds.next < self._until:
-            fragment = schedule.fragment_of(self.rounds.next, self.settings)
+            self._until, self._moved_at = self.state.next_round + self.state.settings.fragments, now
+        while self.state.next_round < self._until:
+            fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
             if self._waits_for_adoption(now, fragment, wakes):
                 return False
-            if any(one.stopped and one.has_more(fragment) for one in self.members.reachable()):
+            if any(one.stopped and one.has_more(fragment) for one in self.state.members.reachable()):
                 self.rounds.open_one(now)
                 return False
             self.rounds.skip()
@@ -164,19 +152,19 @@ class Drain:
     def _patience_s(self) -> float:
         """Also the slowest learner comes to its next boundary, and words go to it and back, which takes no longer than
         its answers do. One that has stalled is not waited for longer than a run assembles."""
-        most_s = self.settings.assemble_s
-        own_s = [min(_needs_s(one), most_s) if one.stalled else _needs_s(one) for one in self.members.reachable()]
-        return max(self.settings.patience_s, 4 * (self.members.step_s() or 0.0), *own_s)
+        most_s = self.state.settings.assemble_s
+        own_s = [min(_needs_s(one), most_s) if one.stalled else _needs_s(one) for one in self.state.members.reachable()]
+        return max(self.state.settings.patience_s, 4 * (self.state.members.step_s() or 0.0), *own_s)
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
         wakes.append(self._stop_by)
-        return now < self._stop_by and any(not one.stopped for one in self.members.reachable())
+        return now < self._stop_by and any(not one.stopped for one in self.state.members.reachable())
 
     def _waits_for_adoption(self, now: float, fragment: int, wakes: list[float]) -> bool:
         """With adopt = "carry", steps may be left after it."""
         until = self._moved_at + self._patience_s()
         wakes.append(until)
-        return now < until and any(not one.may_give(fragment) for one in self.members.reachable())
+        return now < until and any(not one.may_give(fragment) for one in self.state.members.reachable())
 
 
 def _needs_s(one: Learner) -> float:
@@ -197,8 +185,8 @@ class Assembling:
     later.
     """
 
-    def __init__(self, settings: Settings, members: Membership, rounds: Rounds, *, returning: bool) -> None:
-        self.settings, self.members, self.rounds = settings, members, rounds
+    def __init__(self, state: SyncerState, *, returning: bool) -> None:
+        self.state = state
         self.returning = returning
         """The learners of an earlier term are coming back."""
         self._back_by: float | None = None
@@ -221,8 +209,8 @@ class Assembling:
         """Whether everybody is back, or has had the time to."""
         if not self.returning:
             return True
-        away = [one for one in self.members.learners.values() if one.state != "training" and not one.closed]
-        self._back_by = self._back_by if self._back_by is not None else now + self.settings.patience_s
+        away = [one for one in self.state.members.learners.values() if one.state != "training" and not one.closed]
+        self._back_by = self._back_by if self._back_by is not None else now + self.state.settings.patience_s
         self.returning = bool(away) and now < self._back_by
         if self.returning:
             wakes.append(self._back_by)
@@ -238,20 +226,20 @@ class Assembling:
     def _may_go_on(self, now: float, wakes: list[float]) -> bool:
         if not self.returning or self._back_by is None:
             return True
-        until = self._back_by - max(0.0, self.settings.patience_s - RETURN_S)
+        until = self._back_by - max(0.0, self.state.settings.patience_s - RETURN_S)
         wakes.append(until)
         return now >= until
 
     def _may_begin(self, now: float, wakes: list[float]) -> bool:
-        if not self.settings.synchronous or self._opened:
+        if not self.state.settings.synchronous or self._opened:
             return True
         self._started_at = self._started_at or now
-        live, late_at = self.members.live(), self._started_at + self.settings.assemble_s
-        seen = self.members.learners.values()
+        live, late_at = self.state.members.live(), self._started_at + self.state.settings.assemble_s
+        seen = self.state.members.learners.values()
         known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
         if self._everybody:
-            awaited = self.settings.learners
+            awaited = self.state.settings.learners
         else:
-            awaited = self.settings.learners - drained if self.rounds.next == 0 else known
+            awaited = self.state.settings.learners - drained if self.state.next_round == 0 else known
         wakes.append(late_at)
         return len(live) >= awaited or (now >= late_at and bool(live))

@@ -14,66 +14,55 @@ from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Expel
 from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Started, Welcome
 from atoll.protocol.records import Started as StartedRecord
-from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.ending import Assembling
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import RunPhase
+from atoll.protocol.syncer.state import SyncerState
 
 
 class Attendance:
     def __init__(
-        self,
-        settings: Settings,
-        run_phase: RunPhase,
-        members: Membership,
-        accounts: Accounts,
-        rounds: Rounds,
-        peers: Peers,
-        beginning: Beginning,
-        out: Outbox,
+        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, beginning: Beginning
     ) -> None:
-        self.settings, self.run_phase, self.members, self.accounts = settings, run_phase, members, accounts
-        self.rounds, self.peers, self.beginning, self.out = rounds, peers, beginning, out
-        self.history = out.history
+        self.state, self.accounts, self.rounds = state, accounts, rounds
+        self.peers, self.beginning = peers, beginning
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
     def greet(self, now: float, hello: Hello, token: str) -> None:
-        before = self.members.learners.get(hello.learner)
-        if self.run_phase.phase == "finished" and (before is None or before.session != hello.session):
-            self.out.send(hello.learner, Refused(reason="the run is over", over=True))
+        before = self.state.members.learners.get(hello.learner)
+        if self.state.phase == "finished" and (before is None or before.session != hello.session):
+            self.state.out.send(hello.learner, Refused(reason="the run is over", over=True))
             return
-        if (wrong := wrong_hello(hello, self.history.run, self.settings.fragments)) is not None:
+        if (wrong := wrong_hello(hello, self.state.history.run, self.state.settings.fragments)) is not None:
             self._turn_off(before, hello, wrong)
             return
         if before is not None:
             self._take_the_place_of(before, hello)
-        learner, new = self.members.greet(now, hello, self.history.run)
+        learner, new = self.state.members.greet(now, hello, self.state.history.run)
         if new:
             self.accounts.open(learner)
         self.accounts.own(learner, token)
-        if hello.run == self.history.run:
-            self.out.hear(hello.clock)
+        if hello.run == self.state.history.run:
+            self.state.out.hear(hello.clock)
         self.beginning.greeted(hello)
         self._welcome(learner)
         word = "joined" if new else "came back"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
-        known_as = hello.incarnation if hello.run == self.history.run else 0
-        self.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)
+        known_as = hello.incarnation if hello.run == self.state.history.run else 0
+        self.state.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)
         self._tell_again(learner)
 
     def _turn_off(self, before: Learner | None, hello: Hello, wrong: str) -> None:
         """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
         if before is not None:
             self._disconnect(before, hello)
-        self.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
-        self.out.send(hello.learner, Refused(reason=wrong))
-        self.out.add(Expel(hello.learner, wrong))
+        self.state.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
+        self.state.out.send(hello.learner, Refused(reason=wrong))
+        self.state.out.add(Expel(hello.learner, wrong))
 
     def _disconnect(self, before: Learner, hello: Hello) -> None:
         if before.connected:
@@ -87,60 +76,60 @@ class Attendance:
             self.close(before, "another process took its name")
         elif self._is_ahead(hello) or hello.incarnation > before.incarnation:
             text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
-            self.out.note("warning", text, before)
+            self.state.out.note("warning", text, before)
             self.close(before, "it knew what the disk did not keep")
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
         have taken their place: what it knows must have been there when each term began that it has not heard of."""
-        found = [(rounds, versions) for term, rounds, versions in self.history.began if 0 < hello.term < term]
+        found = [(rounds, versions) for term, rounds, versions in self.state.history.began if 0 < hello.term < term]
         heard = hello.clock.get(SYNCER, 0)
-        return hello.run == self.history.run and (
+        return hello.run == self.state.history.run and (
             any(heard > rounds for rounds, _ in found)
-            or any(map(gt, hello.versions, self.rounds.versions))
+            or any(map(gt, hello.versions, self.state.versions))
             or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
         )
 
     def _welcome(self, learner: Learner) -> None:
         welcome = Welcome(
-            run=self.history.run,
+            run=self.state.history.run,
             incarnation=learner.incarnation,
-            settings=self.settings,
-            fingerprint=self.history.begun.fingerprint,
-            versions=tuple(self.rounds.versions),
-            gathering=self.rounds.aim,
+            settings=self.state.settings,
+            fingerprint=self.state.history.begun.fingerprint,
+            versions=tuple(self.state.versions),
+            gathering=self.state.gathering_round,
             reset=learner.reset,
             upload=self.beginning.asks(learner),
-            progress=self.history.progress,
-            global_step=self.history.global_step,
-            committed=self.rounds.committed,
+            progress=self.state.history.progress,
+            global_step=self.state.history.global_step,
+            committed=self.state.committed,
             merged=learner.last_merged(),
             leases=self.accounts.held(learner),
-            taped=self.history.lives[learner.name].taped,
-            cuts=self.history.kept_cuts,
+            taped=self.state.history.lives[learner.name].taped,
+            cuts=self.state.history.kept_cuts,
             session=learner.session,
             protocol=learner.protocol,
-            least=tuple(self.members.least) if max(self.members.least) > 0 else (),
-            index=self.history.index_of(learner.name),
-            frozen=self.history.begun.frozen,
+            least=tuple(self.state.members.least) if max(self.state.members.least) > 0 else (),
+            index=self.state.history.index_of(learner.name),
+            frozen=self.state.history.begun.frozen,
         )
-        self.out.send(learner.name, welcome)
+        self.state.out.send(learner.name, welcome)
 
     def _tell_again(self, learner: Learner) -> None:
         """For all we know it did not hear it."""
-        if self.run_phase.phase == "ending":
-            self.out.send(learner.name, Ending(reason=self.run_phase.reason))
-        elif self.run_phase.phase == "finished":
-            self.out.send(learner.name, Finish(reason=self.run_phase.reason, versions=tuple(self.rounds.versions)))
+        if self.state.phase == "ending":
+            self.state.out.send(learner.name, Ending(reason=self.state.end_reason))
+        elif self.state.phase == "finished":
+            self.state.out.send(learner.name, Finish(reason=self.state.end_reason, versions=tuple(self.state.versions)))
         elif learner.draining:
-            self.out.send(learner.name, Drain(reason=learner.draining))
+            self.state.out.send(learner.name, Drain(reason=learner.draining))
 
     # ---- going --------------------------------------------------------------------------------------------------
 
     def ask_to_leave(self, learner: Learner, reason: str) -> None:
-        learner.draining = self.members.asked_to_leave[learner.session] = reason
-        self.out.send(learner.name, Drain(reason=reason))
-        self.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
+        learner.draining = self.state.members.asked_to_leave[learner.session] = reason
+        self.state.out.send(learner.name, Drain(reason=reason))
+        self.state.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
 
     def lose(self, learner: Learner, kind: str, reason: str) -> None:
         """Its connection is gone; `kind`: "lost", and it may come back, or "left", which is for good."""
@@ -150,10 +139,10 @@ class Attendance:
         self.rounds.cuts.lose(learner)
         self.peers.lost(learner, reason)
         if kind == "left":
-            self.members.asked_to_leave.pop(learner.session, None)
+            self.state.members.asked_to_leave.pop(learner.session, None)
             self.close(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
-        self.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
+        self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
         if (heir := self.beginning.lost(learner)) is not None:
             self._welcome(heir)
 
@@ -164,7 +153,7 @@ class Attendance:
 
     def expel(self, learner: Learner, reason: str) -> None:
         self.lose(learner, "lost", reason)
-        self.out.add(Expel(learner.name, reason))
+        self.state.out.add(Expel(learner.name, reason))
 
     def close(self, learner: Learner, reason: str) -> None:
         """This life is over for good."""
@@ -172,11 +161,11 @@ class Attendance:
 
     def abandon(self, now: float, wakes: list[float]) -> None:
         """Close the lives of those that have been away for too long."""
-        for learner in [one for one in self.members.learners.values() if one.state == "gone" and not one.closed]:
+        for learner in [one for one in self.state.members.learners.values() if one.state == "gone" and not one.closed]:
             learner.last_heard = learner.last_heard or now
-            until = learner.last_heard + self.settings.abandon_s
+            until = learner.last_heard + self.state.settings.abandon_s
             if now >= until:
-                self.close(learner, f"away for {self.settings.abandon_s:g} s")
+                self.close(learner, f"away for {self.state.settings.abandon_s:g} s")
             else:
                 wakes.append(until)
 
@@ -192,17 +181,8 @@ class Beginning:
     run's step is that of everybody.
     """
 
-    def __init__(
-        self,
-        run_phase: RunPhase,
-        members: Membership,
-        rounds: Rounds,
-        cuts: Cuts,
-        assembling: Assembling,
-        out: Outbox,
-    ) -> None:
-        self.run_phase, self.members, self.rounds, self.cuts = run_phase, members, rounds, cuts
-        self.assembling, self.out = assembling, out
+    def __init__(self, state: SyncerState, cuts: Cuts, assembling: Assembling) -> None:
+        self.state, self.cuts, self.assembling = state, cuts, assembling
         self._uploader: str | None = None
         self._uploader_holds = False
         """It has adopted a global model."""
@@ -212,13 +192,13 @@ class Beginning:
 
     def greeted(self, hello: Hello) -> None:
         """One more that could be asked."""
-        if self.run_phase.phase == "empty" and self._is_better(hello):
+        if self.state.phase == "empty" and self._is_better(hello):
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
             self._upload.asked()
 
     def asks(self, learner: Learner) -> bool:
         """Whether this one is to give the first parameters."""
-        return self.run_phase.phase == "empty" and self._uploader == learner.name and self._whole_at is None
+        return self.state.phase == "empty" and self._uploader == learner.name and self._whole_at is None
 
     def lost(self, learner: Learner) -> Learner | None:
         """This one is gone; who is asked in its place, and has to be told."""
@@ -231,13 +211,13 @@ class Beginning:
 
     def overdue(self, now: float, wakes: list[float]) -> Learner | None:
         """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
-        there = {one.name for one in self.members.connected()}
-        if self.run_phase.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
+        there = {one.name for one in self.state.members.connected()}
+        if self.state.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
             return None
         heir, until = None, self._upload.until(now)
         if now >= until:
             text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
-            self.out.note("warning", text, self.members.learners[self._uploader])
+            self.state.out.note("warning", text, self.state.members.learners[self._uploader])
             self._upload.gave_up(self._uploader, there)
             heir, until = self._next(), self._upload.until(now)
         wakes.append(until)
@@ -245,60 +225,60 @@ class Beginning:
 
     def _next(self) -> Learner | None:
         """What the last one sent is discarded. Those that had their chance come last."""
-        heirs = sorted(self.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
+        heirs = sorted(self.state.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
         self._uploader = heirs[0].name if heirs else None
         self._upload.asked()
         if not heirs:
             return None
-        self.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
+        self.state.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
         return heirs[0]
 
     def initialised(self, now: float, uploader: str) -> None:
         """They came whole."""
-        if self.run_phase.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
+        if self.state.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
             return
         self._whole_at = now
-        settings = self.members.settings
+        settings = self.state.settings
         if settings.wait_for_learners_s and self.missing:
             some, wait_s = f"{self.missing} more of {settings.learners} learners", settings.wait_for_learners_s
             text = f"waiting for {some}, up to {wait_s:g} s; then training begins"
-            self.out.note("waiting", text, missing=self.missing, seconds=wait_s)
+            self.state.out.note("waiting", text, missing=self.missing, seconds=wait_s)
 
     @property
     def missing(self) -> int:
         """Learners that the run is meant for and that are not here."""
-        return max(0, self.members.settings.learners - len(self.members.connected()))
+        return max(0, self.state.settings.learners - len(self.state.members.connected()))
 
     @property
     def awaited(self) -> int:
         """So many of them are waited for: all else that training needs is here."""
-        return self.missing if self.run_phase.phase == "empty" and self._whole_at is not None else 0
+        return self.missing if self.state.phase == "empty" and self._whole_at is not None else 0
 
     def turn(self, now: float, wakes: list[float]) -> None:
         """Begin, where everybody is here or was waited for."""
-        if self.run_phase.phase != "empty" or self._whole_at is None:
+        if self.state.phase != "empty" or self._whole_at is None:
             return
-        settings = self.members.settings
+        settings = self.state.settings
         until = self._whole_at + settings.wait_for_learners_s
         if self.missing and now < until:
             wakes.append(until)
             return
         if self.missing and settings.wait_for_learners_s:
             some = f"{self.missing} of {settings.learners} learners"
-            self.out.note("warning", f"{some} did not come in time: training begins, and they may come later")
+            self.state.out.note("warning", f"{some} did not come in time: training begins, and they may come later")
         self._start(now)
 
     def _start(self, now: float) -> None:
         uploader = self._uploader
         assert uploader is not None, "the first parameters are somebody's"
         self.cuts.first()
-        self.out.persist(StartedRecord(uploader))
-        self.run_phase.phase = "running"
+        self.state.out.persist(StartedRecord(uploader))
+        self.state.enter_phase("running")
         self.assembling.started(now)
-        self.rounds.versions = [0] * len(self.rounds.versions)
-        self.out.note("initial", f"{uploader} gave the first parameters")
-        for learner in self.members.connected():
-            self.out.send(learner.name, Started(uploader=uploader, gathering=self.rounds.aim))
+        self.state.versions = [0] * len(self.state.versions)
+        self.state.out.note("initial", f"{uploader} gave the first parameters")
+        for learner in self.state.members.connected():
+            self.state.out.send(learner.name, Started(uploader=uploader, gathering=self.state.gathering_round))
 
     def _is_better(self, hello: Hello) -> bool:
         goes_before = _holds_a_model(hello) and not self._uploader_holds and not self._upload.begun

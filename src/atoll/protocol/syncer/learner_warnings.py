@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from atoll.protocol.statistics import merged_share, middle
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 LOW, RECOVERED = 1 / 2, 2 / 3
 """Of the others' share: below the one it begins, from the other on it is over."""
@@ -59,8 +59,8 @@ class Window:
 
 
 class ShareWatch:
-    def __init__(self, members: Membership, out: Outbox) -> None:
-        self.members, self.out = members, out
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self._windows: dict[str, Window] = {}
 
     def alarm(self, learner: Learner) -> str:
@@ -79,7 +79,7 @@ class ShareWatch:
             self._look(learner, window)
 
     def _look(self, learner: Learner, window: Window) -> None:
-        account = self.out.history.ledger.open.get((learner.name, learner.incarnation))
+        account = self.state.history.ledger.open.get((learner.name, learner.incarnation))
         if account is None or account.origin is None:
             return
         window.next_t = learner.t + self._steps(1 / LOOKS_PER_H)
@@ -100,24 +100,24 @@ class ShareWatch:
             self._tell(learner, text, share, others, over=True)
 
     def _tell(self, learner: Learner, text: str, share: float, others: float, *, over: bool) -> None:
-        self.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
+        self.state.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
 
     def _share_of_others(self, but: Learner) -> float | None:
-        windows = ((one, self._windows.get(one.name)) for one in self.members.reachable() if one is not but)
+        windows = ((one, self._windows.get(one.name)) for one in self.state.members.reachable() if one is not but)
         shares = [window.share for one, window in windows if window is not None and _is_of(window, one)]
         known = [share for share in shares if share is not None]
         return middle(known) if known else None
 
     def _end_of_those_gone(self) -> None:
         for name in [name for name, window in self._windows.items() if window.alarm]:
-            learner = self.members.learners[name]
+            learner = self.state.members.learners[name]
             if not learner.connected or not _is_of(self._windows[name], learner):
                 text = f"{name}, of whose work little was merged, is gone or has started over"
-                self.out.note("low_share", text, learner, over=True)
+                self.state.out.note("low_share", text, learner, over=True)
                 del self._windows[name]
 
     def _steps(self, of_h: float) -> int:
-        return max(1, round(of_h * self.members.settings.sync_every))
+        return max(1, round(of_h * self.state.settings.sync_every))
 
 
 def _is_of(window: Window, learner: Learner) -> bool:
@@ -137,8 +137,8 @@ class SameBatches:
     one says again and again is one number; who is gone is compared with nobody.
     """
 
-    def __init__(self, members: Membership, out: Outbox) -> None:
-        self.members, self.out = members, out
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self._said: dict[str, deque[int]] = {}
         self._common: dict[tuple[str, str], int] = {}
 
@@ -148,7 +148,7 @@ class SameBatches:
         if number < 0 or number in mine:
             return
         mine.append(number)
-        for other in self.members.connected():
+        for other in self.state.members.connected():
             if other is not learner and number in self._said.get(other.name, ()):
                 self._count(*sorted((learner, other), key=lambda one: one.name))
 
@@ -160,4 +160,4 @@ class SameBatches:
                 f"{one.name} and {other.name} train on the same batches, so one of them works for nothing: take them "
                 "from learner.batches or learner.sampler, or shuffle by learner.seed"
             )
-            self.out.note("same_batches", text, one, other=other.name)
+            self.state.out.note("same_batches", text, one, other=other.name)

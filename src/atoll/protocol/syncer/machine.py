@@ -32,62 +32,51 @@ from atoll.protocol.syncer.contributions import Hearing, Strikes
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.ending import Assembling, End
 from atoll.protocol.syncer.joining import Attendance, Beginning
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.restoring import Restoring
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import Phase, RunPhase
+from atoll.protocol.syncer.state import Phase, SyncerState
 from atoll.protocol.syncer.watch import Watch
 
 
 class Syncer:
     def __init__(self, history: History) -> None:
         """Of a run that has just begun, or of one that an earlier term left behind."""
-        self.settings = settings = history.settings
-        assert settings.fragments > 0 and settings.sync_every > 0, "settings must be resolved"
-        self.history, self.run = history, history.run
+        assert history.settings.fragments > 0 and history.settings.sync_every > 0, "settings must be resolved"
         self.wake_at: float | None = None
         self._asked: fx.ChangeAsked | None = None
-        """A change that waits for the merge under way."""
+        """A change of settings that waits for the merge under way."""
         self._only_counted = False
         """The report just taken in moved counters and nothing else."""
-        self.out = out = Outbox(history)
-        self.run_phase = run_phase = RunPhase.of(history)
-        self.members = members = Membership(settings)
-        self.accounts = accounts = Accounts(settings, members, out)
-        self.cuts = cuts = Cuts(settings, members, out)
-        self.rounds = rounds = Rounds(settings, members, cuts, out)
-        self.watch = watch = Watch(settings, members, rounds, out)
-        self.peers = peers = Peers(settings, members, rounds, out)
-        self.assembling = Assembling(settings, members, rounds, returning=bool(history.lives))
-        self.beginning = Beginning(run_phase, members, rounds, cuts, self.assembling, out)
-        self.attendance = Attendance(settings, run_phase, members, accounts, rounds, peers, self.beginning, out)
-        self.strikes = Strikes(settings, members, accounts, rounds, peers, self.attendance, out)
-        self.hearing = Hearing(run_phase, members, accounts, rounds, watch, peers, self.attendance, self.strikes, out)
-        self.restoring = Restoring(settings, run_phase, members, rounds, self.strikes, out)
-        self.end = End(settings, run_phase, members, rounds, peers, self.assembling, out)
-        self._remember()
+        self.state = state = SyncerState(history)
+        self.run, self.history, self.members = history.run, history, state.members
+        self.accounts = Accounts(state)
+        self.cuts = Cuts(state)
+        self.rounds = rounds = Rounds(state, self.cuts)
+        self.watch = Watch(state, rounds)
+        self.peers = Peers(state)
+        self.assembling = Assembling(state, returning=bool(history.lives))
+        self.beginning = Beginning(state, self.cuts, self.assembling)
+        self.attendance = Attendance(state, self.accounts, rounds, self.peers, self.beginning)
+        self.strikes = Strikes(state, self.accounts, rounds, self.peers, self.attendance)
+        self.hearing = Hearing(state, self.accounts, rounds, self.watch, self.peers, self.attendance, self.strikes)
+        self.restoring = Restoring(state, rounds, self.strikes)
+        self.end = End(state, rounds, self.peers, self.assembling)
 
     @classmethod
     def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
         return cls(History(Begun(run, settings, {}, (), fingerprint)))
 
-    def _remember(self) -> None:
-        """Go on where the records end. Rounds that were not committed are void."""
-        self.rounds.versions = list(self.history.versions)
-        self.rounds.committed = self.rounds.next = self.history.committed
-        self.rounds.gathering.pace.go_on_from(self.history.step)
-        for name, life in self.history.lives.items():
-            self.members.remember(name, life)
-        self.members.recall(self.history.progress)
-        self.members.least[:] = self.history.least
-
     # ---- the face ---------------------------------------------------------------------------------------------
 
     @property
+    def settings(self) -> Settings:
+        return self.state.settings
+
+    @property
     def phase(self) -> Phase:
-        return self.run_phase.phase
+        return self.state.phase
 
     @property
     def progress(self) -> float:
@@ -96,15 +85,15 @@ class Syncer:
 
     @property
     def versions(self) -> list[int]:
-        return self.rounds.versions
+        return self.state.versions
 
     @property
     def committed(self) -> int:
-        return self.rounds.committed
+        return self.state.committed
 
     @property
     def next_round(self) -> int:
-        return self.rounds.next
+        return self.state.next_round
 
     @property
     def global_step(self) -> int:
@@ -144,7 +133,7 @@ class Syncer:
         self._only_counted = False
         # Last: the first event of a term may be the change that opens a finished run again.
         self.end.say_again()
-        return self.out.take()
+        return self.state.out.take()
 
     def _take(self, now: float, event: fx.SyncerEvent) -> None:
         match event:
@@ -161,8 +150,8 @@ class Syncer:
                 self.rounds.commit(now, event)
             case fx.Unmergeable(number, reason, reset):
                 if reset:
-                    self.out.persist(Reset(self.rounds.open[number].fragment, reason))
-                self.rounds.fail(now, self.rounds.open[number], reason)
+                    self.state.out.persist(Reset(self.state.open_rounds[number].fragment, reason))
+                self.rounds.fail(now, self.state.open_rounds[number], reason)
             case fx.Scored(number, loss):
                 self.restoring.scored(number, loss)
             case fx.Restorable():
@@ -215,7 +204,7 @@ class Syncer:
 
     def _heard(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
         learner.last_heard = now
-        self.out.hear(message.clock)
+        self.state.out.hear(message.clock)
 
     def _receive(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
         match message:
@@ -223,7 +212,7 @@ class Syncer:
                 self._only_counted = self.hearing.report(now, learner, message)
             case msg.Decline(round=number, attempt=attempt, reason=reason):
                 if (seat := self.rounds.seat(learner, number, attempt)) is not None:
-                    self.rounds.nothing_from(self.rounds.open[number], seat, reason)
+                    self.rounds.nothing_from(self.state.open_rounds[number], seat, reason)
             case msg.Register():
                 self.accounts.register(learner, message)
             case msg.CutSaved():
@@ -254,7 +243,7 @@ class Syncer:
             case fx.Received(name, msg.Progress()):
                 return self._only_counted and self._is_before_the_next(now, self.members.learners[name])
             case fx.Delivered(name, given):
-                learner, round_ = self._known(name), self.rounds.open.get(given.round)
+                learner, round_ = self._known(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
                 return taken and not given.probe and round_ is not None and bool(round_.asked)
             case _:
@@ -305,18 +294,13 @@ class Syncer:
 
     def _change(self, asked: fx.ChangeAsked) -> None:
         """Other settings from now on, written down like a round."""
-        if any(round_.stage == "merging" for round_ in self.rounds.open.values()):
+        if self.state.is_merging():
             return
         self._asked = None
-        self.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
-        self.out.add(fx.Retune(asked.outer))
-        self.settings = asked.settings
-        for room in (
-            *(self.members, self.accounts, self.cuts, self.rounds, self.rounds.gathering, self.watch, self.peers),
-            *(self.assembling, self.attendance, self.strikes, self.restoring, self.end, self.end.drain),
-        ):
-            room.settings = asked.settings
+        self.state.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
+        self.state.out.add(fx.Retune(asked.outer))
+        self.state.change_settings()
         if asked.reopen:
             self.end.reopen()
             self.assembling.reopen()
-        self.out.note("changed", f"settings changed: {asked.what}", what=asked.what)
+        self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)

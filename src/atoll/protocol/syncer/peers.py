@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 
 from atoll.protocol.learner.peer_state import BYTES_PER_S
 from atoll.protocol.messages import Fresh, Help, Helped, Ready, Release, Settled, Stream, Unable
-from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
-from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import SyncerState
 
 BOUND_S = 10.0
 """A try may take so long, or H rounds, or what its bytes need: whichever is longest."""
@@ -61,8 +59,8 @@ class Recovery:
 
 
 class Peers:
-    def __init__(self, settings: Settings, members: Membership, rounds: Rounds, out: Outbox) -> None:
-        self.settings, self.members, self.rounds, self.out = settings, members, rounds, out
+    def __init__(self, state: SyncerState) -> None:
+        self.state = state
         self.open: dict[str, Recovery] = {}
         """By the newcomer's name."""
         self._tickets = 0
@@ -88,7 +86,7 @@ class Peers:
         seconds, ready = round(now - recovery.since, 3), recovery.ready
         text = f"{newcomer.name} goes on with {said.peer}'s inner optimizer: {said.size:,} bytes in {seconds:.1f} s"
         known = {"peer": said.peer, "bytes": said.size, "seconds": seconds, "t": said.t}
-        self.out.note("helped", text, newcomer, **known, peer_t=ready.t if ready else None)
+        self.state.out.note("helped", text, newcomer, **known, peer_t=ready.t if ready else None)
         self.over(newcomer, "the newcomer has it")
         return None
 
@@ -117,13 +115,13 @@ class Peers:
     def ready(self, peer: Learner, said: Ready) -> None:
         recovery = self._of(said.ticket)
         if recovery is None or recovery.peer is not peer or said.size <= 0:
-            self.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
+            self.state.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
             return
         recovery.ready = said
-        self.out.taping.lent(said.ticket, peer.name, peer.incarnation, said.t)
+        self.state.out.taping.lent(said.ticket, peer.name, peer.incarnation, said.t)
         direct = said.direct if len(said.direct) <= ADDRESS_CHARS else ""
         helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
-        self.out.send(recovery.newcomer.name, helped)
+        self.state.out.send(recovery.newcomer.name, helped)
 
     def unable(self, peer: Learner, said: Unable) -> None:
         recovery = self._of(said.ticket)
@@ -154,7 +152,7 @@ class Peers:
 
     def wanted(self, ticket: str, offset: int) -> None:
         if (recovery := self._of(ticket)) is not None and recovery.peer is not None:
-            self.out.send(recovery.peer.name, Stream(ticket=ticket, offset=offset))
+            self.state.out.send(recovery.peer.name, Stream(ticket=ticket, offset=offset))
 
     def _of(self, ticket: str) -> Recovery | None:
         return next((one for one in self.open.values() if ticket and one.ticket == ticket), None)
@@ -180,9 +178,9 @@ class Peers:
         size = recovery.ready.size if recovery.ready else 0
         until = recovery.asked_at + max(BOUND_S, size / BYTES_PER_S)
         wakes.append(until)
-        if now < until or self.rounds.committed < recovery.asked_round + self.settings.sync_every:
+        if now < until or self.state.committed < recovery.asked_round + self.state.settings.sync_every:
             return ""
-        return f"not done within {self.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
+        return f"not done within {self.state.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
 
     def _next(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
         """Another peer, if there is one; time to come for those that may be one soon; nobody."""
@@ -197,12 +195,12 @@ class Peers:
 
     def _patience_s(self, recovery: Recovery) -> float:
         """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
-        return self.settings.assemble_s if recovery.frozen else self.settings.patience_s
+        return self.state.settings.assemble_s if recovery.frozen else self.state.settings.patience_s
 
     def _healthiest(self, recovery: Recovery) -> Learner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
-        able = [one for one in self.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
+        able = [one for one in self.state.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
         chance = self._chance(recovery.newcomer)
         return min(
             able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), chance(one)), default=None
@@ -214,24 +212,24 @@ class Peers:
         without it the only learner that has them, refused once too often, would cost a newcomer its place."""
         seeks = self.open.values() if not recovery.frozen else [one for one in self.open.values() if one.frozen]
         lacking = {one.newcomer.name for one in seeks}
-        others = [one for one in self.members.learners.values() if one.name not in lacking]
+        others = [one for one in self.state.members.learners.values() if one.name not in lacking]
         return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
 
     def _chance(self, newcomer: Learner) -> Callable[[Learner], str]:
         """A draw that nobody can foresee or bend: it takes the newcomer's session."""
-        return lambda peer: self._hash(self.rounds.committed, newcomer.session, peer.session)
+        return lambda peer: self._hash(self.state.committed, newcomer.session, peer.session)
 
     def _ask(self, now: float, recovery: Recovery, peer: Learner) -> None:
         newcomer = recovery.newcomer
         recovery.tries += 1
         recovery.peer, recovery.ticket, recovery.ready = peer, self._ticket(newcomer, peer), None
-        recovery.asked_at, recovery.asked_round = now, self.rounds.committed
+        recovery.asked_at, recovery.asked_round = now, self.state.committed
         asked = Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after, frozen=recovery.frozen)
-        self.out.send(peer.name, asked)
+        self.state.out.send(peer.name, asked)
         again = f", after {recovery.why}" if recovery.failed else ""
         text = f"{peer.name} helps {newcomer.name} with its inner optimizer, as of round {recovery.after}{again}"
         known = {"peer": peer.name, "after": recovery.after, "attempt": recovery.tries, "reason": recovery.why}
-        self.out.note("helping", text, newcomer, **known)
+        self.state.out.note("helping", text, newcomer, **known)
 
     def _fail(self, recovery: Recovery, reason: str) -> None:
         assert recovery.peer is not None
@@ -242,19 +240,19 @@ class Peers:
     def _go_on(self, recovery: Recovery, reason: str, *, tell: bool = True) -> None:
         newcomer = recovery.newcomer
         if tell:
-            self.out.send(newcomer.name, Fresh(reason=reason))
+            self.state.out.send(newcomer.name, Fresh(reason=reason))
         text = f"{newcomer.name} goes on without a peer's state, its inner optimizer warms up: {reason}"
-        self.out.note("fresh", text, newcomer, reason=reason)
+        self.state.out.note("fresh", text, newcomer, reason=reason)
         self.over(newcomer, reason)
 
     def _release(self, recovery: Recovery, reason: str) -> None:
         if recovery.peer is not None and recovery.ticket and recovery.peer.connected:
-            self.out.send(recovery.peer.name, Release(ticket=recovery.ticket, reason=reason))
+            self.state.out.send(recovery.peer.name, Release(ticket=recovery.ticket, reason=reason))
 
     def _ticket(self, newcomer: Learner, peer: Learner) -> str:
         self._tickets += 1
         return self._hash(self._tickets, newcomer.session, peer.session)
 
     def _hash(self, *parts: object) -> str:
-        parts = (self.out.history.run, self.out.history.term, *parts)
+        parts = (self.state.history.run, self.state.history.term, *parts)
         return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).hexdigest()

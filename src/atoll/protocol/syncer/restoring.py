@@ -17,12 +17,9 @@ from math import isfinite
 from atoll.protocol import guard
 from atoll.protocol.effects import CommitRestored, Restorable, Restore
 from atoll.protocol.records import AnyRecord, Merged, Restored, Scored, Undone
-from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.contributions import Strikes
-from atoll.protocol.syncer.membership import Membership
-from atoll.protocol.syncer.outbox import Outbox
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.protocol.syncer.state import RunPhase
+from atoll.protocol.syncer.state import SyncerState
 
 REASON = "the run is rolled back"
 
@@ -44,17 +41,8 @@ def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undo
 
 
 class Restoring:
-    def __init__(
-        self,
-        settings: Settings,
-        run_phase: RunPhase,
-        members: Membership,
-        rounds: Rounds,
-        strikes: Strikes,
-        out: Outbox,
-    ) -> None:
-        self.settings, self.run_phase, self.members, self.rounds = settings, run_phase, members, rounds
-        self.strikes, self.out, self.history = strikes, out, out.history
+    def __init__(self, state: SyncerState, rounds: Rounds, strikes: Strikes) -> None:
+        self.state, self.rounds, self.strikes = state, rounds, strikes
         self._to: int | None = None
         """The round to go back to, once that is decided."""
         self._asked = False
@@ -65,35 +53,35 @@ class Restoring:
     # ---- scores -------------------------------------------------------------------------------------------------
 
     def scored(self, number: int, loss: float | None) -> None:
-        before, committed = self.history.trend, self.rounds.committed
-        if self.settings.guard == "off" or self.run_phase.phase != "running" or self._to is not None:
+        before, committed = self.state.history.trend, self.state.committed
+        if self.state.settings.guard == "off" or self.state.phase != "running" or self._to is not None:
             return
         if not guard.counts(before, number, committed):
             return
         loss = loss if loss is not None and isfinite(loss) else None
-        self.out.persist(Scored(number, loss))
-        trend = self.history.trend
-        if trend.bad > before.bad and self.settings.guard == "rollback" and not self._refused:
+        self.state.out.persist(Scored(number, loss))
+        trend = self.state.history.trend
+        if trend.bad > before.bad and self.state.settings.guard == "rollback" and not self._refused:
             self._to = guard.target(trend, committed)
         if trend.alarmed and (not before.alarmed or self._to is not None):
             self._alarm(number, loss)
         elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
             assert loss is not None, "a good score is finite"
             self._refused = ""
-            self.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
+            self.state.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
 
     def _alarm(self, number: int, loss: float | None) -> None:
-        trend = self.history.trend
+        trend = self.state.history.trend
         found = "not finite" if loss is None else f"{loss:.4g}"
         best = "" if trend.best is None else f", after {trend.best:.4g} at best (the limit is {trend.limit:.4g})"
         text = f"the validation loss is {found} at round {number}{best}: {self._what_follows()}"
-        self.out.note("alarm", text, over=False, round=number, loss=loss, best=trend.best, good=trend.good)
+        self.state.out.note("alarm", text, over=False, round=number, loss=loss, best=trend.best, good=trend.good)
 
     def _what_follows(self) -> str:
-        trend = self.history.trend
+        trend = self.state.history.trend
         if self._to is not None:
             return f"the run is rolled back to round {self._to}"
-        if self.settings.guard != "rollback":
+        if self.state.settings.guard != "rollback":
             return "look for the cause, or let the run be rolled back (atoll set guard=rollback)"
         if trend.rolled_back:
             return f"it was rolled back to round {trend.good}, and no good score has come since: look for the cause"
@@ -109,44 +97,44 @@ class Restoring:
         """Whether everything else waits for it."""
         if self._to is None:
             return False
-        if self.run_phase.phase != "running":
+        if self.state.phase != "running":
             self.give_up("the run ends")
             return False
-        merging = any(round_.stage == "merging" for round_ in self.rounds.open.values())
+        merging = self.state.is_merging()
         if not merging and not self._asked:
             self._asked = True
             self.rounds.abandon(REASON)
-            self.out.add(Restore(self._to, tuple(self.history.rolled_back)))
+            self.state.out.add(Restore(self._to, tuple(self.state.history.rolled_back)))
         return True
 
     def give_up(self, reason: str) -> None:
         """It stays as it is, and the alarm stands."""
         if self._to is not None:
             text = f"the validation loss is bad, but the run is not rolled back to round {self._to}: {reason}"
-            self.out.note("alarm", text, over=False)
+            self.state.out.note("alarm", text, over=False)
             self._to, self._asked, self._refused = None, False, reason
 
     def restore(self, now: float, ready: Restorable) -> None:
-        if self._to is None or self.run_phase.phase != "running":
+        if self._to is None or self.state.phase != "running":
             return
-        at, versions = self.rounds.committed, tuple(version + 1 for version in self.rounds.versions)
+        at, versions = self.state.committed, tuple(version + 1 for version in self.state.versions)
         reason = f"the validation loss was good at round {self._to}, and is not any more"
         self._to, self._asked = None, False
-        self.out.persist(
+        self.state.out.persist(
             Restored(ready.round, at, versions, ready.digests, ready.undone, reason),
             restored=True,
         )
-        self.out.add(CommitRestored(versions, at))
-        self.members.least[:] = versions
+        self.state.out.add(CommitRestored(versions, at))
+        self.state.members.least[:] = versions
         self._tell(ready, at, versions)
         self.rounds.restore(versions, ready.digests)
-        for learner in [one for one in self.members.connected() if one.suspect]:
+        for learner in [one for one in self.state.members.connected() if one.suspect]:
             self.strikes.quarantine(now, learner, "since the run is rolled back", "it is suspected of harm to the run")
 
     def _tell(self, ready: Restorable, at: int, versions: tuple[int, ...]) -> None:
-        suspects = [one.name for one in self.members.connected() if one.suspect]
+        suspects = [one.name for one in self.state.members.connected() if one.suspect]
         undone = sum(sum(one.tokens) for one in ready.undone)
-        self.out.note(
+        self.state.out.note(
             "restored",
             f"the run is as it was after round {ready.round}: what rounds {ready.round} to {at - 1} brought is gone",
             round=ready.round,

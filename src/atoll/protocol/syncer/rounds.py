@@ -18,13 +18,11 @@ from collections.abc import Sequence
 from atoll.protocol import records, schedule
 from atoll.protocol.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
-from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import RecentSamples, Spread
 from atoll.protocol.syncer.closing import OWN_STEPS, Gathering
 from atoll.protocol.syncer.cuts import Cuts
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
-from atoll.protocol.syncer.state import Round, Seat
+from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.state import Round, Seat, SyncerState
 from atoll.protocol.syncer.weights import limit_of, limited, telling, weight
 
 SILENT_BEATS = 1.5
@@ -35,14 +33,10 @@ RECENT = 512
 
 
 class Rounds:
-    def __init__(self, settings: Settings, members: Membership, cuts: Cuts, out: Outbox) -> None:
-        self.settings, self.members, self.cuts, self.out = settings, members, cuts, out
-        self.gathering = Gathering(settings, members)
-        self.open: dict[int, Round] = {}
-        self.versions = [-1] * settings.fragments
-        self.next = 0
-        self.committed = 0
-        """Rounds behind us, empty ones included: the syncer's t."""
+    def __init__(self, state: SyncerState, cuts: Cuts) -> None:
+        self.state, self.cuts = state, cuts
+        self.gathering = Gathering(state)
+        self.gathering.pace.go_on_from(state.history.step)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
         self._since = RecentSamples(RECENT)
@@ -66,23 +60,11 @@ class Rounds:
     def global_step(self) -> int:
         return int(self.step)
 
-    @property
-    def aim(self) -> int:
-        """The round that gathers now, or will next."""
-        first = (r.t for r in self.open.values() if r.stage == "gathering" and r.attempt == 1)
-        return min(first, default=self.next)
-
-    @property
-    def furthest(self) -> int:
-        """No learner can have copied, or order, a fragment for a round past this one: a synchronous one orders what is
-        due while it waits for a round, and each fragment is under way once."""
-        return self.next + 2 * self.settings.fragments
-
     def any_due(self) -> bool:
         """Whether a gathering round may freeze as soon as enough learners have reported."""
         return self.gathering.pace.is_due() or any(
             round_.stage == "gathering" and (round_.attempt > 1 or round_.due_at is not None)
-            for round_ in self.open.values()
+            for round_ in self.state.open_rounds.values()
         )
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
@@ -90,50 +72,52 @@ class Rounds:
     def turn(self, now: float, wakes: list[float]) -> bool:
         """One pass over the rounds; True when something moved and another pass may move more."""
         moved = False
-        for round_ in list(self.open.values()):  # rounds are opened in order of t
+        for round_ in list(self.state.open_rounds.values()):  # rounds are opened in order of t
             if round_.stage == "gathering":
                 moved |= self._gather(now, round_, wakes)
             elif round_.stage == "pulling":
                 moved |= self._collect(now, round_, wakes)
-            elif round_.stage == "void" and round_.t == self.committed:
+            elif round_.stage == "void" and round_.number == self.state.committed:
                 self._pass_over(round_, round_.reason)
                 moved = True
         return moved
 
     def open_next(self, now: float) -> None:
         """The next round gathers while the others transfer."""
-        spent = self.steps_spent(self.next - self.committed)
-        if not spent and not any(r.stage == "gathering" and r.attempt == 1 for r in self.open.values()):
+        spent = self.steps_spent(self.state.next_round - self.state.committed)
+        if not spent and not any(r.stage == "gathering" and r.attempt == 1 for r in self.state.open_rounds.values()):
             self.open_one(now)
 
     def open_one(self, now: float) -> None:
-        fragment = schedule.fragment_of(self.next, self.settings)
-        if any(round_.fragment == fragment for round_ in self.open.values()):
+        fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
+        if any(round_.fragment == fragment for round_ in self.state.open_rounds.values()):
             return
-        roster = frozenset(learner.name for learner in self.members.stepping())
-        self.open[self.next] = Round(self.next, fragment, now, roster)
-        self.next += 1
+        roster = frozenset(learner.name for learner in self.state.members.stepping())
+        self.state.open_rounds[self.state.next_round] = Round(self.state.next_round, fragment, now, roster)
+        self.state.next_round += 1
 
     def skip(self) -> None:
         """The next round of the last cycle has nothing to collect."""
-        fragment = schedule.fragment_of(self.next, self.settings)
-        passed = records.Passed(self.next, fragment, NOTHING_LEFT, self.spent(), self.step)
-        self.out.persist(passed)
-        self.next += 1
+        fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
+        passed = records.Passed(self.state.next_round, fragment, NOTHING_LEFT, self.spent(), self.step)
+        self.state.out.persist(passed)
+        self.state.next_round += 1
         self._count()
 
     def stop_gathering(self) -> None:
         """The run ends: rounds under way are finished, those that only gather are not."""
         # One that was pulled once is passed over and not opened anew: a late answer to that first pull would be taken
         # for the last steps.
-        under_way = max((r.t for r in self.open.values() if r.stage != "gathering" or r.attempt > 1), default=-1)
-        for round_ in [r for r in self.open.values() if r.stage == "gathering"]:
-            if round_.t > under_way:
-                del self.open[round_.t]
+        under_way = max(
+            (r.number for r in self.state.open_rounds.values() if r.stage != "gathering" or r.attempt > 1), default=-1
+        )
+        for round_ in [r for r in self.state.open_rounds.values() if r.stage == "gathering"]:
+            if round_.number > under_way:
+                del self.state.open_rounds[round_.number]
             else:
                 round_.stage, round_.reason = "void", "the run ends"
-        self.next = max(self.open, default=self.committed - 1) + 1
-        self.gathering.draining = True
+        self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
+        self.state.draining = True
 
     def _gather(self, now: float, round_: Round, wakes: list[float]) -> bool:
         if self.gathering.is_behind_all(round_):
@@ -142,15 +126,15 @@ class Rounds:
         if self.gathering.is_skipped(round_):
             self._pass_over(round_, NOTHING_LEFT)
             return True
-        in_turn = not any(r.t < round_.t and r.stage == "gathering" for r in self.open.values())
+        in_turn = not any(r.number < round_.number and r.stage == "gathering" for r in self.state.open_rounds.values())
         ready = self.gathering.ready(round_)
         verdict = self.gathering.judge(now, round_, ready, in_turn=in_turn, wakes=wakes)
         if not verdict.close:
             if verdict.until is not None:
                 wakes.append(verdict.until)
             return False
-        under_way = sum(other.stage != "gathering" for other in self.open.values())
-        if under_way >= schedule.flights(self.settings) and round_.attempt == 1:
+        under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
+        if under_way >= schedule.flights(self.state.settings) and round_.attempt == 1:
             return False
         self._freeze(now, round_, ready, verdict.reason)
         return True
@@ -158,24 +142,24 @@ class Rounds:
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
         round_.stage, round_.frozen_at, round_.reason = "pulling", now, reason
-        alive = self.members.alive(heard_since=now - SILENT_BEATS * self.settings.heartbeat_s)
+        alive = self.state.members.alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
             deadline_s = self.gathering.deadline_of(one)
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
             pull = Pull(
-                round=round_.t,
+                round=round_.number,
                 attempt=round_.attempt,
                 fragment=round_.fragment,
-                gathering=max(round_.t + 1, self.aim),
+                gathering=max(round_.number + 1, self.state.gathering_round),
                 deadline_s=deadline_s,
             )
-            self.out.send(one.name, pull)
-        self.out.add(ConfirmSent(round_.t, round_.attempt))
+            self.state.out.send(one.name, pull)
+        self.state.out.add(ConfirmSent(round_.number, round_.attempt))
 
     def pulls_sent(self, now: float, number: int, attempt: int) -> None:
         """They may have waited for the disk; what they may take counts from now on."""
-        round_ = self.open.get(number)
+        round_ = self.state.open_rounds.get(number)
         if round_ is not None and round_.stage == "pulling" and round_.attempt == attempt:
             round_.frozen_at = now
             for seat in round_.asked:
@@ -185,7 +169,7 @@ class Rounds:
 
     def seat(self, learner: Learner, number: int, attempt: int) -> Seat | None:
         """The seat an answer belongs to, if it is still waited for."""
-        round_ = self.open.get(number)
+        round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ else None
         if round_ is None or seat is None or seat.state != "asked" or round_.attempt != attempt:
             return None
@@ -193,29 +177,31 @@ class Rounds:
 
     def has_given(self, learner: Learner, number: int, attempt: int) -> bool:
         """Whether its contribution to this attempt is in, and waits to be merged."""
-        round_ = self.open.get(number)
+        round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ is not None and round_.attempt == attempt else None
         return seat is not None and seat.state == "given"
 
     def leave_out(self, round_: Round, seat: Seat, reason: str) -> None:
         seat.leave(reason)
-        self.out.discard(seat.learner, round_.t, round_.attempt)
+        self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
     def nothing_from(self, round_: Round, seat: Seat, reason: str) -> None:
         """It has nothing to give: it is asked again after its next step, not before."""
-        self.members.learners[seat.learner].declined[round_.fragment] = seat.t
+        self.state.members.learners[seat.learner].declined[round_.fragment] = seat.t
         self.leave_out(round_, seat, reason)
 
     def unseat(self, learner: Learner, reason: str) -> None:
         """Nothing more will come from this learner to the rounds that asked it."""
-        for round_ in self.open.values():
+        for round_ in self.state.open_rounds.values():
             seat = round_.seats.get(learner.name)
             if seat is not None and seat.state == "asked":
                 self.leave_out(round_, seat, reason)
 
     def under_way(self, learner: Learner) -> Contribution | None:
         """Its newest contribution to a round that is not committed yet."""
-        seats = [round_.seats[learner.name] for round_ in self.open.values() if learner.name in round_.seats]
+        seats = [
+            round_.seats[learner.name] for round_ in self.state.open_rounds.values() if learner.name in round_.seats
+        ]
         given = [s.answer for s in seats if s.state == "given" and s.incarnation == learner.incarnation]
         return max(given, key=lambda one: one.t, default=None)
 
@@ -224,7 +210,7 @@ class Rounds:
         silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
         for seat in missed:  # for all we know the deadline was too short: learn from it
-            self.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
+            self.state.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.gathering.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
@@ -232,25 +218,25 @@ class Rounds:
         if round_.asked:
             wakes.append(min(seat.deadline for seat in round_.asked))
             return silent or bool(missed)
-        least = 1 if self.gathering.draining else max(1, min(self.settings.quorum, len(round_.seats)))
+        least = 1 if self.state.draining else max(1, min(self.state.settings.quorum, len(round_.seats)))
         if len(round_.given) < least:
             reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
             self.fail(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
             return True
-        if round_.t == self.committed:
+        if round_.number == self.state.committed:
             round_.stage = "merging"
             self._weigh(round_)
             bases = {seat.learner: seat.answer.base for seat in round_.given}
             weights = round_.weights.items()
             parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
-            self.out.add(Merge(round_.t, round_.fragment, parts))
+            self.state.out.add(Merge(round_.number, round_.fragment, parts))
         return silent or bool(missed)  # whoever fell mute is to be probed
 
     def _weigh(self, round_: Round) -> None:
         names = [seat.learner for seat in round_.given]
         claimed = [weight(seat.answer) for seat in round_.given]
-        seen = [self.members.learners[name].usual.steps for name in names]
-        limits = [limit_of(name, steps, self.settings) for name, steps in zip(names, seen, strict=True)]
+        seen = [self.state.members.learners[name].usual.steps for name in names]
+        limits = [limit_of(name, steps, self.state.settings) for name, steps in zip(names, seen, strict=True)]
         merged = limited(claimed, limits)
         round_.weights, round_.limits = dict(zip(names, merged, strict=True)), dict(zip(names, limits, strict=True))
         if text := telling(names, claimed, merged):
@@ -261,10 +247,10 @@ class Rounds:
         Not so with last steps: nobody asks for them twice, and words of an uneven link may come further apart."""
         found = False
         for seat in round_.asked:
-            learner = self.members.learners[seat.learner]
-            if self.gathering.draining or learner.stopped:
+            learner = self.state.members.learners[seat.learner]
+            if self.state.draining or learner.stopped:
                 continue
-            silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.settings.heartbeat_s
+            silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
                 self._miss(round_, seat, "says nothing any more", strike=True)
                 found = True
@@ -274,19 +260,19 @@ class Rounds:
 
     def _miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
-        learner = self.members.learners[seat.learner]
+        learner = self.state.members.learners[seat.learner]
         if learner.incarnation != seat.incarnation or not learner.connected or not strike:
             return
         learner.misses += 1
         if learner.misses >= 2 and not learner.muted:
             learner.muted = True
             text = f"{learner.name} reports but missed {learner.misses} pulls; it is probed from now on"
-            self.out.note("muted", text, learner)
+            self.state.out.note("muted", text, learner)
 
     def _had_its_time(self, now: float, round_: Round, seat: Seat) -> bool:
         """Whether it surely came to a boundary since it was asked: a slow step is no silence."""
-        learner = self.members.learners[seat.learner]
-        if self.settings.synchronous or learner.stopped or learner.t > seat.t + 1:
+        learner = self.state.members.learners[seat.learner]
+        if self.state.settings.synchronous or learner.stopped or learner.t > seat.t + 1:
             return True
         own_s = OWN_STEPS * (learner.step_s.value or 0.0)
         return now >= round_.frozen_at + max(seat.deadline_s, own_s)
@@ -295,64 +281,66 @@ class Rounds:
 
     def fail(self, now: float, round_: Round, reason: str) -> None:
         for seat in round_.seats.values():
-            self.out.discard(seat.learner, round_.t, round_.attempt)
-        if round_.attempt == 1 and not self.gathering.draining:
-            self.out.note("again", f"round {round_.t} gathers once more: {reason}", round=round_.t, reason=reason)
+            self.state.out.discard(seat.learner, round_.number, round_.attempt)
+        if round_.attempt == 1 and not self.state.draining:
+            self.state.out.note(
+                "again", f"round {round_.number} gathers once more: {reason}", round=round_.number, reason=reason
+            )
             round_.again(now)
         else:
             self._pass_over(round_, reason)
 
     def abandon(self, reason: str) -> None:
         """Nothing comes of the rounds under way: what was given to them is dropped."""
-        for _, round_ in sorted(self.open.items()):
+        for _, round_ in sorted(self.state.open_rounds.items()):
             assert round_.stage != "merging", "what is being merged is committed first"
             for seat in round_.seats.values():
-                self.out.discard(seat.learner, round_.t, round_.attempt)
+                self.state.out.discard(seat.learner, round_.number, round_.attempt)
             self._pass_over(round_, reason)
 
     def restore(self, versions: Sequence[int], digests: Sequence[str]) -> None:
         """These versions were made by no round."""
-        self.versions = list(versions)
+        self.state.versions = list(versions)
         for fragment, digest in enumerate(digests):
-            last = Round(self.committed - 1, fragment, 0.0)
+            last = Round(self.state.committed - 1, fragment, 0.0)
             self._announce(last, (), digest, restored=True)
 
     def _pass_over(self, round_: Round, reason: str) -> None:
         """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
         round_.stage, round_.reason = "void", reason
-        if round_.t != self.committed:
+        if round_.number != self.state.committed:
             return
-        del self.open[round_.t]
+        del self.state.open_rounds[round_.number]
         self._count()
-        self.out.persist(records.Passed(round_.t, round_.fragment, reason, self.spent(), self.step))
-        text = f"round {round_.t} is passed over: {reason}"
-        self.out.note("passed", text, round=round_.t, fragment=round_.fragment, reason=reason)
+        self.state.out.persist(records.Passed(round_.number, round_.fragment, reason, self.spent(), self.step))
+        text = f"round {round_.number} is passed over: {reason}"
+        self.state.out.note("passed", text, round=round_.number, fragment=round_.fragment, reason=reason)
         self._announce(round_, ())
 
     def commit(self, now: float, event: Merged) -> None:
-        round_ = self.open.pop(event.round)
-        assert round_.t == self.committed, "rounds commit in order"
+        round_ = self.state.open_rounds.pop(event.round)
+        assert round_.number == self.state.committed, "rounds commit in order"
         self._count()
-        self.versions[round_.fragment] += 1
-        self.out.persist(self._record(round_, event), round=round_.t)
-        self.out.add(Commit(round_.t, round_.fragment, self.versions[round_.fragment]))
+        self.state.versions[round_.fragment] += 1
+        self.state.out.persist(self._record(round_, event), round=round_.number)
+        self.state.out.add(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
-        if not self.gathering.draining:  # a run that ends takes one behind its last round
-            self.cuts.committed(now, self.committed)
+        if not self.state.draining:  # a run that ends takes one behind its last round
+            self.cuts.committed(now, self.state.committed)
         self._tell(now, round_, event)
         members = tuple(
             Member(seat.learner, seat.incarnation, seat.answer.t, seat.answer.tokens) for seat in round_.given
         )
         self._announce(round_, members, event.digest)
         for seat in round_.given:
-            self.out.discard(seat.learner, round_.t, round_.attempt)
+            self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
     def _record(self, round_: Round, event: Merged) -> records.Merged:
-        version = self.versions[round_.fragment]
+        version = self.state.versions[round_.fragment]
         factors = {one.learner: one.factors for one in event.judged}
         shares = tuple(_share(round_, seat, factors.get(seat.learner, b"")) for seat in round_.given)
         return records.Merged(
-            round_.t,
+            round_.number,
             round_.fragment,
             version,
             round_.attempt,
@@ -365,19 +353,19 @@ class Rounds:
         )
 
     def _count(self) -> None:
-        self.committed += 1
+        self.state.committed += 1
         self.gathering.count_round()
-        self.out.count(self.committed)
+        self.state.out.count(self.state.committed)
 
     def _tell(self, now: float, round_: Round, event: Merged) -> None:
-        version, judged = self.versions[round_.fragment], {one.learner: one for one in event.judged}
+        version, judged = self.state.versions[round_.fragment], {one.learner: one for one in event.judged}
         members = tuple(self._include(round_, seat, version, judged.get(seat.learner)) for seat in round_.given)
         self.last_members = tuple(seat.learner for seat in round_.given)
         self.last_reason = round_.reason
-        self.out.note(
+        self.state.out.note(
             "round",
-            f"round {round_.t}: fragment {round_.fragment} is version {version}; {round_.reason}",
-            round=round_.t,
+            f"round {round_.number}: fragment {round_.fragment} is version {version}; {round_.reason}",
+            round=round_.number,
             fragment=round_.fragment,
             version=version,
             attempt=round_.attempt,
@@ -391,7 +379,7 @@ class Rounds:
             effective_h=self.effective_h,
         )
         for one in event.judged:
-            self._suspect(self.members.learners[one.learner], one)
+            self._suspect(self.state.members.learners[one.learner], one)
 
     def _suspect(self, learner: Learner, judged: Judged) -> None:
         """Told when it begins and when it is over."""
@@ -400,23 +388,23 @@ class Rounds:
         if bool(before) == bool(judged.suspect):
             return
         if judged.suspect:
-            left_out = self.out.history.outer.get("robust", False)
+            left_out = self.state.history.outer.get("robust", False)
             what = "its contributions are left out" if left_out else "`atoll set RUN robust=true` leaves such ones out"
             text = f"{learner.name} is suspect: {judged.suspect}; {what}"
         else:
             text = f"{learner.name} is not suspect any more"
-        self.out.note("suspect", text, learner, over=not judged.suspect, agreement=round(judged.agreement, 4))
+        self.state.out.note("suspect", text, learner, over=not judged.suspect, agreement=round(judged.agreement, 4))
 
     def _include(self, round_: Round, seat: Seat, version: int, judged: Judged | None) -> dict[str, object]:
         """Book a member's contribution and tell about it."""
-        given, learner = seat.answer, self.members.learners[seat.learner]
+        given, learner = seat.answer, self.state.members.learners[seat.learner]
         since: int | None = None
         if learner.incarnation == seat.incarnation:
             before = learner.synced_t.get(round_.fragment)
             since = None if before is None else given.t - before
             learner.merged[round_.fragment], learner.synced_t[round_.fragment] = version, given.t
             learner.merged_tokens[round_.fragment] = given.tokens
-        if since is not None and not self.gathering.draining:
+        if since is not None and not self.state.draining:
             self._since.add(since)
         return {
             "learner": seat.learner,
@@ -442,30 +430,30 @@ class Rounds:
         self, round_: Round, members: tuple[Member, ...], digest: str = "", *, restored: bool = False
     ) -> None:
         announce = Announce(
-            round=round_.t,
+            round=round_.number,
             fragment=round_.fragment,
-            version=self.versions[round_.fragment],
+            version=self.state.versions[round_.fragment],
             members=members,
-            gathering=self.aim,
+            gathering=self.state.gathering_round,
             digest=digest,
-            progress=self.out.history.progress,
-            global_step=self.out.history.global_step,
-            cuts=self.out.history.kept_cuts,
+            progress=self.state.history.progress,
+            global_step=self.state.history.global_step,
+            cuts=self.state.history.kept_cuts,
             restored=restored,
         )
-        for learner in self.members.connected():
-            self.out.send(learner.name, announce)
+        for learner in self.state.members.connected():
+            self.state.out.send(learner.name, announce)
 
     def steps_spent(self, under_way: int = 0) -> bool:
         """Whether the budget of steps is spent, or (synchronous) will be with so many rounds that are under way."""
-        ahead = self.settings.synchronous and under_way > 0
-        step = schedule.step_after(self.step, under_way, self.settings) if ahead else self.step
-        return 0 < self.settings.steps <= step
+        ahead = self.state.settings.synchronous and under_way > 0
+        step = schedule.step_after(self.step, under_way, self.state.settings) if ahead else self.step
+        return 0 < self.state.settings.steps <= step
 
     def spent(self) -> float:
         """How much of the run's budget is spent, in [0, 1]."""
-        by_steps = self.step / self.settings.steps if self.settings.steps else 0.0
-        by_tokens = self.members.tokens() / self.settings.tokens if self.settings.tokens else 0.0
+        by_steps = self.step / self.state.settings.steps if self.state.settings.steps else 0.0
+        by_tokens = self.state.members.tokens() / self.state.settings.tokens if self.state.settings.tokens else 0.0
         return min(1.0, max(by_steps, by_tokens))
 
 

@@ -1,9 +1,7 @@
-"""Where a run stands.
+"""What the syncer knows of a run: one state, which the rules read and change.
 
-Its way: *empty* (the first joiner is asked for version 0, joining.py) → *running* (rounds.py, one round after
-another) → *ending* (budget spent or the operator asked: learners stop, then one unpaced cycle of P rounds brings their
-last steps in, ending.py) → *finished*. A new term takes up a run that had begun to end as *running*, until its learners
-are back.
+A rule never keeps what another rule needs: that is here. What is durable is in `history`, which follows from the
+journal alone; everything else a later term finds out anew.
 """
 
 from __future__ import annotations
@@ -14,24 +12,21 @@ from typing import Literal
 
 from atoll.protocol.history import History
 from atoll.protocol.messages import Contribution
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.membership import Membership
+from atoll.protocol.syncer.outbox import Outbox
 
 Phase = Literal["empty", "running", "ending", "finished"]
-
-
-@dataclass(slots=True)
-class RunPhase:
-    phase: Phase
-    reason: str = ""
-    """Why it ends, once it does."""
-
-    @classmethod
-    def of(cls, history: History) -> RunPhase:
-        """As far as an earlier term came."""
-        return cls("finished" if history.finished else "running" if history.started else "empty", history.ended)
-
-
-# One round: gathering learners, pulling a fragment from frozen members, merging, committed or passed over.
-
+PHASES: dict[Phase, tuple[Phase, ...]] = {
+    "empty": ("running", "finished"),
+    "running": ("ending",),
+    "ending": ("finished", "running"),
+    "finished": ("running", "empty"),
+}
+"""Phases of a run, and where each leads. *empty*: the first joiner is asked for version 0 (joining.py). *running*: one
+round after another (rounds.py). *ending*: the budget is spent or the operator asked; learners stop, then one unpaced
+cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told. Back only by `--resume` with a
+larger budget. A new term takes up a run that had begun to end as *running*, until its learners are back."""
 Stage = Literal["gathering", "pulling", "merging", "void"]
 """void: failed for good, and waits for its turn to be passed over."""
 SeatState = Literal["asked", "given", "out"]
@@ -66,7 +61,9 @@ class Seat:
 
 @dataclass(slots=True)
 class Round:
-    t: int
+    """It gathers learners, pulls a fragment from its frozen members, merges, and is committed or passed over."""
+
+    number: int
     fragment: int
     opened_at: float
     roster: frozenset[str] = frozenset()
@@ -92,7 +89,7 @@ class Round:
 
     @property
     def given(self) -> list[Seat]:
-        """In the fixed order of merging: by learner id."""
+        """In the fixed order of merging: by learner name."""
         return [self.seats[name] for name in sorted(self.seats) if self.seats[name].state == "given"]
 
     @property
@@ -113,3 +110,66 @@ class Round:
         self.stage, self.attempt = "gathering", self.attempt + 1
         self.opened_at, self.quorum_at, self.on_time = now, None, None
         self.seats = {}
+
+
+class SyncerState:
+    def __init__(self, history: History) -> None:
+        """Of a run that has just begun, or of one that an earlier term left behind: rounds that were not committed are
+        void."""
+        self.history = history
+        self.out = Outbox(history)
+        self.phase: Phase = _phase_of(history)
+        self.end_reason = history.ended
+        """Why the run ends, once it does."""
+        self.members = Membership(history.settings)
+        for name, life in history.lives.items():
+            self.members.remember(name, life)
+        self.members.recall(history.progress)
+        self.members.least[:] = history.least
+        self.versions = list(history.versions)
+        """The committed version of each fragment; −1: none yet."""
+        self.committed = history.committed
+        """Rounds behind us, empty ones included: the syncer's own entry in vector clocks."""
+        self.next_round = history.committed
+        self.open_rounds: dict[int, Round] = {}
+        """By number, in order."""
+        self.draining = False
+        """The run ends: the last steps are collected, unpaced."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.history.settings
+
+    def change_settings(self) -> None:
+        """The history holds other settings now."""
+        self.members.settings = self.history.settings
+
+    def enter_phase(self, phase: Phase, reason: str = "") -> None:
+        assert phase in PHASES[self.phase], f"a run that is {self.phase} cannot be {phase} next"
+        self.phase, self.end_reason = phase, reason
+
+    def reopen(self) -> None:
+        """A run that had ended, or had begun to, goes on; the history says so already."""
+        if (phase := _phase_of(self.history)) != self.phase:
+            self.enter_phase(phase)
+        self.end_reason = self.history.ended
+
+    @property
+    def gathering_round(self) -> int:
+        """The number of the round that gathers now, or will next."""
+        first = (r.number for r in self.open_rounds.values() if r.stage == "gathering" and r.attempt == 1)
+        return min(first, default=self.next_round)
+
+    @property
+    def furthest_round(self) -> int:
+        """No learner can have copied, or order, a fragment for a round past this one: a synchronous one orders what is
+        due while it waits for a round, and each fragment is under way once."""
+        return self.next_round + 2 * self.settings.fragments
+
+    def is_merging(self) -> bool:
+        return any(round_.stage == "merging" for round_ in self.open_rounds.values())
+
+
+def _phase_of(history: History) -> Phase:
+    """As far as an earlier term came."""
+    return "finished" if history.finished else "running" if history.started else "empty"

@@ -12,23 +12,22 @@ from math import inf
 from atoll.protocol import schedule
 from atoll.protocol.effects import ConfirmSent
 from atoll.protocol.messages import Pull
-from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.membership import Learner, Membership
-from atoll.protocol.syncer.outbox import Outbox
+from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.rounds import Rounds
+from atoll.protocol.syncer.state import SyncerState
 
 PROBE_EVERY_S = 2.0
 
 
 class Watch:
-    def __init__(self, settings: Settings, members: Membership, rounds: Rounds, out: Outbox) -> None:
-        self.settings, self.members, self.rounds, self.out = settings, members, rounds, out
+    def __init__(self, state: SyncerState, rounds: Rounds) -> None:
+        self.state, self.rounds = state, rounds
 
     def turn(self, now: float, wakes: list[float]) -> list[Learner]:
         """Look at everyone; those that have been silent for too long."""
         silent = []
-        for learner in self.members.connected():
-            limit = self.members.silence_limit(learner)
+        for learner in self.state.members.connected():
+            limit = self.state.members.silence_limit(learner)
             if now >= limit:
                 silent.append(learner)
                 continue
@@ -43,45 +42,47 @@ class Watch:
         learner.misses = 0
         if learner.muted:
             learner.muted = False
-            self.out.note("probed", f"{learner.name} answers again", learner)
+            self.state.out.note("probed", f"{learner.name} answers again", learner)
 
     def probe_sent(self, now: float, name: str) -> None:
-        self.members.learners[name].probed_at = now
+        self.state.members.learners[name].probed_at = now
 
     def stood_still(self, now: float, seconds: float) -> None:
         """Nobody is silent, stalled or late for the time in which the syncer itself heard nothing."""
-        for learner in self.members.learners.values():
+        for learner in self.state.members.learners.values():
             idle_at = max(learner.last_step_at, learner.idle_at)
             learner.idle_at = min(now, idle_at + seconds)
             learner.last_heard = min(now, learner.last_heard + seconds) if learner.last_heard else 0.0
-        for round_ in self.rounds.open.values():
+        for round_ in self.state.open_rounds.values():
             round_.put_off(now, seconds)
 
     def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
-        if learner.stopped or (self.settings.synchronous and learner.offer >= self.rounds.committed):
+        if learner.stopped or (self.state.settings.synchronous and learner.offer >= self.state.committed):
             learner.idle_at = now  # it waits for us, not we for it
-        limit = self.members.stall_limit(learner)
+        limit = self.state.members.stall_limit(learner)
         if (now >= limit) != learner.stalled:
             learner.stalled = not learner.stalled
             never = "has made no step yet; does its script call learner.step() after every optimizer step?"
             word = "makes no steps; it is not waited for" if learner.t else never
             kind, word = ("stalled", word) if learner.stalled else ("steps", "makes steps again")
-            self.out.note(kind, f"{learner.name} {word}", learner)
+            self.state.out.note(kind, f"{learner.name} {word}", learner)
         wakes.append(limit)
 
     def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
             learner.probed_at = inf  # until it has left
-            copied = self.settings.synchronous and learner.offer >= 0  # one that waits at a hold makes no new copy
-            number = learner.offer if copied else self.rounds.aim
+            copied = (
+                self.state.settings.synchronous and learner.offer >= 0
+            )  # one that waits at a hold makes no new copy
+            number = learner.offer if copied else self.state.gathering_round
             pull = Pull(
                 round=number,
                 attempt=0,
-                fragment=schedule.fragment_of(number, self.settings),
-                gathering=self.rounds.aim,
+                fragment=schedule.fragment_of(number, self.state.settings),
+                gathering=self.state.gathering_round,
                 deadline_s=self.rounds.gathering.deadline_s,
                 probe=True,
             )
-            self.out.send(learner.name, pull)
-            self.out.add(ConfirmSent(number, 0, learner.name))
+            self.state.out.send(learner.name, pull)
+            self.state.out.add(ConfirmSent(number, 0, learner.name))
         wakes.append(learner.probed_at + PROBE_EVERY_S)
