@@ -119,7 +119,7 @@ class World(simulated.World):
     def crash_syncer(self, down_s: float | None = None, apart_s: float = 0.0, *, power: bool = False) -> None:
         """A new one is there at once; learners come back `apart_s` one by one."""
         self.outages.append(self.now)
-        self.simulated_syncer.alive = False
+        self.simulated_syncer.die()
         self._disconnect_all()
         self.start_syncer(self.disk.claim)
         for number, name in enumerate(self.learners):

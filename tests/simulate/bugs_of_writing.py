@@ -15,6 +15,7 @@ from atoll.protocol.learner.versions import Versions
 from atoll.protocol.leases import Leases
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.effect_order import EffectOrder
 from atoll.protocol.syncer.ending import End
 from atoll.protocol.syncer.joining import Attendance
 from atoll.protocol.syncer.membership import Membership
@@ -41,6 +42,21 @@ mutant("a round is announced before it is durable", (Rounds, "commit", _written_
 mutant("a learner is welcomed before its incarnation is durable", (Attendance, "greet", _written_last))
 mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
 mutant("the end is told before it is durable", (End, "_finish", _written_last))
+mutant("nothing waits for the disk", (EffectOrder, "_must_wait", always(False)))
+
+
+def _all_are_written(plain: Plain) -> Any:
+    """One write counts for everything that was decided while it was under way."""
+
+    def broken(self: EffectOrder, *, fenced: bool) -> bool:
+        answer = bool(plain(self, fenced=fenced))
+        self._durable = sum(isinstance(effect, fx.Persist) for effect in self._waiting)
+        return answer
+
+    return broken
+
+
+mutant("a write counts for what was decided meanwhile", (EffectOrder, "end_write", _all_are_written))
 
 
 def _merged_without_lives(plain: Plain) -> Any:
@@ -93,6 +109,13 @@ def _unfenced(plain: Plain) -> Any:
 
 mutant("a learner heeds a term that is over", (ConnectionState, "heeds", _any_term))
 mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
+
+
+def _never_fenced(plain: Plain) -> Any:
+    return lambda self, *, fenced: plain(self, fenced=False)
+
+
+mutant("a deposed syncer goes on with what it could not write", (EffectOrder, "end_write", _never_fenced))
 
 
 def _same_term(plain: Plain) -> Any:

@@ -18,6 +18,8 @@ EASY = [
     "a round is announced before it is durable",
     "a learner is welcomed before its incarnation is durable",
     "a lease is sent before it is durable",
+    "nothing waits for the disk",
+    "a write counts for what was decided meanwhile",
     "a new syncer speaks for the old term",
     "a stale base is accepted",
     "a newcomer contributes before its peer's state is there",

@@ -95,9 +95,11 @@ class Disk:
         self.payloads.extend(bytes(data) for _, data in entries if data is not None)
         self.returned += 1
 
-    def _payload(self, number: int) -> memoryview:
-        self.asked.append((number, self.returned))
-        return memoryview(f"gradient of {number}".encode())
+    def _payload(self, persist: fx.Persist) -> memoryview | None:
+        if persist.round < 0:
+            return None
+        self.asked.append((persist.round, self.returned))
+        return memoryview(f"gradient of {persist.round}".encode())
 
     async def _first_cut(self, cut: fx.TakeCut) -> None:
         self.cut_asked.set()
@@ -177,7 +179,7 @@ async def test_what_carrying_out_leads_to_comes_behind_what_waits() -> None:
         told.append(effect.text)
 
     queue = EffectQueue(
-        disk._append, carry_out=carry_out, payload=lambda number: None, first_cut=disk._first_cut, alarm=disk._alarm
+        disk._append, carry_out=carry_out, payload=lambda persist: None, first_cut=disk._first_cut, alarm=disk._alarm
     )
     queue.enqueue([note("one"), note("two")])
     assert told == ["one", "two", "its consequence"], "each to its end"

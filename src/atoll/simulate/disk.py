@@ -18,7 +18,7 @@ import msgspec
 from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
 from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Restored, Started
-from atoll.protocol.syncer.outbox import must_be_synced
+from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.protocol.syncer.restoring import undone
 
 Entry = tuple[AnyRecord, float | list[float] | None]

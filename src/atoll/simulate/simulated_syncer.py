@@ -1,21 +1,18 @@
-"""A syncer's process: its machine, its channels, and its effects in order, as the service and its effect queue do it.
-
-Nothing behind a Persist is carried out before it is durable; what is decided while one write is under way goes out with
-the next. A process that finds that another term was claimed ends without a word.
+"""A syncer's process: its machine, its channels, and its effects in the order of protocol/syncer/effect_order.py, as in
+the service. A process that finds that another term was claimed ends without a word.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
 from atoll.protocol import effects as fx
-from atoll.protocol import records
+from atoll.protocol import records, schedule
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Pull
+from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
-from atoll.protocol.syncer.outbox import next_batch
 from atoll.simulate.clocks import HostClock
 from atoll.simulate.disk import AGAIN_S, Entry
 
@@ -53,10 +50,8 @@ class SimulatedSyncer:
         self.payloads: dict[Key, float] = {}
         self._asked: set[Key] = set()
         self._probes: dict[str, Key] = {}
-        self._waiting: deque[fx.SyncerEffect] = deque()
-        self._durable = 0
-        """How many of the waiting Persists, from the front, are written."""
-        self._carrying_out = self._writing = False
+        self._order = EffectOrder()
+        self._writing = False
         self._backlog: list[fx.SyncerEvent] = []
         self._alarm = inf
         """The earliest wake-up that is set."""
@@ -64,7 +59,7 @@ class SimulatedSyncer:
     @property
     def has_unwritten(self) -> bool:
         """Something that was decided is not durable, or not carried out yet."""
-        return self._writing or bool(self._waiting)
+        return self._order.has_waiting
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -78,7 +73,7 @@ class SimulatedSyncer:
         self.now = now = self.clock.read(world.queue.now, least)
         effects = machine.handle(now, event)
         world.syncer_handled(self, now, event, effects)
-        self._waiting.extend(effects)
+        self._order.enqueue(effects)
         self.carry_out_waiting()
         if (wake := machine.wake_at) is not None and wake < self._alarm:
             self._alarm = wake
@@ -143,70 +138,62 @@ class SimulatedSyncer:
     def end(self, reason: str) -> None:
         """The process is gone, with all it had in memory."""
         if self.alive:
-            self.alive = False
+            self.die()
             self.world.disk.abandon(self.term)
             self.world.network.close_all(self, reason)
+
+    def die(self) -> None:
+        self.alive = False
+        self._order.close()
 
     # ---- effects in order ---------------------------------------------------------------------------------------
 
     def carry_out_waiting(self) -> None:
-        """Carry out everything up to the first that must be durable and is not."""
-        if self._carrying_out or self._writing or self.paused:
-            return
-        self._carrying_out = True
-        while self._waiting and self.alive:
-            effect = self._waiting[0]
-            if self._must_wait(effect):
-                if not self._write():
-                    break
-                continue
-            self._waiting.popleft()
-            self.world.carry_out_syncer_effect(self, effect)
-        self._carrying_out = False
+        """Carry out what may be, and write what must be durable first: at once, where the disk takes no time."""
+        while not self.paused:
+            self._order.carry_out_ready(lambda effect: self.world.carry_out_syncer_effect(self, effect))
+            if (write := self._order.begin_write()) is None or not self._write(write):
+                return
 
-    def _must_wait(self, effect: fx.SyncerEffect) -> bool:
-        if isinstance(effect, fx.Persist):
-            if self._durable == 0:
-                return True
-            self._durable -= 1
-        return False
-
-    def _write(self) -> bool:
-        """Start to write what waits; True when that is done already."""
-        batch = next_batch(self._waiting)
-        entries = [entry for persist in batch for entry in self._entries(persist)]
+    def _write(self, write: list[fx.Persist] | fx.TakeCut) -> bool:
+        """Start to write; True when that is done already."""
+        if isinstance(write, fx.TakeCut):
+            self.world.carry_out_syncer_effect(self, write)
+            return self._end_or_go_on(fenced=self.world.disk.claim != self.term)
+        entries: list[Entry] = entries_of(write, self._payload)
         takes_s = self.world.disk.begin(self.term, entries)
         if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
-            return self._written(len(batch))
+            return self._written()
         self._writing = True
-        self.world.queue.call_later(takes_s, self._end_write, len(batch))
+        self.world.queue.call_later(takes_s, self._end_write)
         return False
 
-    def _entries(self, persist: fx.Persist) -> list[Entry]:
-        return [(record, self._payload(record)) for record in persist.records]
-
-    def _payload(self, record: records.AnyRecord) -> float | list[float] | None:
-        if isinstance(record, records.Restored):
+    def _payload(self, persist: fx.Persist) -> float | list[float] | None:
+        if persist.restored:
             return self.restored
-        return self.staged[record.fragment][0] if isinstance(record, records.Merged) else None
+        if persist.round < 0:
+            return None
+        return self.staged[schedule.fragment_of(persist.round, self.machine.settings)][0]
 
-    def _end_write(self, count: int) -> object:
+    def _end_write(self) -> object:
         if not self.alive or not self._writing:
             return False
         if self.world.disk.full:
-            self.world.queue.call_later(AGAIN_S, self._end_write, count)
+            self.world.queue.call_later(AGAIN_S, self._end_write)
             return None
         if self.world.disk.broken and not self.paused:
             self.world.syncer_failed(self, "the disk failed")
-        elif self._written(count):
+        elif self._written():
             self._writing = False
             self.carry_out_waiting()
         return None
 
-    def _written(self, count: int) -> bool:
+    def _written(self) -> bool:
         """A write ends also while the process stands still; what it writes too late counts for nothing."""
-        if self.world.disk.end(self.term):
-            self._durable = count
+        return self._end_or_go_on(fenced=not self.world.disk.end(self.term))
+
+    def _end_or_go_on(self, *, fenced: bool) -> bool:
+        if self._order.end_write(fenced=fenced):
             return True
         self.end("another syncer has taken over")
         return False

@@ -1,21 +1,21 @@
-"""Effects in their order, with what must be durable written down before anything behind it is told.
+"""The effects of a real syncer: records go to disk in a thread, and nothing behind them is carried out before they are.
 
-The rules decide at once and go on; what they want told waits here until the records before it are on disk. While one
-write is under way the next gathers: all that was decided meanwhile goes out together. A full disk is waited for, with
-an alarm, and nothing is told meanwhile; any other failure of the disk ends the syncer, and so does the claim of a
-successor: what is not acknowledged may be lost, what is acknowledged never is.
+The order and its rules are those of protocol/syncer/effect_order.py, which the simulated syncer uses too. Beyond them:
+
+- A full disk is tried again until there is room, with an alarm, and nothing is told meanwhile.
+- Any other failure of the disk ends the syncer, and so does a successor that has taken its lease. What was not
+  acknowledged may be lost; what was acknowledged never is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from atoll.protocol import effects as fx
 from atoll.protocol.records import AnyRecord
-from atoll.protocol.syncer.outbox import next_batch
+from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.store.disk import NoRoom
 from atoll.store.writer_lease import Deposed
 
@@ -32,89 +32,55 @@ Append = Callable[[Sequence[Entry]], object]
 
 
 class EffectQueue:
+    """The `EffectOrder` of a real syncer: it writes in a thread, and waits while the disk is full."""
+
     def __init__(
         self,
         append: Append,
         *,
         carry_out: Callable[[fx.SyncerEffect], None],
-        payload: Callable[[int], memoryview | None],
-        restored: Callable[[], memoryview | None] = lambda: None,
+        payload: Callable[[fx.Persist], memoryview | None],
         first_cut: Callable[[fx.TakeCut], Awaitable[None]],
         fenced: Callable[[], bool] = lambda: False,
         alarm: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`payload`: of a round; `restored`: of a rollback. `alarm` is told what is wrong, and an empty text when it is
-        over."""
-        self._append, self._carry_out, self._payload, self._restored = append, carry_out, payload, restored
+        """`alarm` is called with what is wrong, and with an empty text when it is over."""
+        self._append, self._carry_out, self._payload = append, carry_out, payload
         self._first_cut, self._fenced, self._alarm = first_cut, fenced, alarm
-        self._waiting: deque[fx.SyncerEffect] = deque()
-        self._written = 0
-        """How many of the waiting records' effects, from the front, are durable."""
-        self._wake = asyncio.Event()
-        self._emptied = asyncio.Event()
-        self._turning = False
+        self._order = EffectOrder()
+        self._wake, self._emptied = asyncio.Event(), asyncio.Event()
 
     def enqueue(self, effects: Iterable[fx.SyncerEffect]) -> None:
-        self._waiting.extend(effects)
-        self._turn()
+        self._order.enqueue(effects)
+        self._carry_out_ready()
 
     async def emptied(self) -> None:
         """Until everything is carried out."""
-        while self._waiting:
+        while self._order.has_waiting:
             self._emptied.clear()
             await self._emptied.wait()
 
-    def _turn(self) -> None:
-        """Carry out everything up to the first that must be durable and is not. What that leads to comes behind."""
-        if self._turning:
-            return
-        self._turning = True
-        try:
-            while self._waiting and not self._must_wait(self._waiting[0]):
-                self._carry_out(self._waiting.popleft())
-        finally:
-            self._turning = False
-        (self._wake if self._waiting else self._emptied).set()
-
-    def _must_wait(self, effect: fx.SyncerEffect) -> bool:
-        if isinstance(effect, fx.Persist):
-            self._written -= 1
-            if self._written < 0:
-                self._written = 0
-                return True
-        return isinstance(effect, fx.TakeCut) and effect.first
+    def _carry_out_ready(self) -> None:
+        self._order.carry_out_ready(self._carry_out)
+        (self._wake if self._order.has_waiting else self._emptied).set()
 
     async def run(self) -> None:
         """Write until cancelled; raises what makes going on impossible."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._waiting:
-                if isinstance(self._waiting[0], fx.TakeCut):
-                    await self._insist(self._first_cut, self._waiting[0])
-                    self._waiting.popleft()
+            while (write := self._order.begin_write()) is not None:
+                if isinstance(write, fx.TakeCut):
+                    await self._insist(self._first_cut, write)
                 else:
-                    await self._write(next_batch(self._waiting))
-                self._turn()
+                    entries = entries_of(write, self._payload)
+                    await self._insist(self._append_in_thread, entries)
+                if not self._order.end_write(fenced=self._fenced()):
+                    raise Deposed
+                self._carry_out_ready()
 
-    async def _write(self, batch: list[fx.Persist]) -> None:
-        entries: list[Entry] = []
-        for persist in batch:
-            entries.extend((record, None) for record in persist.records[:-1])
-            entries.append((persist.records[-1], self._payload_of(persist)))
-
-        async def append(entries: Sequence[Entry]) -> None:
-            await asyncio.to_thread(self._append, entries)
-
-        await self._insist(append, entries)
-        if self._fenced():
-            raise Deposed
-        self._written = len(batch)
-
-    def _payload_of(self, persist: fx.Persist) -> memoryview | None:
-        if persist.restored:
-            return self._restored()
-        return self._payload(persist.round) if persist.round >= 0 else None
+    async def _append_in_thread(self, entries: Sequence[Entry]) -> None:
+        await asyncio.to_thread(self._append, entries)
 
     async def _insist(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
         """Again and again while there is no room; an alarm when it takes long, for whatever reason."""

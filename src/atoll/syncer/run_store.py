@@ -29,7 +29,7 @@ from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
-from atoll.protocol.syncer.outbox import must_be_synced
+from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
     BadCut,

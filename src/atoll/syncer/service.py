@@ -83,8 +83,7 @@ class SyncerService:
         self._effect_queue = EffectQueue(
             run_store.append,
             carry_out=self._carry_out,
-            payload=self._gradient,
-            restored=lambda: self._restorer.packed.data,
+            payload=self._payload,
             first_cut=lambda cut: self._cuts.write_first(cut),
             fenced=run_store.fenced,
             alarm=self._alarm,
@@ -439,10 +438,14 @@ class SyncerService:
         self._parameters.change(outer)
         self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
 
-    def _gradient(self, number: int) -> memoryview:
-        """What the journal keeps of a round."""
+    def _payload(self, persist: fx.Persist) -> memoryview | None:
+        """What the journal keeps beside the records of a round, or of a rollback."""
+        if persist.restored:
+            return self._restorer.packed.data
+        if persist.round < 0:
+            return None
         assert self._machine is not None
-        fragment = schedule.fragment_of(number, self._machine.settings)
+        fragment = schedule.fragment_of(persist.round, self._machine.settings)
         return self._parameters.outer_gradient(fragment).view(np.uint8).data
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

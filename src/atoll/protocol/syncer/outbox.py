@@ -6,16 +6,16 @@ nothing is told before it is durable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from atoll.protocol.clock import SYNCER, Clock, merged
-from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect, TakeCut
+from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
 from atoll.protocol.history import History
 from atoll.protocol.limits import MOST, Budgets
 from atoll.protocol.messages import FromSyncer
-from atoll.protocol.records import AnyRecord, Ended, Lent, Played, Restored, Stretch, encode
+from atoll.protocol.records import AnyRecord, Lent, Played, Stretch, encode
 from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.tape import KEPT, AnyEntry
 
@@ -138,30 +138,3 @@ class Taping:
         self._waiting, self._lent = {}, []
         self._over.clear()
         return found
-
-
-# What is written to the disk together, and what must survive the machine at once; in the service and in the simulated
-# one.
-
-
-def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
-    """From the front, in order: whatever waits, up to an outer gradient that is not made yet or a cut."""
-    batch: list[Persist] = []
-    for effect in waiting:
-        if isinstance(effect, TakeCut):
-            break
-        if isinstance(effect, Persist):
-            if (effect.round >= 0 or effect.restored) and batch:
-                break
-            batch.append(effect)
-    return batch
-
-
-def must_be_synced(records: Iterable[AnyRecord]) -> bool:
-    """Whether these wait for the disk also with durability = "cut".
-
-    A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
-    and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
-    a rollback: it would take as many bad scores again.
-    """
-    return any(isinstance(record, Ended | Restored) for record in records)

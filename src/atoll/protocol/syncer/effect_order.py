@@ -1,0 +1,117 @@
+"""The order in which a syncer's effects are carried out: nothing is told before it is durable.
+
+The service (syncer/effect_queue.py) and the simulated syncer both use this class, each with its own disk and clock.
+
+- Effects are carried out in the order in which they were decided. One that leads to others does not overtake them: they
+  go to the end of the queue.
+- A Persist, and the first cut, hold back everything behind them until they are written.
+- One write is under way at a time. What is decided meanwhile waits, and goes out with the next write: `next_batch` says
+  how much of it.
+- A write by a syncer whose term is over counts for nothing: its queue is closed, and it tells nobody anything more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from atoll.protocol.effects import Persist, SyncerEffect, TakeCut
+from atoll.protocol.records import AnyRecord, Ended, Restored
+
+P = TypeVar("P")
+"""A payload: what is kept of a round or a rollback beside its record."""
+
+
+class EffectOrder:
+    def __init__(self) -> None:
+        self._waiting: deque[SyncerEffect] = deque()
+        self._durable = 0
+        """How many of the waiting Persists, from the front, are written."""
+        self._write: list[Persist] | TakeCut | None = None
+        """What is being written."""
+        self._busy = self._closed = False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Something that was decided is not durable, or not carried out yet."""
+        return bool(self._waiting)
+
+    def enqueue(self, effects: Iterable[SyncerEffect]) -> None:
+        self._waiting.extend(effects)
+
+    def close(self) -> None:
+        """Nothing more is written or carried out. What waits stays: an end that waits for it never comes."""
+        self._closed = True
+
+    def carry_out_ready(self, carry_out: Callable[[SyncerEffect], None]) -> None:
+        """Carry out everything up to the first that must be durable and is not."""
+        if self._busy:
+            return  # an effect led to others while it was carried out: the loop below reaches them
+        self._busy = True
+        try:
+            while self._waiting and not self._closed and not self._must_wait(self._waiting[0]):
+                effect = self._waiting.popleft()
+                self._durable -= isinstance(effect, Persist)
+                carry_out(effect)
+        finally:
+            self._busy = False
+
+    def begin_write(self) -> list[Persist] | TakeCut | None:
+        """What is to be written now: records that go out together, or the first cut. None: nothing, or a write is under
+        way already."""
+        if self._busy or self._closed or self._write is not None or not self._waiting:
+            return None
+        if not self._must_wait(front := self._waiting[0]):
+            return None
+        self._write = front if isinstance(front, TakeCut) else next_batch(self._waiting)
+        return self._write
+
+    def end_write(self, *, fenced: bool) -> bool:
+        """It is written; `fenced`: by a syncer whose term is over. False: then nothing is told any more."""
+        write, self._write = self._write, None
+        assert write is not None, "a write has begun"
+        if fenced:
+            self.close()
+        elif isinstance(write, TakeCut):
+            self._waiting.popleft()
+        else:
+            self._durable = len(write)
+        return not fenced
+
+    def _must_wait(self, effect: SyncerEffect) -> bool:
+        if isinstance(effect, Persist):
+            return self._durable == 0
+        return isinstance(effect, TakeCut) and effect.first
+
+
+def next_batch(waiting: Iterable[SyncerEffect]) -> list[Persist]:
+    """From the front, in order: whatever waits, up to an outer gradient that is not made yet or a cut."""
+    batch: list[Persist] = []
+    for effect in waiting:
+        if isinstance(effect, TakeCut):
+            break
+        if isinstance(effect, Persist):
+            if (effect.round >= 0 or effect.restored) and batch:
+                break
+            batch.append(effect)
+    return batch
+
+
+def entries_of(batch: Iterable[Persist], payload: Callable[[Persist], P]) -> list[tuple[AnyRecord, P | None]]:
+    """The records of a write in their order. A payload belongs to the last record of its Persist."""
+    entries: list[tuple[AnyRecord, P | None]] = []
+    for persist in batch:
+        entries += [(record, None) for record in persist.records[:-1]]
+        entries.append((persist.records[-1], payload(persist)))
+    return entries
+
+
+def must_be_synced(records: Iterable[AnyRecord]) -> bool:
+    """Whether these wait for the disk also with durability = "cut".
+
+    A round that a power cut takes is made again by its learners. The end is not: whoever was told of it has stopped
+    and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
+    a rollback: it would take as many bad scores again.
+    """
+    return any(isinstance(record, Ended | Restored) for record in records)

@@ -1,0 +1,89 @@
+"""The order of a syncer's effects: what waits for a write, what goes out with it, and the end of one that was replaced.
+
+How the service uses it, with a disk and threads, is in tests/syncer/test_effect_queue.py.
+"""
+
+from __future__ import annotations
+
+from atoll.protocol import effects as fx
+from atoll.protocol.history import History
+from atoll.protocol.records import Begun, Ended, Passed
+from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
+
+HISTORY = History(Begun("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
+FIRST_CUT = fx.TakeCut(0, HISTORY, first=True)
+
+
+def note(text: str) -> fx.Note:
+    return fx.Note("note", text)
+
+
+def persist(*numbers: int) -> fx.Persist:
+    return fx.Persist(tuple(Passed(number, 0, "no quorum") for number in numbers))
+
+
+class Told:
+    """An order, and what it has carried out so far."""
+
+    def __init__(self, *effects: fx.SyncerEffect) -> None:
+        self.order, self.effects = EffectOrder(), list[fx.SyncerEffect]()
+        self.order.enqueue(effects)
+
+    def texts(self) -> list[str]:
+        self.order.carry_out_ready(self.effects.append)
+        return [effect.text for effect in self.effects if isinstance(effect, fx.Note)]
+
+
+def test_what_is_decided_during_a_write_waits_for_the_next() -> None:
+    told = Told(note("before"), persist(1), note("behind"))
+    assert told.texts() == ["before"]
+    assert told.order.begin_write() == [persist(1)]
+    told.order.enqueue([persist(2), note("later"), persist(3)])
+    assert told.order.begin_write() is None, "one write at a time"
+    assert told.order.end_write(fenced=False) and told.texts() == ["before", "behind"]
+    assert told.order.begin_write() == [persist(2), persist(3)]
+    assert told.order.end_write(fenced=False) and told.texts() == ["before", "behind", "later"]
+    assert not told.order.has_waiting
+
+
+def test_no_write_begins_while_an_effect_is_carried_out() -> None:
+    order = EffectOrder()
+    begun: list[object] = []
+
+    def carry_out(effect: fx.SyncerEffect) -> None:
+        order.enqueue([persist(1)])
+        order.carry_out_ready(carry_out)
+        begun.append(order.begin_write())
+
+    order.enqueue([note("one"), note("two")])
+    order.carry_out_ready(carry_out)
+    assert begun == [None, None], "what stands before the record is not carried out yet"
+    assert order.begin_write() == [persist(1), persist(1)]
+
+
+def test_the_first_cut_is_a_write_of_its_own_and_not_carried_out_again() -> None:
+    told = Told(FIRST_CUT, note("started"))
+    assert told.texts() == [] and told.order.begin_write() == FIRST_CUT
+    assert told.order.end_write(fenced=False) and told.texts() == ["started"]
+    assert told.effects == [note("started")]
+
+
+def test_one_that_was_replaced_tells_nothing_more() -> None:
+    for write in (persist(1), FIRST_CUT):
+        told = Told(write, note("behind"))
+        assert told.texts() == [] and told.order.begin_write() is not None
+        assert not told.order.end_write(fenced=True)
+        told.order.enqueue([note("later")])
+        assert told.texts() == [] and told.order.begin_write() is None
+        assert told.order.has_waiting, "whoever waits for the end of this queue waits for ever"
+
+
+def test_a_payload_belongs_to_the_last_record_of_its_own() -> None:
+    ended = fx.Persist((Passed(3, 0, "no quorum"), Ended("done")), round=3)
+    batch = [ended, persist(4)]
+    assert entries_of(batch, lambda persist: "payload" if persist.round >= 0 else None) == [
+        (Passed(3, 0, "no quorum"), None),
+        (Ended("done"), "payload"),
+        (Passed(4, 0, "no quorum"), None),
+    ]
