@@ -43,8 +43,8 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.claims import above_others
 from atoll.protocol.syncer.weights import limit_of, limited
 from atoll.syncer.parameters import Overflow, Parameters
-from atoll.workloads.schedule import learning_rate
 from atoll.workloads.text import Text
+from atoll.workloads.training import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 Floats = NDArray[np.float32]

@@ -31,7 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("P
 from atoll import __version__  # noqa: E402
 from atoll.simulate.story import FailureReport  # noqa: E402
 from atoll.simulate.worker import all_of  # noqa: E402
-from atoll.telemetry.versions import versions  # noqa: E402
+from atoll.telemetry.events import versions  # noqa: E402
 
 
 def run_block(jobs: int, seeds: range) -> dict[str, Any]:

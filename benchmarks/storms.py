@@ -28,7 +28,7 @@ from atoll.chaos.plan import Plan, load
 from atoll.numerics import kernels
 from atoll.observe.summary import summarise
 from atoll.store.rundir import RunDir
-from atoll.telemetry.versions import versions
+from atoll.telemetry.events import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos import truth
+from atoll.chaos import verdict
 from atoll.chaos.verdict import Finding, Limits, judge
 from atoll.telemetry.events import Event
 
@@ -50,51 +50,59 @@ def a_fault(number: int, what: str, target: str, start: float, end: float) -> li
 
 
 def test_faults_have_a_beginning_and_an_end() -> None:
-    found = truth.faults(a_run(*a_fault(1, "pause", A, 2.0, 4.0), *a_fault(2, "kill", B, 3.0, 3.0)[:1]))
+    found = verdict.read_faults(a_run(*a_fault(1, "pause", A, 2.0, 4.0), *a_fault(2, "kill", B, 3.0, 3.0)[:1]))
     assert [(one.what, one.targets, one.span.start) for one in found] == [("pause", (A,), 2.0), ("kill", (B,), 3.0)]
     assert found[1].span.end == float("inf"), "it was never said to be over"
 
 
 def test_who_is_paused_or_slowed_is_not_missed() -> None:
     rounds = [round_of(float(at), learner_0=at, learner_1=at) for at in range(1, 11)]
-    assert truth.participation(a_run(rounds=rounds)) == pytest.approx(2 / 3)
-    assert truth.participation(a_run(*a_fault(1, "slow", C, 0.5, 10.4), rounds=rounds)) == pytest.approx(1.0)
-    assert truth.participation(a_run(*a_fault(1, "pause", C, 0.5, 5.5), rounds=rounds)) == pytest.approx(5 / 6)
-    assert truth.participation(a_run(*a_fault(1, "delay", C, 0.5, 10.4), rounds=rounds)) == pytest.approx(2 / 3)
+    assert verdict.measure_participation(a_run(rounds=rounds)) == pytest.approx(2 / 3)
+    assert verdict.measure_participation(a_run(*a_fault(1, "slow", C, 0.5, 10.4), rounds=rounds)) == pytest.approx(1.0)
+    assert verdict.measure_participation(a_run(*a_fault(1, "pause", C, 0.5, 5.5), rounds=rounds)) == pytest.approx(
+        5 / 6
+    )
+    assert verdict.measure_participation(a_run(*a_fault(1, "delay", C, 0.5, 10.4), rounds=rounds)) == pytest.approx(
+        2 / 3
+    )
 
 
 def test_a_learner_that_is_there_to_misbehave_is_not_missed() -> None:
     rogue = [event(2.0, kind, learner="rogue-nan-17", incarnation=1) for kind in ("joined", "recovered")]
-    assert truth.participation(a_run(*rogue)) == pytest.approx(1.0)
+    assert verdict.measure_participation(a_run(*rogue)) == pytest.approx(1.0)
 
 
 def test_steps_are_counted_where_a_learner_was_live_and_able() -> None:
-    assert truth.steps_per_live_s(a_run()) == pytest.approx(1.0)
+    assert verdict.measure_steps_per_live_s(a_run()) == pytest.approx(1.0)
     slow = [round_of(float(at), learner_0=at, learner_1=at, learner_2=min(at, 4)) for at in range(1, 11)]
-    assert truth.steps_per_live_s(a_run(rounds=slow)) == pytest.approx((9 + 9 + 3) / 27)
+    assert verdict.measure_steps_per_live_s(a_run(rounds=slow)) == pytest.approx((9 + 9 + 3) / 27)
     paused = a_run(*a_fault(1, "pause", C, 4.0, 10.4), rounds=slow)
-    assert truth.steps_per_live_s(paused) == pytest.approx(1.0)
+    assert verdict.measure_steps_per_live_s(paused) == pytest.approx(1.0)
     leaving = a_run(event(4.5, "leaving", learner=C, incarnation=1, t=4), rounds=slow)
-    assert truth.steps_per_live_s(leaving) == pytest.approx(1.0), "its last steps are collected; it makes no more"
+    assert verdict.measure_steps_per_live_s(leaving) == pytest.approx(1.0), (
+        "its last steps are collected; it makes no more"
+    )
     before = a_run(event(4.5, "leaving", learner=C, incarnation=0, t=4), rounds=slow)
-    assert truth.steps_per_live_s(before) == truth.steps_per_live_s(a_run(rounds=slow)), "that was an earlier life"
+    assert verdict.measure_steps_per_live_s(before) == verdict.measure_steps_per_live_s(a_run(rounds=slow)), (
+        "that was an earlier life"
+    )
 
 
 def test_a_gap_while_the_syncer_is_away_does_not_count() -> None:
     rounds = [round_of(at, learner_0=round(at)) for at in (1.0, 2.0, 3.0, 7.0, 8.0, 8.5, 9.5)]
-    assert truth.gaps(a_run(rounds=rounds)) == (4.0, 1.0)
+    assert verdict.measure_gaps(a_run(rounds=rounds)) == (4.0, 1.0)
     killed = event(3.2, "killed", process="syncer")
-    assert truth.gaps(a_run(killed, rounds=rounds)) == (1.0, 1.0)
-    assert truth.syncer_deaths(a_run(killed, rounds=rounds)) == [(3.2, 7.0)]
-    assert truth.gaps(a_run(*a_fault(1, "disk-full", "syncer", 4.0, 6.0), rounds=rounds)) == (1.0, 1.0)
+    assert verdict.measure_gaps(a_run(killed, rounds=rounds)) == (1.0, 1.0)
+    assert verdict.find_syncer_deaths(a_run(killed, rounds=rounds)) == [(3.2, 7.0)]
+    assert verdict.measure_gaps(a_run(*a_fault(1, "disk-full", "syncer", 4.0, 6.0), rounds=rounds)) == (1.0, 1.0)
 
 
 def test_a_death_that_nobody_caused_is_found() -> None:
     killed, died = event(4.0, "killed", process=A), event(4.1, "exited", process=A, code=-9)
-    assert truth.unexplained(a_run(killed, died)) == []
-    assert truth.unexplained(a_run(died)) == ["exited at 4.1"]
-    assert truth.unexplained(a_run(event(5.0, "exited", process=B, code=1))) == ["exited at 5.0"]
-    assert truth.unexplained(a_run(event(5.0, "exited", process=B, code=0))) == []
+    assert verdict.find_unexplained(a_run(killed, died)) == []
+    assert verdict.find_unexplained(a_run(died)) == ["exited at 4.1"]
+    assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=1))) == ["exited at 5.0"]
+    assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=0))) == []
 
 
 def found(limits: Limits, timeline: list[Event], **more: Any) -> dict[str, Finding]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch import devices
-from atoll.launch.devices import assign_devices, find_devices, parse_nvidia_smi, parse_visible
+from atoll.launch import environment
+from atoll.launch.environment import assign_devices, find_devices, parse_nvidia_smi, parse_visible
 from atoll.protocol.errors import ConfigError
 
 FOUR = ("0", "1", "2", "3")
@@ -70,7 +70,7 @@ def test_the_driver_names_gpus_by_number_and_parts_of_them_by_identifier() -> No
 
 
 def test_nvidia_smi_is_asked_and_without_it_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(environment, "DRIVER", tmp_path / "gpus")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_devices({}) == (), "a machine without an NVIDIA driver"
     for bus in ("0000:01:00.0", "0000:02:00.0"):

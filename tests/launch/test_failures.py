@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from atoll.launch.failures import ScriptError, find_shared_error, read_script_error
+from atoll.launch.children import ScriptError, find_shared_error, read_script_error
 
 LOG = """some output
 Traceback (most recent call last):

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from atoll.config import convert
 from atoll.launch import children
-from atoll.launch.devices import assign_devices
-from atoll.launch.environment import LaunchEnvironment, read_environment
+from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
 from atoll.observe.screen import Screen
 from atoll.protocol.errors import ConfigError, RunFailed

@@ -16,8 +16,7 @@ from atoll.observe.report.reading import faults, mended
 from atoll.observe.summary import summarise
 from atoll.observe.timeline import in_its_own_time
 from atoll.protocol.errors import ConfigError
-from atoll.telemetry.events import Event
-from atoll.telemetry.versions import versions
+from atoll.telemetry.events import Event, versions
 
 Say = Callable[..., Event]
 SCRIPT = "<script>alert(1)</script>"

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tests.system.conftest import SCRIPTS, Run
 
-from atoll.chaos.attacks import ATTACKS, HARMLESS
+from atoll.chaos.rogue import ATTACKS, HARMLESS
 
 pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 

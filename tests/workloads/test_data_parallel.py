@@ -14,10 +14,9 @@ import torch
 
 from atoll.protocol.errors import ConfigError
 from atoll.workloads.data_parallel import FlatGradients, batch_indices, train_rank, train_step
-from atoll.workloads.evaluate import validation_loss
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
+from atoll.workloads.training import build_model, build_optimizer, set_learning_rate, validation_loss
 
 STEPS = 6
 

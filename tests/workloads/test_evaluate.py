@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from atoll.workloads.evaluate import held_out_windows, readable, sample, validation_loss
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.text import Text
-from atoll.workloads.training import build_model
+from atoll.workloads.training import build_model, held_out_windows, readable, sample, validation_loss
 
 SMALL = WorkloadSettings(depth=1, block=16)
 

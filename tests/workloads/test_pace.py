@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.workloads import pace
+from atoll.workloads import training
 
 
 class Clock:
@@ -20,8 +20,8 @@ def test_a_step_lasts_its_pace_or_its_work(
     monkeypatch: pytest.MonkeyPatch, pace_s: float, work_s: float, lasts_s: float
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(pace, "time", clock)
-    paced = pace.Pace(pace_s)
+    monkeypatch.setattr(training, "time", clock)
+    paced = training.Pace(pace_s)
     paced.begin()
     clock.now += work_s
     paced.rest()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from atoll.protocol.errors import ConfigError
-from atoll.workloads.schedule import learning_rate
 from atoll.workloads.settings import WorkloadSettings, read_run
+from atoll.workloads.training import learning_rate
 
 
 @pytest.mark.parametrize(

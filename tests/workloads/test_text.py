@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atoll.protocol.errors import ConfigError
-from atoll.workloads.evaluate import held_out_windows
 from atoll.workloads.text import BLOCK_BYTES, Text, Windows, held_out_mask, standard_library
+from atoll.workloads.training import held_out_windows
 
 NUMBERED = b"".join(b"%07d\n" % line for line in range(200_000))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atoll.protocol.errors import ConfigError
+from atoll.workloads.elastic import Trained
 from atoll.workloads.settings import WorkloadSettings
-from atoll.workloads.trained import Trained
 from atoll.workloads.training import build_model, build_optimizer
 
 SMALL = WorkloadSettings(depth=1, block=16)

@@ -22,7 +22,7 @@ import msgspec
 
 from atoll.baselines.faults import KINDS, RankFault
 from atoll.baselines.supervisor import BaselineRun, ElasticRun, RestartingRun
-from atoll.chaos import truth
+from atoll.chaos import verdict
 from atoll.chaos.performance import Performance, events_of, perform
 from atoll.chaos.plan import Fault, Plan
 from atoll.config import Config, converted
@@ -142,7 +142,7 @@ def product_outcome(method: Method, summary: Summary, events: Sequence[Event]) -
 def paused_s(events: Sequence[Event]) -> float:
     """Learner-seconds of the training part in which a host stood still: its learner takes them for a long step."""
     part = training_part(events)
-    return sum(one.span.within(part).length for one in truth.faults(events) if one.what == "pause")
+    return sum(one.span.within(part).length for one in verdict.read_faults(events) if one.what == "pause")
 
 
 # ---- data-parallel ------------------------------------------------------------------------------------------------

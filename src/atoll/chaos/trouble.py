@@ -1,9 +1,9 @@
-"""A disk that is full or slow while somebody says so: in a small file, so that the syncer's process can be told.
+"""A disk that can be made full or slow while a run goes on. A small file tells the syncer's process:
 
     {"full": true}        every write to the journal finds no room
     {"sync_s": 0.2}       every sync takes so much longer
 
-The file is trouble.json in the run's folder; without it, a disk like any other.
+The file is trouble.json in the run's folder; without it the disk behaves normally.
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ from atoll.chaos.trouble import DISK
 from atoll.cli.app import app, close, compile_kernels, document_of, find_run, short, waiting_for_learners, write_summary
 from atoll.config import Config, convert, converted, merged
 from atoll.launch.children import LIMIT
-from atoll.launch.devices import Assignment, assign_devices, find_devices
-from atoll.launch.environment import LaunchEnvironment, read_environment
+from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
 from atoll.launch.replay.conductor import Outcome
-from atoll.launch.replay.perform import Performance
+from atoll.launch.replay.play import Performance
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe import dashboard

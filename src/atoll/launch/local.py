@@ -33,10 +33,18 @@ import msgspec
 from atoll.config import Config
 from atoll.fabric.client import get_json
 from atoll.fabric.transfer import make_dashboard_link
-from atoll.launch.children import LAST_S, LIMIT, SOON_S, Child, cores, describe_exit
-from atoll.launch.devices import VISIBLE, Assignment
-from atoll.launch.environment import LaunchEnvironment, capture_environment, write_environment
-from atoll.launch.failures import ScriptError, find_shared_error, read_script_error
+from atoll.launch.children import (
+    LAST_S,
+    LIMIT,
+    SOON_S,
+    Child,
+    ScriptError,
+    cores,
+    describe_exit,
+    find_shared_error,
+    read_script_error,
+)
+from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
 from atoll.launch.resume import Resume
 from atoll.launch.script import USAGE
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable

@@ -49,9 +49,8 @@ from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import Cuts, Restorer, RunStore
 from atoll.syncer.status import Meter, manifest, told
-from atoll.telemetry.events import EventLog
+from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
-from atoll.telemetry.versions import versions
 
 
 class SyncerService:

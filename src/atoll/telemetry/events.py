@@ -44,8 +44,10 @@ by fate, dropped_by_cause and merged_share.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -94,3 +96,19 @@ def parse(lines: Iterable[bytes]) -> Iterator[Event]:
                 continue
             if isinstance(event, dict) and "at" in event and "kind" in event:
                 yield event
+
+
+PACKAGES = ("atoll", "torch", "numpy", "numba", "aiohttp")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the packages and the platform. Read from metadata: importing torch would take seconds."""
+    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    return {"python": platform.python_version(), **packages, "platform": platform.platform()}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -13,11 +13,9 @@ import torch
 
 import atoll
 from atoll.protocol.errors import AtollError
-from atoll.workloads.evaluate import sample, validation_loss
-from atoll.workloads.pace import Pace
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
+from atoll.workloads.training import Pace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
 
 
 def main() -> None:

@@ -24,12 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.protocol.errors import AtollError, ConfigError
-from atoll.workloads.evaluate import sample, validation_loss
 from atoll.workloads.gpt import Gpt
-from atoll.workloads.pace import Pace
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
+from atoll.workloads.training import Pace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
 
 Report = Callable[[dict[str, object]], None]
 PEER_DEADLINE = timedelta(seconds=120)

@@ -16,6 +16,7 @@ Times are those of the machine's monotonic clock.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -30,23 +31,73 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from atoll.protocol.errors import ConfigError
+from atoll.store.atomic import write_atomic
 from atoll.workloads.data_parallel import FlatGradients, batch_indices
-from atoll.workloads.evaluate import validation_loss
-from atoll.workloads.pace import Pace
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.trained import Trained
-from atoll.workloads.training import build_model, build_optimizer, set_learning_rate
+from atoll.workloads.training import Pace, build_model, build_optimizer, set_learning_rate, validation_loss
 
 PEER_DEADLINE = timedelta(seconds=30)
 """A collective that takes longer has failed. Deaths are noticed at once, by closed connections."""
 LOOK_S = 0.01
 SAVE_EVERY_S = 10.0
 Say = Callable[[dict[str, object]], None]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+"""Of the run, in a checkpoint."""
+
+
+class Trained:
+    """Everything a rank has learned, as named tensors: sent to a new rank, and kept in a checkpoint.
+
+    Parameters, both moments of AdamW and its step count. The optimizer's part is made before its first step, so that
+    every rank has the same tensors in the same order whether it has trained or not.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            self._tensors[f"parameter.{name}"] = parameter.detach()
+            for part, tensor in optimizer.state[parameter].items():
+                self._tensors[f"{part}.{name}"] = tensor
+
+    def flat(self) -> Tensor:
+        """A copy of all of it in one row."""
+        return torch.cat([tensor.flatten() for tensor in self._tensors.values()])
+
+    def take(self, flat: Tensor) -> None:
+        sizes = [tensor.numel() for tensor in self._tensors.values()]
+        for tensor, part in zip(self._tensors.values(), torch.split(flat, sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.flat().numpy().tobytes()).hexdigest()
+
+    def save(self, path: Path, step: int) -> None:
+        """Whole and durable, or as it was before."""
+        write_atomic(path, safetensors.torch.save({**self._tensors, STEP: torch.tensor(step)}))
+
+    def load(self, path: Path) -> int:
+        """The step it was saved after; 0, and nothing changed, where nothing was saved."""
+        if not path.exists():
+            return 0
+        saved = safetensors.torch.load_file(path)
+        if saved.keys() - {STEP} != self._tensors.keys():
+            raise ConfigError(f"{path} is the checkpoint of another model: remove it, or name another folder")
+        for name, tensor in self._tensors.items():
+            tensor.copy_(saved[name])
+        return int(saved[STEP])
 
 
 class GroupBroken(Exception):

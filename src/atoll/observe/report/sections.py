@@ -15,7 +15,7 @@ from atoll.observe.report.reading import Run, faults
 from atoll.observe.story import ADVICE, WARNING, last_sample, story
 from atoll.observe.summary import Summary
 from atoll.observe.timeline import of_kind
-from atoll.telemetry.versions import versions
+from atoll.telemetry.events import versions
 
 MOST_FAULTS = 500
 """Rows of the faults' table; a storm has more, and nobody reads them."""
