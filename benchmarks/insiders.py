@@ -437,7 +437,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS))
-    parser.add_argument("--mean", nargs="*", default=["flip x5"], help="attacks under --merge mean as well")
+    parser.add_argument("--mean", nargs="*", default=["flip x5"], help="attacks under merge=mean as well")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cost", action="store_true", help="time the filter and the merge, and nothing else")

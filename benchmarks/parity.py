@@ -28,10 +28,10 @@ LIMITS = {"synchronous": 1.5, "data-parallel": 8.0}
 def methods(learners: int, steps: int, seed: int) -> dict[str, list[str]]:
     common = ["--learners", str(learners), "--seed", str(seed)]
     tokens = ["--tokens", str(learners * steps * TOKENS_PER_STEP)]
-    few_scores = ["--evaluate-every", "1000"]
+    few_scores = ["--set", "evaluate_every=1000"]
     return {
         "decoupled": [*common, *tokens, *few_scores],
-        "synchronous": [*common, "--sync", "--steps", str(steps), *few_scores],
+        "synchronous": [*common, "--set", "synchronous=true", "--steps", str(steps), *few_scores],
         "data-parallel": [*common, "--algorithm", "data-parallel", "--steps", str(steps)],
     }
 

@@ -49,7 +49,7 @@ def train() -> None:
 
 def measure(folder: Path, factor: float, adopt: str, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "atoll.cli", "train", str(HERE), "--learners", "4", "--steps", str(steps)]
-    command += ["--adopt", adopt, "--out", str(folder), "--json", "--evaluate-every", "0"]
+    command += ["--set", f"adopt={adopt}", "--out", str(folder), "--json", "--set", "evaluate_every=0"]
     environment = {**os.environ, "SLOW_FACTOR": str(factor)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     summary = json.loads(done.stdout)

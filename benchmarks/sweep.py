@@ -52,7 +52,7 @@ def main() -> None:
             budget = ["--steps", str(options.steps)]
         began, cores = time.time(), free.get()
         try:
-            common = ["--learners", str(options.learners), *budget, "--evaluate-every", "1000"]
+            common = ["--learners", str(options.learners), *budget, "--set", "evaluate_every=1000"]
             summary = train([*common, *flags], cores=cores)
         except RuntimeError as error:
             print(point, error, flush=True)

@@ -15,7 +15,8 @@ from tests.observe.conftest import small_run
 from tests.store.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
-from atoll.cli.app import where
+from atoll.cli import train
+from atoll.cli.shared import where
 from atoll.launch.local import Kill, LocalRun
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
@@ -40,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "odd.toml").write_text("[protocol]\nqorum = 2\n")
     (tmp_path / "work.toml").write_text("[workload]\ndept = 2\n")
     (tmp_path / "torn.toml").write_text("[protocol\n")
+    (tmp_path / "plan.toml").write_text("")
     (tmp_path / "far.toml").write_text("[service]\nkeys = 'atoll-keys'\n")
     return tmp_path
 
@@ -52,9 +54,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --config torn.toml", "torn.toml is not TOML"),
         ("train --config far.toml", "[service] keys belongs to atoll syncer, and atoll train starts everything on"),
         ("train --config none.toml", "cannot read none.toml: No such file or directory"),
-        ("train --quorum 5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
+        ("train --set quorum=5 --learners 4", "quorum = 5 can never be reached by 4 learners: set quorum to 4 or less"),
         ("train --learners 0", "learners = 0 is too small: the least is 1"),
-        ("train --depth 0", "workload.depth is 0"),
+        ("train --set workload.depth=0", "workload.depth is 0"),
         ("train missing.py", "there is no script missing.py: give the path of a Python file"),
         (
             "train --out old",
@@ -65,8 +67,33 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train script.py --algorithm data-parallel", "trains the built-in workload only: leave script.py out"),
         ("train --port 70000", "port = 70000 is not between 0 and 65535"),
         ("train --seed -1", "seed = -1 is below 0"),
+        ("train --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
+        ("syncer --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
+        ("chaos plan.toml --set qorum=2", "there is no setting 'qorum': did you mean quorum?"),
+        ("train --set depth=2", "there is no setting 'depth': did you mean workload.depth?"),
+        ("train --set quorum", "'quorum' is not understood: write it as quorum=2"),
+        ("train --set quorum=two", "quorum=two: expected int, got str"),
+        ("syncer --set quorum=two", "quorum=two: expected int, got str"),
+        ("chaos plan.toml --set quorum=two", "quorum=two: expected int, got str"),
+        ("train --set merge=median", "merge = 'median' is not known: use one of mean, rda, rda-row"),
+        ("syncer --set codec=int3", "codec = 'int3' is not known: use one of bf16, fp32"),
+        ("chaos plan.toml --set quorum=9", "quorum = 9 can never be reached by 4 learners"),
+        (
+            "chaos plan.toml --set workload.dept=2",
+            "no setting 'workload.dept': did you mean workload.depth or",
+        ),
+        ("train --fragments 4", "atoll train has no option --fragments: it is a setting, --set fragments=VALUE"),
+        ("train --depth 4", "atoll train has no option --depth: it is a setting, --set workload.depth=VALUE"),
+        ("train --learner 4", "atoll train has no option --learner: did you mean --learners"),
+        ("train --learners", "--learners needs a value: --learners N"),
+        ("train --learners four", "--learners four: 'four' is not a whole number"),
+        ("train --max-restarts -1", "--max-restarts -1 is too small: the least is 0"),
+        ("train --algorithm magic", "--algorithm magic: use one of decoupled, data-parallel"),
+        ("train --force=yes", "--force takes no value"),
+        ("export run", "atoll export needs OUT: atoll export [OPTIONS] RUN OUT"),
+        ("ls here there", "atoll ls does not know what to do with 'there'"),
         ("syncer --port 70000", "port = 70000 is not between 0 and 65535"),
-        ("syncer --learners 2 --quorum 3", "quorum = 3 can never be reached by 2 learners"),
+        ("syncer --learners 2 --set quorum=3", "quorum = 3 can never be reached by 2 learners"),
         ("learn missing.py --syncer http://127.0.0.1:1", "there is no script missing.py"),
         ("learn script.py --syncer nowhere", "is no address of a syncer: it looks like http://127.0.0.1:7077"),
         ("learn script.py --syncer http://127.0.0.1:1 --name ../x", "'../x' is no name: use 1 to 64 of a-z"),
@@ -75,9 +102,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train script.py --resume old", "goes on with the run's own script and settings: leave SCRIPT and --config"),
         ("train --config odd.toml --resume old", "with the run's own script and settings: leave SCRIPT and --config"),
         ("train --resume old --out new", "goes on in the run's own folder: --out belongs to --from-cut, for a new run"),
-        ("train --resume old --fragments 4", "fragments = 4 cannot change when a run goes on: start a new run for it"),
-        ("train --resume old --sync", "synchronous = True cannot change when a run goes on: start a new run for it"),
-        ("train --resume old --depth 3", "depth = 3 cannot change when a run goes on: start a new run for it"),
+        (
+            "train --resume old --set fragments=4",
+            "'fragments' cannot change while a run goes on: start a new run for it",
+        ),
+        (
+            "train --resume old --set synchronous=true",
+            "'synchronous' cannot change while a run goes on: start a new run for it",
+        ),
+        (
+            "train --resume old --set workload.depth=3",
+            "'workload.depth' cannot change while a run goes on: start a new run",
+        ),
         ("train --resume old", "old holds no run to go on with: it has no run.toml and journal/"),
         ("train --resume nowhere --from-cut 3", "nowhere holds no run to go on with: it has no run.toml and journal/"),
         ("syncer --resume nowhere", "nowhere holds no run to go on with: it has no run.toml and journal/"),
@@ -94,7 +130,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --tape script.py", "script.py is not a whole tape: make it again with atoll simulate tape"),
         ("train --tape none.tape --learners 3", "--tape brings learners with it: make another tape for another"),
         ("train --tape none.tape --kill learner-0@0.5", "--tape brings its faults with it"),
-        ("train --tape none.tape --resume old", "leave --seed, --init, --kill, --demo, --algorithm, --tape out"),
+        ("train --tape none.tape --resume old", "leave --seed, --kill, --demo, --algorithm, --tape out"),
         ("simulate tape a.tape --steps 0", "--steps 0: a tape needs an end; give it 1 or more"),
         ("simulate tape a.tape --step-s 1,2", "--step-s 1,2: give one number above 0, or 4 of them"),
         ("simulate tape a.tape --step-s fast", "--step-s fast: write seconds, as in 1 or 1,1,2.5"),
@@ -170,16 +206,6 @@ def test_an_https_address_is_opened_by_the_link_or_the_run_that_belongs_to_it(
         where(url)
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "syncer", "learn", "status", "verify", "export", "set", "replay", "report", "doctor"]
-)
-def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert atoll(monkeypatch, command, "--help") == 0
-    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "Example" in out and f"atoll {command} " in out
-    assert all(len(line) <= 80 for line in out.splitlines())
-
-
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert atoll(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"atoll {__version__}\n"
@@ -212,18 +238,29 @@ def test_the_command_line_becomes_settings(
 ) -> None:
     (folder / "run.toml").write_text("seed = 3\n[protocol]\nlearners = 8\nquorum = 2\n")
     run = begin(
-        monkeypatch, taken, "--config", "run.toml", "--learners", "3", "--sync", "--outer-lr", "0.5", "--depth", "1"
+        monkeypatch,
+        taken,
+        "--config",
+        "run.toml",
+        "--learners",
+        "3",
+        "--set",
+        "synchronous=true",
+        "--set",
+        "outer_lr=0.5",
+        "--set",
+        "workload.depth=1",
     )
     assert (run.config.seed, run.config.protocol.learners, run.config.protocol.quorum) == (3, 3, 2)
     assert run.config.protocol.synchronous and run.config.protocol.overlap == 0
     assert (run.config.outer.lr, run.config.workload) == (0.5, {"depth": 1})
-    assert run.config.protocol.steps == cli.train.STEPS, "the built-in workload would go on for ever"
+    assert run.config.protocol.steps == train.STEPS, "the built-in workload would go on for ever"
 
 
 def test_a_users_script_keeps_its_own_arguments_and_has_no_budget(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun]
 ) -> None:
-    run = begin(monkeypatch, taken, "script.py", "--learners", "2", "--evaluate-every", "0", "--", "--mine", "3")
+    run = begin(monkeypatch, taken, "script.py", "--learners", "2", "--set", "evaluate_every=0", "--", "--mine", "3")
     assert run.script == ["script.py", "--mine", "3"]
     assert not run.evaluator and run.config.protocol.steps == 0
 
@@ -235,7 +272,7 @@ def test_a_new_run_waits_for_its_learners_for_as_long_as_is_said(
     asked: list[tuple[str, ...]] = [
         (),
         ("--config", "wait.toml"),
-        ("--config", "wait.toml", "--wait-for-learners", "0"),
+        ("--config", "wait.toml", "--set", "wait_for_learners_s=0"),
     ]
     found = [begin(monkeypatch, taken, *words).config.protocol.wait_for_learners_s for words in asked]
     assert found == [30.0, 5.0, 0.0]
@@ -252,7 +289,7 @@ def test_the_demo_kills_one_and_may_be_repeated(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], folder: Path
 ) -> None:
     run = begin(monkeypatch, taken, "--demo", "--out", "old")
-    assert run.kills == (cli.train.DEMO_KILL,)
+    assert run.kills == (train.DEMO_KILL,)
     run = begin(monkeypatch, taken, "--demo", "--out", "old", "--kill", "learner-1@.25")
     assert run.kills == (Kill("learner-1", 0.25),)
     assert not (folder / "old" / "events.jsonl").exists()
@@ -271,7 +308,7 @@ def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
 def test_a_run_goes_on_in_its_own_folder_with_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, taken: list[LocalRun], stopped: WrittenRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = begin(monkeypatch, taken, "--resume", "run", "--steps", "900", "--outer-lr", "0.5", "--port", "7078")
+    run = begin(monkeypatch, taken, "--resume", "run", "--steps", "900", "--set", "outer_lr=0.5", "--port", "7078")
     assert run.out == stopped.dir and run.resume is not None
     assert (run.resume.run, run.resume.cut, run.resume.reopen) == ("small", 4, False)
     assert run.resume.changes == ("steps=900", "outer_lr=0.5"), "a port is no rule of the run"
@@ -328,7 +365,7 @@ def test_a_new_run_is_made_of_a_cut_in_a_folder_of_its_own(
     [
         ("train --resume run --from-cut 3 --out new", "run has no complete cut 3: there are 0, 2, 4"),
         ("train --resume run --steps 10", "has already trained for 10 steps: ask for more with --steps or --tokens"),
-        ("train --resume run --quorum 7", "quorum = 7 can never be reached by"),
+        ("train --resume run --set quorum=7", "quorum = 7 can never be reached by"),
         ("train --resume run --from-cut 2 --out old", "old already holds a run: choose another folder with --out"),
         ("export run out.safetensors --cut 3", "run has no cut 3; there are: 0, 2, 4"),
         ("export run script.py", "script.py is there already: choose another name, or replace it with --force"),

@@ -12,9 +12,9 @@ from unittest import mock
 import msgspec
 import pytest
 
-from atoll.cli.app import address_of
 from atoll.cli.keys import LAST, Last
 from atoll.cli.serve import check_door, invitation
+from atoll.cli.shared import address_of
 from atoll.config import Service, convert
 from atoll.fabric.address import parse_address
 from atoll.fabric.certificates import fingerprint, hosts_of, make_server

@@ -5,6 +5,10 @@ seed, init   chance; pretrained weights to begin with; script: what learners run
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
 [workload]   what the built-in workload trains; a user's own script may read what it likes from it
+
+On a command line every setting is a word `key=value`: `atoll train --set quorum=2`, `atoll set RUN quorum=2`. Keys are
+those of the file; of [outer], lr, momentum and optimizer are written outer_lr, outer_momentum and outer_optimizer; what
+belongs to [workload] is written workload.key. A list has commas.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_origin
 
 import msgspec
 import tomli_w
@@ -142,13 +147,110 @@ def load(path: Path) -> Config:
 
 
 def merged(document: dict[str, Any], changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The document with what the command line said on top; None says nothing."""
+    """The document with what the command line said on top, by table ("" is the top); None says nothing."""
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
     for table, values in changes.items():
         said = {key: value for key, value in values.items() if value is not None}
-        if said and isinstance(result.setdefault(table, {}), dict):  # what is no table is refused later, by its name
-            result[table].update(said)
+        place = result.setdefault(table, {}) if table and said else result
+        if isinstance(place, dict):  # what is no table is refused later, by its name
+            nested = {key: {**place[key], **value} for key, value in said.items() if key in place and key in NESTED}
+            place.update(said | nested)
     return result
+
+
+# ---- settings as words ----------------------------------------------------------------------------------------------
+
+
+PREFIXED = ("lr", "momentum", "optimizer")
+"""Of [outer]: alone these words mean the learner's own optimizer."""
+WORKLOAD, ONE_WEIGHT = "workload.", "weight_limit."
+NESTED = ("weight_limits",)
+NO_WORDS = ("script", "by_hand", "protocol", "outer", "service", "workload")
+"""Of a run's settings: what no word sets."""
+
+Changes = dict[str, dict[str, Any]]
+"""Values by table ("" is the top) and key."""
+
+
+class SettingPlace(NamedTuple):
+    table: str
+    field: str
+    kind: Any
+
+
+def known_settings(workload: type[msgspec.Struct] | None = None) -> dict[str, SettingPlace]:
+    """Every setting by the key of its word. `workload`: what the [workload] table is, where that is known."""
+    tables: list[tuple[str, type[msgspec.Struct]]] = [
+        ("", Config),
+        ("protocol", Settings),
+        ("outer", Outer),
+        ("service", Service),
+    ]
+    if workload is not None:
+        tables.append(("workload", workload))
+    found: dict[str, SettingPlace] = {}
+    for table, struct in tables:
+        for field in msgspec.structs.fields(struct):
+            if field.name not in (*NESTED, *(NO_WORDS if not table else ())):
+                found.setdefault(_key(table, field.name), SettingPlace(table, field.name, field.type))
+    return found
+
+
+def parse_settings(words: Sequence[str], workload: type[msgspec.Struct] | None = None) -> Changes:
+    """`["quorum=2", "outer_lr=0.5"]` by table; of two words for one setting the last counts.
+
+    ConfigError names the word and the fix."""
+    known = known_settings(workload)
+    changes: Changes = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not text:
+            raise ConfigError(f"{word!r} is not understood: write it as quorum=2")
+        if key.startswith(ONE_WEIGHT) and key != ONE_WEIGHT:
+            limits = changes.setdefault("protocol", {}).setdefault("weight_limits", {})
+            limits[key.removeprefix(ONE_WEIGHT)] = _convert_word(word, text, float)
+        elif key in known:
+            place = known[key]
+            changes.setdefault(place.table, {})[place.field] = _convert_word(word, text, place.kind)
+        elif workload is None and key.startswith(WORKLOAD) and key != WORKLOAD:
+            changes.setdefault("workload", {})[key.removeprefix(WORKLOAD)] = _read_value(text)
+        else:
+            raise ConfigError(f"there is no setting {key!r}: {_nearest(key, known)}")
+    if changes.get("protocol", {}).get("synchronous"):  # learners wait for the round, so nothing overlaps it
+        changes["protocol"].setdefault("overlap", 0)
+    return changes
+
+
+def _key(table: str, field: str) -> str:
+    if table == "workload":
+        return f"{WORKLOAD}{field}"
+    return f"outer_{field}" if table == "outer" and field in PREFIXED else field
+
+
+def _convert_word(word: str, text: str, kind: Any) -> Any:
+    value = text.split(",") if get_origin(kind) is tuple else text
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        problem = str(error).partition(" - at ")[0].replace("`", "")
+        raise ConfigError(f"{word}: {problem[:1].lower()}{problem[1:]}") from error
+
+
+def _read_value(text: str) -> Any:
+    """Of a script's own setting: as TOML has it, or a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    same = [name for name in names if name.removeprefix(WORKLOAD) == key]
+    if found := same or near:
+        return f"did you mean {' or '.join(found)}?"
+    return f"known are {', '.join(names)}"
 
 
 def _explain(error: str, kind: type[msgspec.Struct]) -> str:

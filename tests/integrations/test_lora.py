@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integrations
 def test_lora_trains_and_its_export_scores_as_the_run_did(run: Run) -> None:
     script = EXAMPLES / "lora.py"
     assert len(script.read_text().splitlines()) <= 60
-    run.train(script, "--learners", "2", "--steps", "60", "--sync-every", "8").ended()
+    run.train(script, "--learners", "2", "--steps", "60", "--set", "sync_every=8").ended()
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
     with safe_open(run.out / "model.safetensors", framework="numpy") as adapters:
         assert all("lora_" in name for name in adapters.keys())  # noqa: SIM118

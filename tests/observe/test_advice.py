@@ -19,13 +19,13 @@ def test_where_a_fragment_is_away_for_long_it_is_synced_less_often(events: list[
     summary = summary_of(events, overlap=80, missed=0)
     assert advise(summary) == [
         "a fragment comes back after 2 of 6 steps, and what was trained meanwhile is dropped (33 % of the tokens): "
-        "--sync-every 24 drops less of it, --adopt carry keeps it."
+        "--set sync_every=24 drops less of it, --set adopt=carry keeps it."
     ]
     assert any(one.startswith(ADVICE) for one in story(summary, events))
 
 
 def test_the_further_away_it_is_the_larger_is_the_h_to_take(events: list[Event]) -> None:
-    assert "--sync-every 48" in advise(summary_of(events, overlap=160, missed=0))[0]
+    assert "--set sync_every=48" in advise(summary_of(events, overlap=160, missed=0))[0]
 
 
 def test_where_rounds_were_missed_their_steps_can_be_kept(events: list[Event]) -> None:
@@ -34,7 +34,7 @@ def test_where_rounds_were_missed_their_steps_can_be_kept(events: list[Event]) -
         summary["per_learner"][name]["merged_share"] = share
     assert advise(summary) == [
         "50 % of the tokens were overwritten in rounds that their learner was not in; least was merged of b: "
-        "--adopt carry keeps such steps."
+        "--set adopt=carry keeps such steps."
     ]
 
 

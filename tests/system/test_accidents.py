@@ -12,7 +12,7 @@ from tests.system.conftest import SCRIPTS, Run, members
 
 pytestmark = pytest.mark.system
 
-LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1")
+LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1")
 
 
 @pytest.mark.faults
@@ -75,7 +75,7 @@ def test_a_syncer_that_dies_is_started_again_and_learners_rejoin(run: Run) -> No
 @pytest.mark.faults
 def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
     """Its momentum is broken too: refused three times, it recovers with a fresh optimizer and contributes again."""
-    calm = ("--merge", "mean", "--outer-lr", "1", "--outer-momentum", "0")
+    calm = ("--set", "merge=mean", "--set", "outer_lr=1", "--set", "outer_momentum=0")
     run.train(*LINE, "--learners", "4", "--steps", "100000", *calm, "--", "--nan-at", "30")
     run.until(lambda events: ("learner-1", 2) in members(events) and len(members(events)) >= 5)
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > 500)
@@ -93,7 +93,7 @@ def test_a_nan_step_in_one_of_four_learners(run: Run) -> None:
 @pytest.mark.faults
 def test_a_model_that_differs_is_refused_and_the_others_go_on(run: Run) -> None:
     """With an evaluator, for which this script brings no scorer: the run says so and does not wait for it."""
-    run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "100000", "--overlap", "1", "--", "--odd", "5")
+    run.train(SCRIPTS / "line.py", "--learners", "3", "--steps", "100000", "--set", "overlap=1", "--", "--odd", "5")
     run.until(lambda events: any("cannot take part" in e["text"] for e in events if e["kind"] == "warning"))
     run.until(lambda events: any("brings no scorer" in e["text"] for e in events if e["kind"] == "warning"))
     run.until(lambda events: len(members(events)) == 2)

@@ -18,7 +18,19 @@ pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(900)]
 
 TWELVE = [name for name in ATTACKS if name not in HARMLESS]
 SAMPLE = ["nan", "stale", "garbage"]
-WORDS = (SCRIPTS / "plain.py", "--sync", "--learners", "2", "--steps", "160", "--fragments", "2", "--sync-every", "4")
+WORDS = (
+    SCRIPTS / "plain.py",
+    "--set",
+    "synchronous=true",
+    "--learners",
+    "2",
+    "--steps",
+    "160",
+    "--set",
+    "fragments=2",
+    "--set",
+    "sync_every=4",
+)
 
 
 def digest_of(run: Run) -> str:
@@ -43,10 +55,10 @@ def test_attacks_leave_the_model_as_it_is_without_them(
     assert len(TWELVE) >= 12
     calm = Run(tmp_path_factory.mktemp("calm"))
     (calm.folder / "gate").touch()
-    calm.train(*WORDS, "--evaluate-every", "0").ended()
+    calm.train(*WORDS, "--set", "evaluate_every=0").ended()
 
     run = Run(tmp_path_factory.mktemp("attacked"))
-    run.train(*WORDS, "--evaluate-every", "0")
+    run.train(*WORDS, "--set", "evaluate_every=0")
     run.until(lambda _: len(run.events("round")) >= 16)  # what is usual must be known
     url = (run.out / "syncer.url").read_text()
     with (run.folder / "rogues.log").open("wb") as log:

@@ -10,7 +10,7 @@ from tests.system.conftest import SCRIPTS, Run
 
 pytestmark = pytest.mark.system
 
-LINE = (SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0")
+LINE = (SCRIPTS / "line.py", "--learners", "2", "--set", "evaluate_every=0")
 
 
 def complaint(run: Run) -> str:
@@ -22,13 +22,13 @@ def complaint(run: Run) -> str:
 
 @pytest.mark.faults
 def test_more_fragments_than_tensors(run: Run) -> None:
-    text = complaint(run.train(*LINE, "--fragments", "5"))
+    text = complaint(run.train(*LINE, "--set", "fragments=5"))
     assert "5 fragments" in text and "2 tensors" in text
 
 
 @pytest.mark.faults
 def test_too_little_memory_for_the_shared_buffers(run: Run) -> None:
-    text = complaint(run.train(*LINE, "--overlap", "1", "--", "--poor"))
+    text = complaint(run.train(*LINE, "--set", "overlap=1", "--", "--poor"))
     assert "the shared buffers need" in text and "use a smaller model" in text
 
 
@@ -36,14 +36,16 @@ def test_too_little_memory_for_the_shared_buffers(run: Run) -> None:
 def test_a_dataset_too_small(run: Run) -> None:
     small = run.folder / "small.txt"
     small.write_text("hello")
-    text = complaint(run.train("--learners", "2", "--steps", "10", "--data", small))
+    text = complaint(run.train("--learners", "2", "--steps", "10", "--set", f"workload.data={small}"))
     assert "small" in text
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["decoupled", "data-parallel"])
 def test_data_that_is_not_there(run: Run, algorithm: str) -> None:
-    text = complaint(run.train("--learners", "1", "--steps", "10", "--data", "nowhere.txt", "--algorithm", algorithm))
+    text = complaint(
+        run.train("--learners", "1", "--steps", "10", "--set", "workload.data=nowhere.txt", "--algorithm", algorithm)
+    )
     assert "nowhere.txt" in text
 
 

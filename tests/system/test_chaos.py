@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_is_attacked_and_judged(run: Run) -> None:
         {"kind": "syncer-kill", "at_s": 3.0},
     ]
     plan.write_text(tomli_w.dumps({"seconds": 10.0, "fault": faults, "verdict": {"syncer_back_s": 30.0}}))
-    run.train(SCRIPTS / "plain.py", "--learners", "2", "--evaluate-every", "0", "--breakable", "--json")
+    run.train(SCRIPTS / "plain.py", "--learners", "2", "--set", "evaluate_every=0", "--breakable", "--json")
     run.until(lambda events: len({name for name, _ in members(events)}) == 2)
     done = run.command("chaos", plan, "--run", run.folder / "nothing")
     assert done.returncode == 2 and "holds no run" in done.stderr

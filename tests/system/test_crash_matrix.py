@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CrashAt = Callable[..., None]
 CRASHING = Path(__file__).parent / "crashing"
-DIARY = (SCRIPTS / "diary.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+DIARY = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
 WIDE = ("--", "--width", "600")
 """Its larger fragment is decoded, merged and stepped beside the event loop."""
 

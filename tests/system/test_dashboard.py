@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-TINY = ("--depth", "1", "--block", "32", "--batch", "4")
+TINY = ("--set", "workload.depth=1", "--set", "workload.block=32", "--set", "workload.batch=4")
 WAIT_MS = 40_000
 GONE = "#rows tr[data-learner=learner-1][data-state=gone]"
 BACK = "#rows tr[data-learner=learner-1][data-state=stepping]"
@@ -44,7 +44,7 @@ def test_a_killed_learner_turns_red_says_gone_and_returns(run: Run, page: Page, 
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
-    run.train(SCRIPTS / "line.py", "--learners", "4", "--steps", "100000", "--port", "0", "--evaluate-every", "0")
+    run.train(SCRIPTS / "line.py", "--learners", "4", "--steps", "100000", "--port", "0", "--set", "evaluate_every=0")
     address = run.address()
     assert page.goto(f"{address}/").status == 401, "without a link nobody looks on"
     page.goto(run.command("dashboard", run.out).stdout.strip())

@@ -26,7 +26,7 @@ from atoll.telemetry.events import parse
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 CRASHING = Path(__file__).parent / "crashing"
-DIARY = (SCRIPTS / "diary.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+DIARY = (SCRIPTS / "diary.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
 SIZE = "16m"
 
 

@@ -2,7 +2,7 @@
 
 What a user expects of each cell:
 
-| the run | `train --resume`, `--evaluate-every 0`, `syncer --resume` | more `--steps` / `--tokens` | `--standby` |
+| the run | `train --resume`, `--set evaluate_every=0`, `syncer --resume` | more `--steps` / `--tokens` | `--standby` |
 | --- | --- | --- | --- |
 | has budget left (Ctrl-C, drained, failed, supervisor killed) | trains on | trains on | refused: it is over |
 | was killed as a whole | trains on | trains on | takes over and trains on |
@@ -60,7 +60,7 @@ def cut_is_made(events: list[Event]) -> bool:
 def train(run: Run, *words: object, script: tuple[object, ...] = ()) -> Run:
     settings = run.folder / "settings.toml"
     settings.write_text(SETTINGS)
-    command = (SCRIPT, "--config", settings, "--evaluate-every", 20, *words, "--", *script)
+    command = (SCRIPT, "--config", settings, "--set", "evaluate_every=20", *words, "--", *script)
     return run.train(*map(str, command))
 
 
@@ -185,7 +185,7 @@ def more_tokens(run: Run) -> None:
 
 
 def without_evaluator(run: Run) -> None:
-    resume(run, "--evaluate-every", 0)
+    resume(run, "--set", "evaluate_every=0")
 
 
 def syncer_by_hand(run: Run) -> None:

@@ -31,7 +31,7 @@ def load_back(run: Run, script: Path) -> None:
 def test_an_example_trains_and_its_export_scores_as_the_run_did(run: Run, name: str) -> None:
     script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60
-    run.train(script, "--learners", "2", "--steps", "80", "--sync-every", "8").ended()
+    run.train(script, "--learners", "2", "--steps", "80", "--set", "sync_every=8").ended()
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
     load_back(run, script)
     run.check_replay()

@@ -26,7 +26,7 @@ def test_a_typo_is_on_the_screen_at_the_first_death_and_ends_the_run(run: Run) -
 
 
 def test_a_script_that_never_joins_is_exit_code_1_and_no_model_is_named(run: Run) -> None:
-    run.train(write_script(run, "print('hello')\n"), "--learners", "2", "--evaluate-every", "0").ended(code=1)
+    run.train(write_script(run, "print('hello')\n"), "--learners", "2", "--set", "evaluate_every=0").ended(code=1)
     assert run.stderr.startswith(
         "atoll: no learner joined the run: the script has to train inside 'with atoll.Learner("
     )
@@ -38,7 +38,7 @@ def test_a_run_goes_on_where_and_with_what_its_script_was_started(run: Run, monk
     code = "import os, sys\nsys.exit(f\"{os.environ['DATA_DIR']}: {open('answer').read()}\")\n"
     monkeypatch.setenv("DATA_DIR", "c4")
     monkeypatch.setenv("HF_TOKEN", "nobody-may-know")
-    run.train(write_script(run, code), "--learners", "1", "--evaluate-every", "0").ended(code=1)
+    run.train(write_script(run, code), "--learners", "1", "--set", "evaluate_every=0").ended(code=1)
     assert "nobody-may-know" not in (run.out / "environment.json").read_text()
     (run.folder / "answer").write_text("it is here")
     monkeypatch.delenv("DATA_DIR")

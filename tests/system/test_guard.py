@@ -13,14 +13,14 @@ from tests.system.conftest import SCRIPTS, Run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-LINE = (SCRIPTS / "drift.py", "--learners", "2", "--fragments", "2", "--sync-every", "4", "--overlap", "1")
+LINE = (SCRIPTS / "drift.py", "--learners", "2", "--set", "fragments=2", "--set", "sync_every=4", "--set", "overlap=1")
 
 
 def drift(run: Run, *options: str | Path, script: tuple[str | Path, ...]) -> Run:
     """Norms are not looked at: this harm is meant to come in."""
     settings = run.out.parent / "settings.toml"
     settings.write_text("[outer]\nnorm_limit = 1e9\n")
-    shape = ("--config", settings, "--evaluate-every", "2", "--cut-every", "20")
+    shape = ("--config", settings, "--set", "evaluate_every=2", "--set", "cut_every=20")
     return run.train(*LINE, *shape, *options, "--", *script)
 
 
@@ -30,7 +30,7 @@ def losses(events: list[dict[str, Any]]) -> list[float]:
 
 def test_a_poisoned_run_returns_to_a_good_loss_and_goes_on(run: Run) -> None:
     poison = run.out.parent / "poison"
-    drift(run, "--guard", "rollback", script=("--while", poison))
+    drift(run, "--set", "guard=rollback", script=("--while", poison))
     run.until(lambda events: min(losses(events), default=9.0) < 0.2)
     poison.touch()
     run.until(lambda events: any(event["kind"] == "restored" for event in events))
@@ -71,7 +71,7 @@ def test_with_an_alarm_the_operator_is_told_and_nothing_else_happens(run: Run) -
 
 
 def test_a_run_that_was_rolled_back_is_repeated_bit_for_bit(run: Run) -> None:
-    drift(run, "--guard", "rollback", script=("--from", "150", "--to", "450", "--broken-at", "20"))
+    drift(run, "--set", "guard=rollback", script=("--from", "150", "--to", "450", "--broken-at", "20"))
     run.until(lambda events: any(event["kind"] == "restored" for event in events))
     at = len(run.events("round"))
     run.until(lambda events: sum(event["kind"] == "round" for event in events) > at + 20)

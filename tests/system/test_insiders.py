@@ -15,17 +15,18 @@ from tests.system.conftest import SCRIPTS, Run
 pytestmark = [pytest.mark.system, pytest.mark.faults, pytest.mark.timeout(1200)]
 
 SHAPE = (
-    "--sync",
+    "--set",
+    "synchronous=true",
     "--learners",
     "4",
-    "--fragments",
-    "2",
-    "--sync-every",
-    "12",
+    "--set",
+    "fragments=2",
+    "--set",
+    "sync_every=12",
     "--steps",
     "400",
-    "--evaluate-every",
-    "0",
+    "--set",
+    "evaluate_every=0",
 )
 
 

@@ -20,7 +20,7 @@ from atoll.protocol.records import Begun, Merged
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 LEARNERS = 3
-LEASED = (SCRIPTS / "lease.py", "--evaluate-every", "0", "--learners", str(LEARNERS))
+LEASED = (SCRIPTS / "lease.py", "--set", "evaluate_every=0", "--learners", str(LEARNERS))
 NAMES = ["syncer", *(f"{kind}-{n}" for kind in ("learner", "courier") for n in range(LEARNERS))]
 LONGEST_CALM_S = 3.0
 """Between two kills: shorter and longer than a learner takes to come back."""
@@ -94,7 +94,7 @@ def test_every_token_and_every_sample_is_accounted_for_after_a_storm(run: Run, s
 
 @pytest.mark.faults
 def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Run) -> None:
-    run.train(*LEASED, "--sync", "--", "--epochs", "1", "--samples", "1500").ended()
+    run.train(*LEASED, "--set", "synchronous=true", "--", "--epochs", "1", "--samples", "1500").ended()
     records = facts.records(run)
     samples = Samples.of(records)
     everything = Counter((0, 0, position) for position in range(1500))

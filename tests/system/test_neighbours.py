@@ -32,7 +32,7 @@ from atoll.store.verify import verify_run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--cut-every", "10")
+LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "cut_every=10")
 
 
 @pytest.fixture(scope="module")

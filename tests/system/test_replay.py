@@ -14,7 +14,7 @@ from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
 
-LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
 
 
 def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
@@ -33,7 +33,7 @@ def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit
 
 def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_out(run: Run) -> None:
     """One is killed: what it had prefetched and not trained on goes to whoever is leased it next."""
-    run.train(SCRIPTS / "loader.py", "--evaluate-every", "0", "--overlap", "1", "--learners", "2")
+    run.train(SCRIPTS / "loader.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
     run.until(lambda events: len(members(events)) == 2)
     os.kill(run.pid("learner-1"), signal.SIGKILL)
     run.until(lambda events: ("learner-1", 2) in members(events))
@@ -55,7 +55,7 @@ def test_a_run_that_was_ended_killed_whole_and_gone_on_with_is_repeated(run: Run
         at = len(run.events("round"))
         run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + rounds)
 
-    run.train(*LINE, "--cut-every", "4")
+    run.train(*LINE, "--set", "cut_every=4")
     run.until(lambda events: len(members(events)) == 2)
     run.interrupt()
     run.ended()
@@ -72,7 +72,7 @@ def test_a_run_that_was_ended_killed_whole_and_gone_on_with_is_repeated(run: Run
 
 @pytest.mark.faults
 def test_a_part_of_a_run_and_a_script_that_does_something_else(run: Run) -> None:
-    run.train(*LINE, "--steps", "60", "--adopt", "carry")
+    run.train(*LINE, "--steps", "60", "--set", "adopt=carry")
     run.ended()
     until = run.replay("--until", "5", "--jobs", "1")
     assert (until["identical"], until["through"]) == (True, 5)

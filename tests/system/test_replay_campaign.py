@@ -41,7 +41,7 @@ def train_and_replay(run: Run, seed: int, steps: int, *, killed: bool) -> None:
     settings.write_text(tomli_w.dumps({"workload": {**TINY, "pace_s": LEAST_STEP_S[killed]}}))
     victim = f"learner-{seed % learners}@{0.05 + seed % 5 / 20:.2f}"
     kill = ("--kill", victim) if killed else ()
-    shape = ("--learners", str(learners), "--steps", str(steps), "--seed", str(seed), "--evaluate-every", "0")
+    shape = ("--learners", str(learners), "--steps", str(steps), "--seed", str(seed), "--set", "evaluate_every=0")
     with busy_core():
         run.train("--config", settings, *shape, *kill).ended()
     assert len(run.events("killed")) == killed

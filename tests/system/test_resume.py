@@ -20,9 +20,19 @@ from atoll.store.verify import verify_run
 
 pytestmark = pytest.mark.system
 
-EXACT = (SCRIPTS / "exact.py", "--learners", "2", "--sync", "--sync-every", "6", "--fragments", "3")
-QUIET = ("--cut-every", "20", "--evaluate-every", "0")
-LINE = (SCRIPTS / "line.py", "--evaluate-every", "0", "--overlap", "1", "--cut-every", "20")
+EXACT = (
+    SCRIPTS / "exact.py",
+    "--learners",
+    "2",
+    "--set",
+    "synchronous=true",
+    "--set",
+    "sync_every=6",
+    "--set",
+    "fragments=3",
+)
+QUIET = ("--set", "cut_every=20", "--set", "evaluate_every=0")
+LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--set", "cut_every=20")
 
 
 def cut_at(number: int):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from tests.system.conftest import SCRIPTS, Run
 pytestmark = pytest.mark.system
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_script.py"
-TINY = ("--depth", "1", "--block", "32", "--batch", "4")
+TINY = ("--set", "workload.depth=1", "--set", "workload.block=32", "--set", "workload.batch=4")
 FIELDS = {
     "goodput", "merged_share", "uptime", "liveness", "participation", "effective_h", "tokens", "rounds", "restarts",
     "bytes_per_token", "validation_loss_start", "validation_loss_end", "longest_gap_s", "median_gap_s", "wall_s",
@@ -41,16 +41,38 @@ def test_two_learners_train_the_built_in_model(run: Run) -> None:
     "options",
     [
         pytest.param(
-            ("--sync", "--merge", "mean", "--steps", "24", "--fragments", "1", "--sync-every", "6"),
+            (
+                "--set",
+                "synchronous=true",
+                "--set",
+                "merge=mean",
+                "--steps",
+                "24",
+                "--set",
+                "fragments=1",
+                "--set",
+                "sync_every=6",
+            ),
             id="sync",
             marks=pytest.mark.faults,
         ),
         pytest.param(
-            ("--adopt", "carry", "--merge", "rda-row", "--tokens", "6000", "--fragments", "2", "--sync-every", "8"),
+            (
+                "--set",
+                "adopt=carry",
+                "--set",
+                "merge=rda-row",
+                "--tokens",
+                "6000",
+                "--set",
+                "fragments=2",
+                "--set",
+                "sync_every=8",
+            ),
             id="carry",
         ),
         pytest.param(
-            ("--adopt", "blend", "--blend", "0.3", "--quorum", "2", "--steps", "60", "--codec", "fp32"),
+            ("--set", "adopt=blend", "--set", "blend=0.3", "--set", "quorum=2", "--steps", "60", "--set", "codec=fp32"),
             id="blend",
             marks=pytest.mark.faults,
         ),
@@ -58,7 +80,7 @@ def test_two_learners_train_the_built_in_model(run: Run) -> None:
 )
 def test_the_rules_a_run_may_choose(run: Run, options: tuple[str, ...]) -> None:
     run.train(
-        SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--json", "--overlap", "1", *options
+        SCRIPTS / "line.py", "--learners", "2", "--set", "evaluate_every=0", "--json", "--set", "overlap=1", *options
     ).ended()
     summary = json.loads(run.stdout)
     assert summary == run.summary
@@ -69,7 +91,7 @@ def test_the_rules_a_run_may_choose(run: Run, options: tuple[str, ...]) -> None:
 
 
 def test_a_users_script_with_its_own_scorer(run: Run) -> None:
-    run.train(EXAMPLE, "--learners", "2", "--steps", "30", "--evaluate-every", "20").ended()
+    run.train(EXAMPLE, "--learners", "2", "--steps", "30", "--set", "evaluate_every=20").ended()
     assert run.summary["validation_loss_end"] < run.summary["validation_loss_start"]
     assert run.events("score")[-1]["final"]
 
@@ -77,7 +99,7 @@ def test_a_users_script_with_its_own_scorer(run: Run) -> None:
 @pytest.mark.faults
 def test_learners_that_leave_by_themselves_end_the_run(run: Run) -> None:
     run.train(
-        SCRIPTS / "line.py", "--learners", "2", "--evaluate-every", "0", "--overlap", "1", "--", "--steps", "40"
+        SCRIPTS / "line.py", "--learners", "2", "--set", "evaluate_every=0", "--set", "overlap=1", "--", "--steps", "40"
     ).ended()
     assert run.summary["rounds"] > 0
     assert run.summary["reason"].startswith("every learner")

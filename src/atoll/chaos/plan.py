@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from atoll.chaos.verdict import Limits
-from atoll.config import Config, convert
+from atoll.config import Changes, Config, convert, merged
 from atoll.protocol.errors import ConfigError
 
 
@@ -117,18 +117,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return tuple(sorted(found, key=lambda one: float("inf") if one.at_s is None else one.at_s))
 
 
-def load(path: Path, config: Config | None = None) -> Plan:
-    """`config`: of a run that goes on already, instead of the plan's own."""
+def load(path: Path, config: Config | None = None, changes: Changes | None = None) -> Plan:
+    """`config`: of a run that goes on already, instead of the plan's own; `changes`: settings on top of those."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the plan {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return parse(document, str(path), config)
+    return parse(document, str(path), config, changes)
 
 
-def parse(document: dict[str, Any], origin: str, config: Config | None = None) -> Plan:
+def parse(document: dict[str, Any], origin: str, config: Config | None = None, changes: Changes | None = None) -> Plan:
     if not isinstance(own := document.get("config", {}), dict):
         raise ConfigError(f"{origin}: config must be a table, with what run.toml holds")
     rest = {key: value for key, value in document.items() if key != "config"}
@@ -136,7 +136,7 @@ def parse(document: dict[str, Any], origin: str, config: Config | None = None) -
         plan = msgspec.convert(rest, Plan)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{origin}: {error}") from error
-    settings = config or convert(own, f"{origin}, table [config]")
+    settings = config or convert(merged(own, changes or {}), f"{origin}, table [config]")
     plan = msgspec.structs.replace(plan, config=settings)
     check(plan, origin)
     return plan

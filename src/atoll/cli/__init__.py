@@ -1,29 +1,24 @@
-"""The command line. Every command says what it does with an example; a user's mistake is one line, not a traceback."""
+"""The command line. Every command says what it does with an example; a user's mistake is one line, not a traceback.
+
+`declared` has the commands with their options and help, `command` parses and prints them, and the other modules run
+them.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-
-from atoll import __version__
-from atoll.cli import commands
+from atoll.cli.command import call
+from atoll.cli.declared import ATOLL
 from atoll.protocol.errors import AtollError
 
 __all__ = ["main"]
 
 
-@commands.app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        print(f"atoll {__version__}")
-        raise typer.Exit
-
-
 def main() -> None:
+    program = "python -m atoll" if sys.argv[0].endswith("__main__.py") else "atoll"
     try:
-        commands.app()
+        call(ATOLL, sys.argv[1:], program)
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

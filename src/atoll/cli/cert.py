@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from atoll.cli.app import OPERATOR, app, short
 from atoll.cli.keys import new_token
+from atoll.cli.shared import OPERATOR, short
 from atoll.fabric.certificates import (
     Pair,
     fingerprint,
@@ -23,39 +21,21 @@ from atoll.fabric.certificates import (
 )
 from atoll.fabric.join_tokens import Tokens
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import FOLDER, KeyDir
+from atoll.store.keys import KeyDir
 from atoll.syncer.credentials import write_tokens
 
 
-@app.command()
 def cert(
-    out: Annotated[Path, typer.Option(help="Where the keys go.", metavar="DIR")] = FOLDER,
-    host: Annotated[
-        list[str] | None, typer.Option(help="A name or address the syncer is reached by; several times for more.")
-    ] = None,
-    days: Annotated[float, typer.Option(help="How long the certificate counts.")] = 365.0,
-    ca: Annotated[bool, typer.Option("--ca", help="With an authority of its own, for --learner.")] = False,
-    learner: Annotated[
-        str | None, typer.Option(help="A certificate for this learner (mutual TLS).", metavar="NAME")
-    ] = None,
-    following: Annotated[
-        bool, typer.Option("--next", help="The certificate that is to follow: links name both from then on.")
-    ] = False,
-    renew: Annotated[
-        bool, typer.Option("--renew", help="Another certificate in the place of this one; tokens stay.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace keys that lie there, and old links.")] = False,
+    *,
+    out: Path,
+    host: list[str],
+    days: float,
+    ca: bool,
+    learner: str | None,
+    following: bool,
+    renew: bool,
+    force: bool,
 ) -> None:
-    """Make what a run needs to leave this machine: a certificate and a first token.
-
-    Examples:
-
-      atoll cert
-
-      atoll cert --ca --host syncer.example.org && atoll cert --learner learner-0
-
-      atoll cert --next && atoll tokens link     (and once learners have the new link: atoll cert --renew)
-    """
     if not 0 < days <= 3650:
         raise ConfigError(f"--days {days:g} is not from 0 to 3650")
     if sum((learner is not None, following, renew, ca)) > 1:
@@ -63,7 +43,7 @@ def cert(
     console = Console(highlight=False, soft_wrap=True)
     if following or renew:
         keys = KeyDir.open(out)
-        (_make_next if following else _renew)(keys, host or [], days, force, console)
+        (_make_next if following else _renew)(keys, host, days, force, console)
         return
     keys = KeyDir.create(out)
     if learner is not None:
@@ -75,7 +55,7 @@ def cert(
     if authority is not None:
         _write(keys, keys.authority, keys.authority_key, authority)
         _write(keys, *keys.of_learner(OPERATOR), make_client(OPERATOR, days, authority))
-    pair = make_server(_hosts(host or []), days, authority)
+    pair = make_server(_hosts(host), days, authority)
     _write(keys, keys.certificate, keys.key, pair)
     write_tokens(keys, Tokens([new_token("join"), new_token("operator", role="operator")]))
     for old in (keys.next_certificate, keys.next_key):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 
 from atoll.chaos import performance
@@ -15,8 +14,8 @@ from atoll.chaos.performance import Performance
 from atoll.chaos.plan import KINDS, Plan
 from atoll.chaos.standby import follow, order
 from atoll.chaos.verdict import Finding
-from atoll.cli.app import app, compile_kernels, document_of, find_run, short, write_summary
-from atoll.config import Config, convert
+from atoll.cli.shared import compile_kernels, document_of, short, write_summary
+from atoll.config import Config, convert, parse_settings
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.observe import dashboard
 from atoll.observe.figures import table
@@ -26,44 +25,28 @@ from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
+from atoll.workloads.settings import WorkloadSettings
 
 
-@app.command(context_settings={"allow_extra_args": True})
 def chaos(
-    context: typer.Context,
-    plan: Annotated[Path, typer.Argument(help="The plan of faults, TOML.")],
-    script: Annotated[Path | None, typer.Argument(help="Your training script; without one, a small GPT.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; the calm run's is beside it.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw other faults than the plan's seed does.")] = None,
-    calm: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A calm run of the same plan that lies there already; several: their mean counts.", metavar="DIR"
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(help="Attack the run that goes on in this folder.", metavar="RUN", callback=find_run)
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the faults, and do nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="The verdict as JSON.")] = False,
+    *,
+    arguments: list[str],
+    plan: Path,
+    script: Path | None,
+    out: Path | None,
+    seed: int | None,
+    calm: list[Path],
+    run: Path | None,
+    words: list[str],
+    show: bool,
+    force: bool,
+    json_: bool,
 ) -> None:
-    """Attack a real run by a plan of faults, and get a verdict in numbers.
-
-    Where the verdict compares with a run in peace, that one is made first. Exit code 0: everything holds that the plan
-    asks for. 1: something does not. The same plan and seed are the same faults. With --run, a run that goes on already
-    and was started with `atoll train --breakable` is attacked; the verdict is given when that run ends.
-
-    Examples:
-
-      atoll chaos examples/storm.toml
-
-      atoll chaos examples/storm.toml my_script.py --seed 8 --out atoll-runs/storm
-
-      atoll chaos examples/storm.toml --run atoll-runs/first
-    """
     going = RunDir.open(run) if run is not None else None
-    found = plans.load(plan, load_settings(going) if going is not None else None)
+    if going is not None and words:
+        raise ConfigError("--run attacks a run by its own settings: change them with `atoll set`, and leave --set out")
+    changes = parse_settings(words, WorkloadSettings if script is None else None)
+    found = plans.load(plan, load_settings(going) if going is not None else None, changes)
     if seed is not None:
         if seed < 0:
             raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
@@ -74,13 +57,13 @@ def chaos(
     if going is not None:
         if script is not None or out is not None or force:
             raise ConfigError("--run attacks a run that goes on already: leave SCRIPT, --out and --force out")
-        _attack(found, going, [RunDir.open(one) for one in calm or ()], json_)
+        _attack(found, going, [RunDir.open(one) for one in calm], json_)
         return
-    arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
+    arguments = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     run_dir = RunDir.create(out, force=force)
     console = Console(stderr=json_)
     compile_kernels(console)
-    beside = [RunDir.open(one) for one in calm or ()]
+    beside = [RunDir.open(one) for one in calm]
     if not beside and found.verdict.needs_calm:
         peace = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)
         console.print(f"first in peace: {short(peace.path)}", highlight=False, soft_wrap=True)
@@ -136,7 +119,7 @@ def _close(plan: Plan, out: RunDir, findings: list[Finding], console: Console, a
         console.print(made)
         console.print(f"see atoll report {short(out.path)}", highlight=False, soft_wrap=True)
     if not ok:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def load_settings(out: RunDir) -> Config:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from atoll.baselines.compare import METHODS, Method, Outcome, comparable, run_method
 from atoll.chaos import plan as plans
 from atoll.chaos.plan import Plan
-from atoll.cli.app import app, compile_kernels, short
 from atoll.cli.lists import names
+from atoll.cli.shared import compile_kernels, short
 from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.atomic import write_atomic
@@ -29,29 +27,7 @@ NAMES = {
 }
 
 
-@app.command()
-def compare(
-    plan: Annotated[Path, typer.Argument(help="The plan of faults, TOML: as for atoll chaos.")],
-    out: Annotated[Path | None, typer.Option(help="Where the runs go, each in a folder of its own.")] = None,
-    methods: Annotated[str, typer.Option(help="Which, in which order.", metavar="LIST")] = ",".join(METHODS),
-    checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints of data-parallel; 0: one every 10 s.", metavar="STEPS")
-    ] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace runs that lie there.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
-) -> None:
-    """Run several methods under the same plan of faults, and see what is left of each.
-
-    All train the built-in workload: same model, batch per learner and pace; each for the plan's time after everybody's
-    first step. Kills, pauses, slowness, restarts and leaves of learner-i happen to rank i of the data-parallel methods;
-    what they have not (a syncer, links to it) cannot fail there. Exit code 0: all of them ran.
-
-    Examples:
-
-      atoll compare examples/kills.toml
-
-      atoll compare examples/kills.toml --methods decoupled,elastic-data-parallel --out atoll-runs/kills
-    """
+def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, force: bool, json_: bool) -> None:
     if checkpoint_every < 0:
         raise ConfigError(f"--checkpoint-every {checkpoint_every} is below 0; 0 makes one every 10 s")
     chosen = list(dict.fromkeys(names("--methods", methods, METHODS)))
@@ -73,7 +49,7 @@ def compare(
     for method, words in failures.items():
         console.print(f"{method} did not run to its end: {words}", highlight=False, soft_wrap=True)
     if failures:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _run_all(

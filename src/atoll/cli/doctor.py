@@ -4,60 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.app import app, where
 from atoll.cli.lists import number
+from atoll.cli.shared import where
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address
 from atoll.observe.doctor import Check, examine
 from atoll.observe.figures import plain, table
 from atoll.protocol.errors import ConfigError
-from atoll.store.rundir import RUNS
 
 LOOKS = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red")}
 NAME = 14
 """The longest name of a check."""
 
 
-@app.command()
 def doctor(
-    join: Annotated[
-        str | None,
-        typer.Option(help="Also the way to a syncer: the join link it printed.", envvar="ATOLL_JOIN", metavar="LINK"),
-    ] = None,
-    syncer: Annotated[
-        str | None,
-        typer.Option(help="The same by its address on this machine, or a run's folder.", metavar="URL|DIR"),
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="With either: could the link carry this model? 7B, 350M.", metavar="N")
-    ] = None,
-    step: Annotated[float | None, typer.Option(help="And how long its steps take.", metavar="SECONDS")] = None,
-    out: Annotated[Path, typer.Option(help="Where runs would be written.", metavar="DIR")] = RUNS,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    *,
+    join: str | None,
+    syncer: str | None,
+    parameters: str | None,
+    step: float | None,
+    out: Path,
+    json_: bool,
 ) -> None:
-    """Say what would go wrong here: Python, torch, kernels, memory, disk, network, clock.
-
-    With --join LINK (or ATOLL_JOIN, which is in no list of processes) also on the way to that syncer: whether its
-    addresses answer with the right certificate, round trip, bandwidth both ways, what TLS costs, how far the clocks are
-    apart; and which H, P and codec the link can carry.
-
-    Takes some seconds; writes 64 MiB to the disk and removes them. Exit code 0: nothing fails. 1: something does.
-
-    Examples:
-
-      atoll doctor
-
-      atoll doctor --syncer http://127.0.0.1:7077 --out /data/runs
-
-      atoll doctor --join LINK --parameters 1B --step 0.8
-    """
     address, size = _address(join, syncer), number("--parameters", parameters) if parameters is not None else None
     if address is None and (size is not None or step is not None):
         raise ConfigError("--parameters and --step say what a link is to carry: name it by --join LINK or --syncer")
@@ -83,7 +56,7 @@ def doctor(
     else:
         console.print(_closing(counts))
     if counts["fail"]:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _address(join: str | None, syncer: str | None) -> SyncerAddress | None:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import msgspec
-import typer
 from rich.console import Console
 
-from atoll.cli.app import app
-from atoll.cli.commands import App
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.join_tokens import NAMES, Role, Token, new_secret
 from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError
-from atoll.store.keys import FOLDER, KeyDir
+from atoll.store.keys import KeyDir
 from atoll.store.rundir import RunDir, checked_name
 from atoll.syncer.credentials import local_tokens, read_tokens, write_tokens
 
-tokens_app = App(help="Who may join a run: list, add, revoke, while it goes on.", no_args_is_help=False)
-app.add_typer(tokens_app, name="tokens", invoke_without_command=True)
-
-Keys = Annotated[Path, typer.Option(help="The folder that atoll cert made.", metavar="DIR", envvar="ATOLL_KEYS")]
 LONGEST_HOURS = 24 * 3650.0
 LAST = "last.json"
 """In the folder of keys: where the syncer that used them last can be reached. No secret."""
@@ -38,21 +31,7 @@ class Last(msgspec.Struct, frozen=True):
     """The certificate of a proxy in front, whose fingerprint links name then."""
 
 
-@tokens_app.callback()
-def list_tokens(context: typer.Context, keys: Keys = FOLDER) -> None:
-    """Who may join, and until when.
-
-    Examples:
-
-      atoll tokens
-
-      atoll tokens add eu --learner 'eu-*' --most 4 --hours 24
-
-      atoll tokens revoke eu
-    """
-    context.obj = keys
-    if context.invoked_subcommand is not None:
-        return
+def list_tokens(keys: Path) -> None:
     now = time.time()
     made = table("tokens", "name", "role", "learners", "at once", "names ever", "counts", words=6)
     for token in read_tokens(KeyDir.open(keys)).all:
@@ -63,45 +42,17 @@ def list_tokens(context: typer.Context, keys: Keys = FOLDER) -> None:
     Console().print(made)
 
 
-@tokens_app.command()
-def add(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="What it is called; no secret.")],
-    role: Annotated[str, typer.Option(help="viewer, learner, evaluator or operator.")] = "learner",
-    learner: Annotated[str, typer.Option(help="Only for this learner, or with a star at the end for a group.")] = "",
-    most: Annotated[int, typer.Option(help="So many learners at once; 0: any number.")] = 0,
-    names: Annotated[int, typer.Option(help="So many different names, those that have left included.")] = NAMES,
-    hours: Annotated[float, typer.Option(help="How long it counts; 0: until it is revoked.")] = 0.0,
-) -> None:
-    """One token more; its join link is printed.
-
-    Example:
-
-      atoll tokens add anna --learner anna-laptop --hours 48
-    """
+def add(keys: Path, name: str, role: str, learner: str, most: int, names: int, hours: float) -> None:
     if role not in get_args(Role):
         raise ConfigError(f"--role {role} is none of {', '.join(get_args(Role))}")
     _check_numbers(most, names, hours)
-    keys = KeyDir.open(context.obj)
+    folder = KeyDir.open(keys)
     token = new_token(checked_name(name), role=role, learner=learner, most=most, names=names, hours=hours)
-    write_tokens(keys, read_tokens(keys).added(token))
-    _print_link(keys, token)
+    write_tokens(folder, read_tokens(folder).added(token))
+    _print_link(folder, token)
 
 
-@tokens_app.command("change")
-def change_token(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which.")],
-    most: Annotated[int | None, typer.Option(help="So many learners at once; 0: any number.")] = None,
-    names: Annotated[int | None, typer.Option(help="So many different names, those that have left included.")] = None,
-    hours: Annotated[float | None, typer.Option(help="How long it counts from now; 0: until it is revoked.")] = None,
-) -> None:
-    """Another measure for a token, while a run goes on; its link stays.
-
-    Example:
-
-      atoll tokens change join --names 20000
-    """
+def change_token(keys: Path, name: str, most: int | None, names: int | None, hours: float | None) -> None:
     _check_numbers(most or 0, NAMES if names is None else names, hours or 0.0)
     asked: dict[str, Any] = {"most": most, "names": names}
     changes = {key: value for key, value in asked.items() if value is not None}
@@ -109,50 +60,23 @@ def change_token(
         changes["expires"] = _expires(hours)
     if not changes:
         raise ConfigError("nothing to change: name --most, --names or --hours")
-    keys = KeyDir.open(context.obj)
-    write_tokens(keys, read_tokens(keys).with_changed(name, **changes))
+    folder = KeyDir.open(keys)
+    write_tokens(folder, read_tokens(folder).with_changed(name, **changes))
     Console(highlight=False).print(f"{name} is changed; a syncer that goes on sees it within two seconds")
 
 
-@tokens_app.command()
-def revoke(context: typer.Context, name: Annotated[str, typer.Argument(help="Which.")]) -> None:
-    """One token less: whoever came by it is sent away within seconds.
-
-    Example:
-
-      atoll tokens revoke anna
-    """
-    keys = KeyDir.open(context.obj)
-    write_tokens(keys, read_tokens(keys).without(name))
+def revoke(keys: Path, name: str) -> None:
+    folder = KeyDir.open(keys)
+    write_tokens(folder, read_tokens(folder).without(name))
     Console(highlight=False).print(f"{name} is revoked; a syncer that goes on sees it within two seconds")
 
 
-@tokens_app.command()
-def link(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which.")] = "join",
-    ca: Annotated[
-        bool, typer.Option("--ca", help="By the authority of the certificate: stays good when it is renewed.")
-    ] = False,
-    run: Annotated[
-        Path | None, typer.Option(help="Of a run without keys: for another user of its machine.", metavar="DIR")
-    ] = None,
-) -> None:
-    """The join link of a token, again. It is a secret: whoever has it can join.
-
-    Examples:
-
-      atoll tokens link eu
-
-      atoll tokens link eu --ca
-
-      atoll tokens link --run atoll-runs/first
-    """
+def link(keys: Path, name: str, ca: bool, run: Path | None) -> None:
     if run is not None:
         print(local_link(RunDir(run.absolute()), name))
         return
-    keys = KeyDir.open(context.obj)
-    _print_link(keys, read_tokens(keys).named(name), by_authority=ca)
+    folder = KeyDir.open(keys)
+    _print_link(folder, read_tokens(folder).named(name), by_authority=ca)
 
 
 def join_link(last: Last, token: Token) -> str:

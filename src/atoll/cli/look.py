@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from atoll.cli.app import address_of, app, find_run, find_run_or_address, is_address, short, where
+from atoll.cli.shared import address_of, is_address, short, where
 from atoll.fabric.address import without_secrets
 from atoll.fabric.client import get_json
 from atoll.fabric.local_secrets import is_own_process
@@ -29,21 +27,7 @@ from atoll.store.writer_lease import syncer_holding
 from atoll.telemetry.status import RunStatus
 
 
-@app.command()
-def status(
-    run: Annotated[
-        str,
-        typer.Argument(help="A run's folder, the address of its syncer, or a join link.", callback=find_run_or_address),
-    ],
-    watch: Annotated[bool, typer.Option("--watch", help="Stay and follow it.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
-    """See how a run is doing; of one that is over, what came of it.
-
-    Example:
-
-      atoll status atoll-runs/first --watch
-    """
+def status(run: str, watch: bool, json_: bool) -> None:
     folder = None if is_address(run) else RunDir(Path(run).absolute())
     if folder is not None and _is_over(folder):
         _show_end(folder, as_json=json_)
@@ -123,64 +107,16 @@ async def _follow(url: str) -> None:
             await asyncio.sleep(0.5)
 
 
-@app.command()
-def dashboard(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run's folder, the address of its syncer, or a link with a token.", callback=find_run_or_address
-        ),
-    ],
-) -> None:
-    """Print a link that opens the dashboard of a run in one browser.
-
-    It opens once, within a day: ask for another for another one.
-
-    Example:
-
-      atoll dashboard atoll-runs/first
-    """
+def dashboard(run: str) -> None:
     print(asyncio.run(make_dashboard_link(where(run))))
 
 
-@app.command()
-def drain(
-    learner: Annotated[str, typer.Argument(help="Its name in the run.")],
-    run: Annotated[
-        str | None,
-        typer.Option(
-            help="The run's folder, or a link with an operator's token; by default the newest run here.",
-            callback=find_run_or_address,
-        ),
-    ] = None,
-) -> None:
-    """Let one learner leave without loss.
-
-    Its last steps are collected, then it goes; Ctrl-C there does the same. The run goes on without it; if it was the
-    last, until somebody comes.
-
-    Example:
-
-      atoll drain learner-2 --run atoll-runs/first
-    """
+def drain(learner: str, run: str | None) -> None:
     place = where(run) if run is not None else address_of(newest_run())
     print(asyncio.run(post_drain(place, learner)))
 
 
-@app.command()
-def verify(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", callback=find_run)],
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
-    """Check a run from its files alone.
-
-    Journal, versions, weights, ledger, leases, cuts, parameters. Exit code 0: all is well. 1: something is wrong, and
-    the first such thing is named.
-
-    Example:
-
-      atoll verify atoll-runs/first
-    """
+def verify(run: Path, json_: bool) -> None:
     console = Console(stderr=json_)
     with console.status("reading") as status:
         report = verify_run(run, progress=lambda what, number: status.update(f"{what} {number:,}"))
@@ -199,23 +135,7 @@ def verify(
         raise RunFailed(report.problem)
 
 
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", callback=find_run)],
-    out: Annotated[Path, typer.Argument(help="A .safetensors file, or a folder for it and the settings.")],
-    cut: Annotated[int | None, typer.Option(help="What this cut holds, instead of the newest version.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="What scored best, instead of the newest version.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what lies there.")] = False,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="With frozen parameters and buffers, as the first learner has them.")
-    ] = False,
-) -> None:
-    """Write the weights of a run as safetensors, also while it runs or after a kill.
-
-    Example:
-
-      atoll export atoll-runs/first model.safetensors
-    """
+def export(run: Path, out: Path, cut: int | None, best: bool, force: bool, whole: bool) -> None:
     console = Console()
     if best and cut is not None:
         raise ConfigError("--best and --cut name different models: give one of them")
@@ -241,19 +161,7 @@ def export(
     )
 
 
-@app.command(name="set")
-def set_(
-    run: Annotated[
-        str, typer.Argument(help="A run's folder, or the address of its syncer.", callback=find_run_or_address)
-    ],
-    words: Annotated[list[str], typer.Argument(help="What changes, as key=value.", metavar="KEY=VALUE...")],
-) -> None:
-    """Change settings of a run while it goes on; they are journaled.
-
-    Example:
-
-      atoll set atoll-runs/first quorum=2 outer_lr=0.5
-    """
+def set_(run: str, words: list[str]) -> None:
     url = where(run)
     try:
         changed = asyncio.run(post_settings(url, words))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.app import app, document_of, find_run
+from atoll.cli.shared import document_of
 from atoll.config import convert
 from atoll.launch.replay.conductor import Outcome
 from atoll.launch.replay.play import Replay
@@ -20,26 +18,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 
 
-@app.command()
-def replay(
-    directory: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN", callback=find_run)],
-    until: Annotated[int | None, typer.Option(help="Stop after this round.")] = None,
-    cut: Annotated[int | None, typer.Option("--from-cut", help="Begin with this cut of the run.")] = None,
-    jobs: Annotated[int, typer.Option(help="Learners that train at a time; 0: one per core.")] = 0,
-    logs: Annotated[Path | None, typer.Option(help="Keep what the scripts print in this folder.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Run it again from its tape on this machine, and compare every version.
-
-    The same scripts are told the same things after the same steps, as fast as this machine goes. The exit code is 0
-    when everything is bit-identical.
-
-    Examples:
-
-      atoll replay atoll-runs/first
-
-      atoll replay atoll-runs/first --until 200 --jobs 1
-    """
+def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs: Path | None, json_: bool) -> None:
     if jobs < 0:
         raise ConfigError(f"--jobs {jobs} is below 0; 0 takes one for each core")
     out = RunDir.open(directory)

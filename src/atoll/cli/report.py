@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 
-from atoll.cli.app import app, find_run, short
+from atoll.cli.shared import short
 from atoll.observe.report import write_report
 
 
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", callback=find_run)],
-    out: Annotated[Path | None, typer.Option(help="The page; default DIR/report.html.", metavar="FILE.html")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Also print the figures as JSON.")] = False,
-) -> None:
-    """Write one page about a run: figures, timeline, losses, faults, ledger.
-
-    The page needs nothing but itself. It also comes of a run that is going on or was killed, and says so at its top.
-
-    Example:
-
-      atoll report atoll-runs/first
-    """
+def report(run: Path, out: Path | None, json_: bool) -> None:
     console = Console(stderr=json_)
     with console.status("drawing"):
         found, path = write_report(run, out)

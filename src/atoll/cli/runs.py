@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from atoll.cli.app import app, find_run, short
+from atoll.cli.shared import short
 from atoll.observe.figures import NONE, count, measure, plain, span
 from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
@@ -34,19 +33,7 @@ WHOLE_BYTES = 2 << 20
 """Of events are read for the figures of a run that has no summary; 0.2 s of processor time for each MiB."""
 
 
-@app.command()
-def ls(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Where to look; by default atoll-runs and the folders here.", metavar="DIR")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
-    """List the runs here, and whether they are alive.
-
-    Example:
-
-      atoll ls
-    """
+def ls(folder: Path | None, json_: bool) -> None:
     found = find_runs(folder) if folder is not None else [*find_runs(Path()), *find_runs(RUNS)]
     rows = [describe_run(run, time.time()) for run in found]
     if json_:
@@ -128,23 +115,7 @@ def _cells(row: dict[str, Any]) -> list[Text]:
     ]
 
 
-@app.command()
-def logs(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN", callback=find_run)],
-    name: Annotated[
-        str | None, typer.Argument(help="A process: syncer, evaluator, learner-0, …; by default all.", metavar="[NAME]")
-    ] = None,
-    lines: Annotated[int, typer.Option(help="So many of the last lines of each.", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and print what is new until it ends.")] = False,
-) -> None:
-    """Print what the processes of a run wrote.
-
-    Examples:
-
-      atoll logs atoll-runs/first learner-0
-
-      atoll logs atoll-runs/first --follow
-    """
+def logs(run: Path, name: str | None, lines: int, follow: bool) -> None:
     place = RunDir(run.absolute())
     reader = LogReader(place.logs, name)
     if not reader.names():

@@ -8,17 +8,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import typer
 from rich.console import Console
 
-from atoll.cli.app import app, close, document_of, find_run, short, waiting_for_learners
 from atoll.cli.cert import own_address
 from atoll.cli.keys import Last, join_link, pins_of, remember
-from atoll.config import Config, Service, convert, merged
+from atoll.cli.shared import close, document_of, setting_words, settings_of, short
+from atoll.config import Config, Service, convert, merged, parse_settings
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
 from atoll.launch.local import RUNNER, script_arguments
@@ -29,88 +28,54 @@ from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.writer_lease import check_not_alive, hold_run, served, syncer_holding
+from atoll.syncer.changes import check_changeable
 from atoll.syncer.credentials import doors_of, read_tokens
 from atoll.syncer.process import serve
 
+PORT = 7077
 
-@app.command()
+
 def syncer(
-    out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.")] = None,
-    learners: Annotated[int | None, typer.Option(help="M: how many learners the run is meant for.")] = None,
-    steps: Annotated[int | None, typer.Option(help="End when the middle learner has made this many steps.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.")] = None,
-    quorum: Annotated[int | None, typer.Option(help="K: the fewest learners of a round.")] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option("--wait-for-learners", help="Seconds until a new run begins without all of them."),
-    ] = None,
-    guard: Annotated[
-        Literal["off", "alarm", "rollback"] | None, typer.Option(help="When the validation loss becomes much worse.")
-    ] = None,
-    robust: Annotated[bool | None, typer.Option("--robust", help="Leave out who points against the others.")] = None,
-    port: Annotated[int, typer.Option(help="Where to listen; 0 for any.")] = 7077,
-    bind: Annotated[
-        str | None, typer.Option(help="The address to listen on; others than this machine's own need --keys.")
-    ] = None,
-    keys: Annotated[Path | None, typer.Option(help="What atoll cert made.", metavar="DIR")] = None,
-    advertise: Annotated[
-        list[str] | None,
-        typer.Option(help="HOST or HOST:PORT for the join link; several times for several.", metavar="HOST"),
-    ] = None,
-    mutual: Annotated[
-        bool | None, typer.Option("--mutual", help="Learners must bring a certificate (atoll cert --learner).")
-    ] = None,
-    front: Annotated[
-        Path | None, typer.Option(help="The certificate of a proxy in front that ends TLS.", metavar="FILE")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.")] = False,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder.", metavar="RUN", callback=find_run)
-    ] = None,
-    standby: Annotated[
-        Path | None,
-        typer.Option(help="Wait for the turn to serve the run in this folder.", metavar="RUN", callback=find_run),
-    ] = None,
+    *,
+    out: Path | None,
+    force: bool,
+    resume: Path | None,
+    standby: Path | None,
+    learners: int | None,
+    steps: int | None,
+    tokens: int | None,
+    config: Path | None,
+    words: list[str],
+    robust: bool,
+    port: int | None,
+    bind: str | None,
+    keys: Path | None,
+    advertise: list[str],
+    mutual: bool,
+    front: Path | None,
 ) -> None:
-    """Start a syncer by hand; learners join with `atoll learn`.
-
-    Ctrl-C ends the run in good order.
-
-    Examples:
-
-      atoll syncer --learners 2 --steps 500 --port 7077
-
-      atoll cert && atoll syncer --bind 0.0.0.0 --keys atoll-keys --advertise syncer.example.org
-
-      atoll syncer --standby atoll-runs/20260101-120000 --port 7078
-    """
+    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, robust=robust)
     door = {
         "host": bind,
-        "port": port,
+        "port": PORT if port is None and "port" not in parse_settings(words).get("service", {}) else port,
         "keys": str(keys.absolute()) if keys is not None else None,
         "advertise": advertise or None,
-        "mutual": mutual,
+        "mutual": mutual or None,
         "front": str(front.absolute()) if front is not None else None,
     }
-    rules: dict[str, int | str | None] = {"learners": learners, "steps": steps, "tokens": tokens}
-    rules |= {"quorum": quorum, "guard": guard}
     if resume is not None or standby is not None:
-        other = out is not None or config is not None or force or robust is not None or wait is not None
-        if other or (resume is not None and standby is not None):
+        if out is not None or config is not None or force or (resume is not None and standby is not None):
             raise ConfigError(
                 "--resume and --standby name a run that lies there: give one of them, "
-                "and leave --out, --config, --force, --wait-for-learners and --robust out "
-                "(atoll set robust=true changes a run)"
+                "and leave --out, --config and --force out"
             )
         if resume is not None:
-            _resume(resume, door, rules)
+            _resume(resume, door, words)
         elif standby is not None:
-            _stand_by(standby, door, rules)
+            _stand_by(standby, door, words)
         return
-    changes: dict[str, dict[str, Any]] = {"protocol": rules, "outer": {"robust": robust}, "service": door}
-    document = waiting_for_learners(document_of(config), wait)
-    settings = convert(merged(document, changes), str(config or "the command line"))
+    document = merged(settings_of(document_of(config), words, None), {"service": door})
+    settings = convert(document, str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
@@ -118,15 +83,15 @@ def syncer(
     _serve(settings, run_dir, None)
 
 
-def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | str | None]) -> None:
+def _resume(folder: Path, door: dict[str, Any], words: list[str]) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes."""
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
         raise served(run_dir.journal, holder)
-    words = tuple(f"{key}={value}" for key, value in rules.items() if value is not None)
+    check_changeable(words)
     check_not_alive(run_dir.path)
-    found = plan_resume(run_dir, words)
-    document = merged(document_of(run_dir.settings), {"protocol": rules})
+    found = plan_resume(run_dir, tuple(words))
+    document = merged(document_of(run_dir.settings), parse_settings(words))
     asked = convert(document, str(run_dir.settings))
     settings = convert(merged(document, {"service": door}), str(run_dir.settings))
     check_door(settings.service)
@@ -139,10 +104,10 @@ def _resume(folder: Path, door: dict[str, Any], rules: dict[str, int | str | Non
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
 
 
-def _stand_by(folder: Path, door: dict[str, Any], rules: dict[str, int | str | None]) -> None:
+def _stand_by(folder: Path, door: dict[str, Any], words: list[str]) -> None:
     """Serve a run when the syncer that serves it now is gone or stands still."""
-    if given := [key for key, value in rules.items() if value is not None]:
-        raise ConfigError(f"--{given[0]} does not go with --standby: change a run that goes on with `atoll set`")
+    if words:
+        raise ConfigError(f"{words[0]} does not go with --standby: change a run that goes on with `atoll set`")
     run_dir = RunDir.open(folder)
     settings = convert(merged(document_of(run_dir.settings), {"service": door}), str(run_dir.settings))
     check_door(settings.service)
@@ -185,7 +150,7 @@ def _serve(
         pages=dashboard.pages,
     )
     if code:
-        raise typer.Exit(code)
+        raise SystemExit(code)
     close(run_dir, console, again="atoll syncer")
 
 
@@ -254,55 +219,21 @@ def _has_port(host: str) -> bool:
     return bool(re.search(r":\d+$", host)) and (not host.count(":") > 1 or "]:" in host)
 
 
-@app.command(context_settings={"allow_extra_args": True})
 def learn(
-    context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="Your training script, which uses atoll.Learner.")],
-    join: Annotated[
-        str | None,
-        typer.Option(
-            help="The join link that the syncer printed, or a file that holds it.", envvar="ATOLL_JOIN", metavar="LINK"
-        ),
-    ] = None,
-    syncer: Annotated[
-        str | None,
-        typer.Option(help="Or where it listens on this machine; several with commas.", envvar="ATOLL_SYNCER"),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            help="Its own in the run; by default this machine and the lowest free number.", envvar="ATOLL_LEARNER"
-        ),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Where it saves its part of cuts; default: atoll-learners/RUN/NAME.", envvar="ATOLL_FOLDER"),
-    ] = None,
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="Score the global model instead (atoll.evaluate).")
-    ] = False,
-    ca: Annotated[
-        Path | None, typer.Option(help="The authority of the syncer's certificate.", envvar="ATOLL_CA", metavar="FILE")
-    ] = None,
-    cert: Annotated[
-        Path | None, typer.Option(help="Our own certificate (mutual TLS).", envvar="ATOLL_CERT", metavar="FILE")
-    ] = None,
-    key: Annotated[Path | None, typer.Option(help="And its key.", envvar="ATOLL_KEY", metavar="FILE")] = None,
-    proxy: Annotated[
-        str | None, typer.Option(help="An HTTP proxy to dial through.", envvar="ATOLL_PROXY", metavar="URL")
-    ] = None,
+    *,
+    arguments: list[str],
+    script: Path,
+    join: str | None,
+    syncer: str | None,
+    name: str | None,
+    folder: Path | None,
+    evaluator: bool,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    proxy: str | None,
 ) -> None:
-    """Run a script as one learner of a run that somebody else started.
-
-    What follows -- goes to your script as it is. A link in a file, or in ATOLL_JOIN, is in no list of processes.
-
-    Examples:
-
-      atoll learn my_script.py --join atoll://TOKEN@syncer.example.org:7077/RUN/FINGERPRINT
-
-      atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
-    """
-    arguments = script_arguments(script, context.args)
+    arguments = script_arguments(script, arguments)
     if (where := read_link(join) if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):

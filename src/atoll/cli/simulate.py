@@ -4,58 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from atoll.cli.app import app
-from atoll.cli.commands import App
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import campaign, worker_pool
 from atoll.simulate.story import FailureReport
 from atoll.simulate.worker import Report, all_of, report
 
-simulate = App(
-    name="simulate",
-    help="The protocol in virtual time: what would happen, in seconds.",
-    no_args_is_help=True,
-)
-app.add_typer(simulate)
 
-Seeds = Annotated[int, typer.Option("--seeds", help="So many worlds: seeds 0, 1, 2, …")]
-First = Annotated[int, typer.Option("--first", help="The seed of the first world, where others look at those before.")]
-Learners = Annotated[int | None, typer.Option("--learners", help="Learners in every world. Drawn if not given.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="This world alone, with its story.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
-
-
-@simulate.callback()
-def _group() -> None:
-    """Simulators of the protocol."""
-
-
-@simulate.command()
-def faults(
-    seeds: Seeds = 200, first: First = 0, learners: Learners = None, seed: Seed = None, json_: Json = False
-) -> None:
-    """Let faults happen to the shipped protocol in worlds of virtual time, and check its promises at every event.
-
-    Everything in a world is drawn from its seed: settings, speeds, network, disk, and what goes wrong.
-
-    Exit code 0: every promise holds. 1: one does not; then its seed is named, with a command that repeats it, the
-    faults that it takes, and a story.
-
-    Examples:
-
-      atoll simulate faults --seeds 2000
-
-      atoll simulate faults --seeds 2000 --first 2000        # on a second machine
-
-      atoll simulate faults --seed 17 --learners 4
-    """
+def faults(seeds: int, first: int, learners: int | None, seed: int | None, json_: bool) -> None:
     _check(seeds, first, learners, seed)
     began, console = time.perf_counter(), Console(stderr=True)
     wanted = [seed] if seed is not None else list(range(first, first + seeds))
@@ -80,7 +41,7 @@ def faults(
         verdict = "every promise holds" if not violations else f"{len(violations)} worlds break a promise"
         print(f"{len(wanted):,} worlds, {events:,} events in {seconds:.1f} s: {verdict}")
     if violations:
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _check(seeds: int, first: int, learners: int | None, seed: int | None) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from atoll.cli.bandwidth_shown import check_plot, draw, print_table
 from atoll.cli.lists import count, counts, names, number, numbers, words
 from atoll.cli.rows import one_form, print_csv, print_json
-from atoll.cli.simulate import simulate
-from atoll.estimate.bandwidth import BITS, METHODS, PROFILES, BandwidthAnswer, BandwidthCase, Spread, cases, profile
+from atoll.estimate.bandwidth import BITS, METHODS, BandwidthAnswer, BandwidthCase, Spread, cases, profile
 from atoll.protocol.errors import ConfigError
 
 Changed = str | None
@@ -22,53 +19,26 @@ USUAL = "0.5,0.75,0.9,0.95,0.99"
 """The columns of the published tables."""
 
 
-@simulate.command()
 def bandwidth(
-    profile_: Annotated[str, typer.Option("--profile", help=f"Settings to begin with: {', '.join(PROFILES)}.")] = (
-        "paper-table"
-    ),
-    step_s: Annotated[str, typer.Option(help="Seconds of a learner step.", metavar="LIST")] = "1,5",
-    datacenters: Annotated[str, typer.Option(help="n: how many data centers.", metavar="LIST")] = "2,8",
-    utilization: Annotated[
-        Changed, typer.Option(help=f"To be reached: 0.9, 90 or 90%. Else {USUAL}.", metavar="LIST")
-    ] = None,
-    gbit_s: Annotated[
-        Changed, typer.Option(help="Ask for the utilization at these bandwidths.", metavar="LIST")
-    ] = None,
-    codec: Annotated[
-        Changed, typer.Option(help=f"Of fragments: {', '.join(BITS)}. Atoll: on their way up.", metavar="LIST")
-    ] = None,
-    methods: Annotated[str, typer.Option(help="What to compare.", metavar="LIST")] = "data-parallel,decoupled",
-    parameters: Annotated[Changed, typer.Option(help="Of the model: 5e9, 7B, 350M.", metavar="N")] = None,
-    learners: Annotated[Changed, typer.Option(help="M: how many learners.", metavar="N")] = None,
-    sync_every: Annotated[Changed, typer.Option(help="H: steps between two syncs of a fragment.", metavar="N")] = None,
-    fragments: Annotated[Changed, typer.Option(help="P: at most H.", metavar="N")] = None,
-    overlap: Annotated[Changed, typer.Option(help="τ: steps a fragment may be under way.", metavar="N")] = None,
-    latency_s: Annotated[Changed, typer.Option(help="Between data centers, one way.", metavar="N")] = None,
-    topology: Annotated[Changed, typer.Option(help="Of fragments: ring, star.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    csv_: Annotated[bool, typer.Option("--csv", help="As CSV.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw FILE.html or FILE.png.", metavar="FILE")] = None,
+    *,
+    profile_: str,
+    step_s: str,
+    datacenters: str,
+    utilization: Changed,
+    gbit_s: Changed,
+    codec: Changed,
+    methods: str,
+    parameters: Changed,
+    learners: Changed,
+    sync_every: Changed,
+    fragments: Changed,
+    overlap: Changed,
+    latency_s: Changed,
+    topology: Changed,
+    json_: bool,
+    csv_: bool,
+    plot: Path | None,
 ) -> None:
-    """Compute the bandwidth between data centers that a utilization takes, or the utilization that a bandwidth gives.
-
-    Utilization is T / (T + exposed): T the time of a step, exposed what of its communication computing does not hide.
-
-    Profiles: paper-table fits the published table (H = 100, P = 18), paper is what the paper's text says (H = P = 24),
-    atoll is what this software does (a star through the syncer; up as the codec says, down in fp32).
-
-    A step of Atoll never waits for the network: a slow link costs freshness, not time. So decoupled rows also have
-    effective_h, the H that the link keeps up with, and late_steps, by how much a fragment returns later than τ.
-    Utilization counts exposed communication as if it were waited for, so that the methods compare.
-
-    Examples:
-
-      atoll simulate bandwidth
-
-      atoll simulate bandwidth --profile atoll --parameters 7B --datacenters 4 --gbit-s 0.5,1,10 --latency-s 0.05
-
-      atoll simulate bandwidth --utilization 90% --codec int8 --json
-    """
     one_form(json_, csv_)
     if plot is not None:
         check_plot(plot)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import tomli_w
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.lists import words
 from atoll.cli.rows import print_json
-from atoll.cli.simulate import simulate
 from atoll.cli.simulate_goodput import run_all
 from atoll.estimate import calibration as fitting
 from atoll.estimate import profile as profiles
@@ -28,43 +26,17 @@ from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse
 
 
-@simulate.command()
 def calibrate(
-    table: Annotated[
-        Path | None,
-        typer.Option(
-            help="CSV: method,learners,chips,goodput,uptime in percent. Without it: the published table.",
-            metavar="FILE.csv",
-        ),
-    ] = None,
-    from_run: Annotated[
-        Path | None, typer.Option(help="Take the constants from a real run instead.", metavar="DIR")
-    ] = None,
-    profile: Annotated[str, typer.Option(help="Where to begin: paper, spot, or FILE.toml.")] = "paper",
-    free: Annotated[
-        str, typer.Option(help="Keys to fit; those joined by + move together. none: only compare.")
-    ] = ",".join(fitting.FREE),
-    hours: Annotated[float, typer.Option(help="Simulated time of each experiment.")] = 24.0,
-    seeds: Annotated[
-        int | None, typer.Option(help="Experiments per cell: 3 for a table, 100 for a run unless given.")
-    ] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the profile down.", metavar="FILE.toml")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    *,
+    table: Path | None,
+    from_run: Path | None,
+    profile: str,
+    free: str,
+    hours: float,
+    seeds: int | None,
+    write: Path | None,
+    json_: bool,
 ) -> None:
-    """Fit the goodput simulator's free constants to a table, or take them from a real run.
-
-    A table: the constants are turned until the mean error is least; every cell is printed beside its figure.
-    A run: step times, failures and recoveries come from its events, its goodput is predicted from these and held
-    against what was measured. `--write` keeps the profile for `atoll simulate goodput --profile FILE.toml`.
-
-    Examples:
-
-      atoll simulate calibrate --free none
-
-      atoll simulate calibrate --table mine.csv --free step_s,elasticity.outage_s --write mine.toml
-
-      atoll simulate calibrate --from-run atoll-runs/first
-    """
     if from_run is not None and table is not None:
         raise ConfigError("--table and --from-run: take one of them")
     if hours <= 0 or (seeds is not None and seeds < 1):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import tomli_w
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.cli.lists import counts, words
 from atoll.cli.rows import one_form, print_csv, print_json
-from atoll.cli.simulate import simulate
 from atoll.estimate import profile as profiles
 from atoll.estimate.goodput import METHODS, Cell, Job, Method, cells, experiments, live
 from atoll.estimate.profile import Profile
@@ -24,82 +22,26 @@ from atoll.simulate import worker_pool
 CLUSTER, RULES, OUTPUT = "The cluster", "The rules", "Output"
 
 
-@simulate.command()
 def goodput(
-    profile: Annotated[
-        str, typer.Option(help="paper, spot, or FILE.toml of your own.", rich_help_panel=CLUSTER)
-    ] = "paper",
-    learners: Annotated[
-        str, typer.Option(help="M, a list: 1 is the cluster that steps together.", rich_help_panel=CLUSTER)
-    ] = "1,2,4,8,16",
-    chips: Annotated[
-        str, typer.Option(help="Chips of the whole cluster, a list.", rich_help_panel=CLUSTER)
-    ] = "150k,300k,600k,1.2M,2.4M",
-    slices: Annotated[
-        int | None, typer.Option(help="What fails as a whole: machines, pods.", rich_help_panel=CLUSTER)
-    ] = None,
-    step_s: Annotated[float | None, typer.Option(help="Seconds of a step.", rich_help_panel=CLUSTER)] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Any other key of the profile: preemption.every_s=43200.",
-            metavar="KEY=VALUE",
-            rich_help_panel=CLUSTER,
-        ),
-    ] = None,
-    show_profile: Annotated[
-        bool, typer.Option("--show-profile", help="Print the profile as TOML and end.", rich_help_panel=CLUSTER)
-    ] = False,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Of data-parallel, elastic-data-parallel, synchronous-diloco, streaming-diloco, decoupled.",
-            rich_help_panel=RULES,
-        ),
-    ] = "data-parallel,elastic-data-parallel,decoupled",
-    quorum: Annotated[int | None, typer.Option(help="K.", rich_help_panel=RULES)] = None,
-    grace: Annotated[bool | None, typer.Option("--grace/--no-grace", help="Grace.", rich_help_panel=RULES)] = None,
-    hours: Annotated[float, typer.Option(help="Simulated time of each experiment.", rich_help_panel=RULES)] = 48.0,
-    seeds: Annotated[int, typer.Option(help="Experiments per cell.", rich_help_panel=RULES)] = 5,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            help="Rounds of each experiment that run through the shipped protocol. 0: none.", rich_help_panel=RULES
-        ),
-    ] = 100,
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.", rich_help_panel=OUTPUT)] = False,
-    csv_: Annotated[bool, typer.Option("--csv", help="As CSV.", rich_help_panel=OUTPUT)] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="A heat map over learners and chips.", metavar="FILE.html|png", rich_help_panel=OUTPUT),
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            help="The learners of the last cell as lanes in time, with their failures.",
-            metavar="FILE.html|png",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    *,
+    profile: str,
+    learners: str,
+    chips: str,
+    slices: int | None,
+    step_s: float | None,
+    set_: list[str],
+    show_profile: bool,
+    methods: str,
+    quorum: int | None,
+    grace: bool | None,
+    hours: float,
+    seeds: int,
+    rounds: int,
+    json_: bool,
+    csv_: bool,
+    plot: Path | None,
+    timeline: Path | None,
 ) -> None:
-    """What a cluster gives under failures: goodput, uptime, participation, merged share, tokens, where time is lost.
-
-    Chips fail, slices leave and return, learners scale down and up or stand still; between them the shipped protocol
-    runs the rounds. M = 1 is one data-parallel job over all chips, without and with elasticity. Intervals are for the
-    mean, 95 %, over the seeds. Merged is the share of the work done that got into the model, of all learners
-    and of the slowest one; speed.spread=1 makes the slowest learner take twice as long as the fastest.
-
-    Examples:
-
-      atoll simulate goodput --learners 1,4,16 --chips 150k,2.4M
-
-      atoll simulate goodput --profile spot --learners 1,4,8,16 --chips 512
-
-      atoll simulate goodput --set preemption.every_s=21600 --plot goodput.html
-
-      atoll simulate goodput --learners 4 --chips 150k --rounds 400 --set speed.spread=1
-    """
     one_form(json_, csv_)
     for file in (plot, timeline):
         if file is not None:
@@ -132,10 +74,10 @@ def goodput(
         plots.write(clusters.lanes(jobs[-1], live(jobs[-1])[1]), timeline)
 
 
-def profile_of(name: str, set_: list[str] | None, values: dict[str, Any]) -> Profile:
+def profile_of(name: str, set_: list[str], values: dict[str, Any]) -> Profile:
     """The profile of that name with what the command line says instead."""
     given = dict(values)
-    for text in set_ or ():
+    for text in set_:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--set {text}: write KEY=VALUE, as in preemption.every_s=43200")

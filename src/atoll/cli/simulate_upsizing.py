@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 
 from atoll.cli.lists import counts, names, number, numbers
 from atoll.cli.rows import one_form, print_csv, print_json
-from atoll.cli.simulate import simulate
 from atoll.estimate.bandwidth import BITS
 from atoll.estimate.upsizing import (
     METHODS,
@@ -43,42 +40,21 @@ class Scavenged(msgspec.Struct, frozen=True):
     train_time: float
 
 
-@simulate.command()
 def upsizing(
-    copy_steps: Annotated[
-        Given,
-        typer.Option(help=f"c: steps in which a link carries one copy of the model. Else {USUAL}.", metavar="LIST"),
-    ] = None,
-    parameters: Annotated[Given, typer.Option(help="To compute c: of the model, as 5e9 or 7B.", metavar="N")] = None,
-    gbit_s: Annotated[Given, typer.Option(help="To compute c: the newcomer's link.", metavar="LIST")] = None,
-    step_s: Annotated[str, typer.Option(help="To compute c: seconds of a step.", metavar="LIST")] = "1",
-    codec: Annotated[str, typer.Option(help=f"To compute c: {', '.join(BITS)}.", metavar="LIST")] = "fp32",
-    sync_every: Annotated[str, typer.Option(help="H: steps between two syncs of a fragment.", metavar="LIST")] = "24",
-    extra: Annotated[str, typer.Option(help="Compute that comes on top: 0.25 is +25 %.", metavar="LIST")] = "0.25,1.0",
-    share: Annotated[Given, typer.Option(help="Of the FLOPs, done with the extra. Else 0.5.", metavar="LIST")] = None,
-    hours: Annotated[
-        Given, typer.Option(help="Instead of --share: when the extra is there, as 20-8.", metavar="FROM-TO")
-    ] = None,
-    work_h: Annotated[str, typer.Option(help="With --hours: the run's hours without extra.", metavar="N")] = "240",
-    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    csv_: Annotated[bool, typer.Option("--csv", help="As CSV.")] = False,
+    *,
+    copy_steps: Given,
+    parameters: Given,
+    gbit_s: Given,
+    step_s: str,
+    codec: str,
+    sync_every: str,
+    extra: str,
+    share: Given,
+    hours: Given,
+    work_h: str,
+    json_: bool,
+    csv_: bool,
 ) -> None:
-    """Compute what a newcomer costs those who are there, and what compute that comes and goes gains.
-
-    Upsizing: a newcomer needs weights and two moments, 3 copies of the model. Data-parallel stands still for them. In
-    Decoupled the others go on, so that it needs a fourth copy, of what changed; H steps of it are hidden, as it may be
-    H rounds behind.
-
-    Scavenging: the time of a run, as a fraction of that without extra compute.
-
-    Examples:
-
-      atoll simulate upsizing --copy-steps 5,20 --sync-every 24,100
-
-      atoll simulate upsizing --parameters 5B --gbit-s 1,10 --step-s 5
-
-      atoll simulate upsizing --extra 0.25,1 --hours 20-8 --work-h 500
-    """
     one_form(json_, csv_)
     copies = _copies(copy_steps, parameters, gbit_s, step_s, codec)
     upsized = [

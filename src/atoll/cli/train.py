@@ -7,18 +7,17 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.baselines.data_parallel import DataParallelRun
 from atoll.chaos.standby import Standby
 from atoll.chaos.trouble import DISK
-from atoll.cli.app import app, close, compile_kernels, document_of, find_run, short, waiting_for_learners, write_summary
-from atoll.config import Config, convert, converted, merged
+from atoll.cli.shared import close, compile_kernels, document_of, setting_words, settings_of, short, write_summary
+from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.launch.children import LIMIT
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
@@ -34,6 +33,7 @@ from atoll.protocol.records import Begun
 from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
+from atoll.syncer.changes import check_changeable
 from atoll.syncer.process import serve
 from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
@@ -48,150 +48,34 @@ STEPS = 1000
 """The built-in workload's budget when none is named."""
 
 
-Algorithm = Literal["decoupled", "data-parallel"]
-Adopt = Literal["overwrite", "blend", "carry"]
-Guard = Literal["off", "alarm", "rollback"]
-MergeRule = Literal["mean", "rda", "rda-row"]
-Codec = Literal["fp32", "bf16"]
-PlanKind = Literal["balanced", "layer", "tensor"]
-
-RUN, RULES, OUTER, WORK = "The run", "The rules", "The outer step", "The built-in workload"
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def train(
-    context: typer.Context,
-    script: Annotated[Path | None, typer.Argument(help="Your training script; without one, a small GPT.")] = None,
-    learners: Annotated[int | None, typer.Option(help="M: how many learners.", rich_help_panel=RUN)] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="End when the middle learner has made this many steps.", rich_help_panel=RUN)
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="End after this many tokens in all.", rich_help_panel=RUN)] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder.", rich_help_panel=RUN)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a run that lies there.", rich_help_panel=RUN)] = False,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Go on with the run in this folder.", metavar="RUN", callback=find_run, rich_help_panel=RUN),
-    ] = None,
-    cut: Annotated[
-        int | None,
-        typer.Option("--from-cut", help="With --resume: a new run (--out) from this cut.", rich_help_panel=RUN),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings from a TOML file.", rich_help_panel=RUN)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data order.", rich_help_panel=RUN)] = None,
-    init: Annotated[Path | None, typer.Option(help="Weights to begin with (safetensors).", rich_help_panel=RUN)] = None,
-    port: Annotated[int | None, typer.Option(help="Of the syncer; 0 for any.", rich_help_panel=RUN)] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option(help="Rounds between two scores; 0: never.", rich_help_panel=RUN)
-    ] = None,
-    algorithm: Annotated[
-        Algorithm, typer.Option(help="decoupled, or data-parallel as a baseline.", metavar="NAME", rich_help_panel=RUN)
-    ] = "decoupled",
-    demo: Annotated[
-        bool, typer.Option("--demo", help="A first run: one learner is killed on the way.", rich_help_panel=RUN)
-    ] = False,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="How often in a row a learner that dies is started again.", min=0, metavar="N", rich_help_panel=RUN
-        ),
-    ] = LIMIT,
-    strict_devices: Annotated[
-        bool,
-        typer.Option("--strict-devices", help="Refuse more learners than there are GPUs.", rich_help_panel=RUN),
-    ] = False,
-    kill: Annotated[
-        list[str] | None,
-        typer.Option(help="Kill a learner on the way: learner-2@0.4.", metavar="NAME@SHARE", rich_help_panel=RUN),
-    ] = None,
-    tape: Annotated[
-        Path | None,
-        typer.Option(help="Follow this scenario (atoll simulate tape).", metavar="FILE", rich_help_panel=RUN),
-    ] = None,
-    breakable: Annotated[
-        bool,
-        typer.Option("--breakable", help="atoll chaos --run may attack this run.", rich_help_panel=RUN),
-    ] = False,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="Figures for TensorBoard, as it goes.", metavar="DIR", rich_help_panel=RUN)
-    ] = None,
-    wandb: Annotated[
-        str | None, typer.Option(help="Figures for W&B, as it goes.", metavar="PROJECT", rich_help_panel=RUN)
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=RUN)] = False,
-    sync: Annotated[
-        bool | None, typer.Option("--sync", help="Learners wait for each other.", rich_help_panel=RULES)
-    ] = None,
-    quorum: Annotated[
-        int | None, typer.Option(help="K: the fewest learners of a round.", rich_help_panel=RULES)
-    ] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option("--wait-for-learners", help="Seconds until it begins without all of them.", rich_help_panel=RULES),
-    ] = None,
-    fragments: Annotated[int | None, typer.Option(help="P: parts of the model.", rich_help_panel=RULES)] = None,
-    sync_every: Annotated[
-        int | None, typer.Option(help="H: steps between two syncs of a fragment.", rich_help_panel=RULES)
-    ] = None,
-    overlap: Annotated[int | None, typer.Option(help="τ: steps a fragment may be away.", rich_help_panel=RULES)] = None,
-    cut_every: Annotated[
-        int | None, typer.Option(help="Rounds between two cuts; 0: none.", rich_help_panel=RULES)
-    ] = None,
-    guard: Annotated[
-        Guard | None, typer.Option(help="When the validation loss becomes much worse.", rich_help_panel=RULES)
-    ] = None,
-    adopt: Annotated[Adopt | None, typer.Option(help="How a new version is taken.", rich_help_panel=RULES)] = None,
-    blend: Annotated[float | None, typer.Option(help="α of --adopt blend.", rich_help_panel=RULES)] = None,
-    codec: Annotated[Codec | None, typer.Option(help="How contributions travel.", rich_help_panel=RULES)] = None,
-    plan: Annotated[PlanKind | None, typer.Option(help="How tensors become fragments.", rich_help_panel=RULES)] = None,
-    merge: Annotated[MergeRule | None, typer.Option(help="Many contributions into one.", rich_help_panel=OUTER)] = None,
-    robust: Annotated[
-        bool | None, typer.Option("--robust", help="Leave out who points against the others.", rich_help_panel=OUTER)
-    ] = None,
-    outer_lr: Annotated[float | None, typer.Option(help="η.", rich_help_panel=OUTER)] = None,
-    outer_momentum: Annotated[float | None, typer.Option(help="μ.", rich_help_panel=OUTER)] = None,
-    depth: Annotated[int | None, typer.Option(help="The one dial of the GPT's size.", rich_help_panel=WORK)] = None,
-    block: Annotated[int | None, typer.Option(help="Bytes of context.", rich_help_panel=WORK)] = None,
-    batch: Annotated[int | None, typer.Option(help="Windows per learner and step.", rich_help_panel=WORK)] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.", rich_help_panel=WORK)] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Files, folders or globs; default: Python's own source.", rich_help_panel=WORK),
-    ] = None,
+    *,
+    script: Path | None,
+    arguments: list[str],
+    learners: int | None,
+    steps: int | None,
+    tokens: int | None,
+    out: Path | None,
+    force: bool,
+    resume: Path | None,
+    cut: int | None,
+    tape: Path | None,
+    algorithm: str,
+    port: int | None,
+    demo: bool,
+    config: Path | None,
+    words: list[str],
+    seed: int | None,
+    robust: bool,
+    max_restarts: int,
+    strict_devices: bool,
+    kill: list[str],
+    breakable: bool,
+    json_: bool,
+    tensorboard: Path | None,
+    wandb: str | None,
 ) -> None:
-    """Train a model with M learners and a syncer on this machine.
-
-    What follows -- goes to your script as it is.
-
-    Examples:
-
-      atoll train --learners 4 --steps 1000
-
-      atoll train my_script.py --learners 2 --steps 500 -- --my-option 3
-
-      atoll train --resume atoll-runs/first --steps 2000
-    """
-    changes: dict[str, dict[str, Any]] = {
-        "protocol": {
-            "learners": learners,
-            "steps": steps,
-            "tokens": tokens,
-            "synchronous": sync,
-            "quorum": quorum,
-            "fragments": fragments,
-            "sync_every": sync_every,
-            "overlap": 0 if sync and overlap is None else overlap,
-            "cut_every": cut_every,
-            "guard": guard,
-            "adopt": adopt,
-            "blend": blend,
-            "codec": codec,
-            "plan": plan,
-        },
-        "outer": {"merge": merge, "lr": outer_lr, "momentum": outer_momentum, "robust": robust},
-        "service": {"port": port, "evaluate_every": evaluate_every},
-        "workload": {"depth": depth, "block": block, "batch": batch, "lr": lr, "data": data or None},
-    }
+    words = setting_words(words, learners=learners, steps=steps, tokens=tokens, seed=seed, port=port, robust=robust)
     options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
     targets.check()
@@ -200,36 +84,31 @@ def train(
     if cut is not None and resume is None:
         raise ConfigError("--from-cut says where to go on, and needs --resume DIR to say with which run")
     if resume is not None:
-        if seed is not None or init is not None or kill or demo or tape or algorithm != "decoupled":
+        if seed is not None or kill or demo or tape or algorithm != "decoupled":
             raise ConfigError(
-                "--resume goes on with what was begun: leave --seed, --init, --kill, --demo, --algorithm, --tape out"
+                "--resume goes on with what was begun: leave --seed, --kill, --demo, --algorithm, --tape out"
             )
-        if wait is not None:
-            raise ConfigError("--resume goes on with a run that has begun: leave --wait-for-learners out")
         if config is not None or (script is not None and not _is_by_hand(resume)):
             raise ConfigError("--resume goes on with the run's own script and settings: leave SCRIPT and --config out")
-        own = (str(script.absolute()), *script_arguments(script, context.args)[1:]) if script is not None else ()
-        _go_on(resume, cut, out, own, changes, targets, options, force=force, as_json=json_)
+        own = (str(script.absolute()), *script_arguments(script, arguments)[1:]) if script is not None else ()
+        _go_on(resume, cut, out, own, words, targets, options, force=force, as_json=json_)
         return
-    document = waiting_for_learners(document_of(config), wait)
-    if demo:
-        document = merged(document, DEMO)
-    if seed is not None:
-        document["seed"] = seed
-    if init is not None:
-        document["init"] = str(init)
-    settings = _budgeted(convert(merged(document, changes), str(config or "the command line")), script)
+    workload = WorkloadSettings if script is None else None
+    document = merged(document_of(config), DEMO) if demo else document_of(config)
+    settings = convert(settings_of(document, words, workload), str(config or "the command line"))
+    settings = _budgeted(settings, script)
     _check_at_home(settings)
     if script is None:
         converted(settings.workload, WorkloadSettings, f"{config or 'the command line'}, table [workload]")
     elif algorithm == "data-parallel":
         raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
-    arguments = script_arguments(script, context.args) if script is not None else list(WORKLOAD)
+    command = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     if script is not None:
-        settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *context.args))
-    kills = tuple(_kill(text, settings) for text in kill or ()) or ((DEMO_KILL,) if demo else ())
+        settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *arguments))
+    kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo else ())
     if tape is not None:
-        _follow(tape, settings, changes["protocol"], out, force=force, as_json=json_, kills=bool(kills))
+        said = parse_settings(words, workload).get("protocol", {})
+        _follow(tape, settings, said, out, force=force, as_json=json_, kills=bool(kills))
         return
     options = options.assign_devices(settings)
     run_dir = RunDir.create(out, force=force or demo, shared=settings.service.share_files)
@@ -237,7 +116,7 @@ def train(
     if algorithm == "data-parallel":
         _train_data_parallel(settings, run_dir, console, json_)
         return
-    _train(settings, run_dir, console, arguments, kills, json_, targets=targets, options=options)
+    _train(settings, run_dir, console, command, kills, json_, targets=targets, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +142,7 @@ def _go_on(
     cut: int | None,
     out: Path | None,
     script: tuple[str, ...],
-    changes: dict[str, dict[str, Any]],
+    words: list[str],
     targets: Targets,
     options: LaunchOptions,
     *,
@@ -274,11 +153,12 @@ def _go_on(
     learners were started by hand."""
     if cut is None and out is not None:
         raise ConfigError("--resume goes on in the run's own folder: --out belongs to --from-cut, for a new run")
-    words = _words(changes)
+    rules = tuple(word for word in words if word.partition("=")[0] not in NO_RULES)
+    check_changeable(rules)
     old = RunDir.open(resume)
     if cut is None:
         check_not_alive(old.path)
-    settings = convert(merged(document_of(old.settings), _kept(changes)), str(old.settings))
+    settings = convert(merged(document_of(old.settings), parse_settings(words)), str(old.settings))
     _check_at_home(settings)
     if settings.by_hand and not script:
         raise ConfigError(
@@ -291,9 +171,9 @@ def _go_on(
     options = replace(options, launch=launch).assign_devices(settings)
     console = Console(stderr=as_json)
     if cut is None:
-        run_dir, found = old, plan_resume(old, words)
+        run_dir, found = old, plan_resume(old, rules)
     else:
-        run_dir, found = from_cut(old, cut, out, words, force=force, shared=settings.service.share_files)
+        run_dir, found = from_cut(old, cut, out, rules, force=force, shared=settings.service.share_files)
     told = launch.describe_differences(os.environ, Path.cwd()) if launch is not None else []
     for remark in (*found.remarks, *told):
         console.print(remark, soft_wrap=True, highlight=False)
@@ -313,34 +193,13 @@ def _is_by_hand(folder: Path) -> bool:
 def _bring_to_its_end(config: Config, out: RunDir, console: Console, as_json: bool) -> None:
     """A run whose budget is spent and whose end was cut off: a syncer alone writes the end and the model."""
     if code := serve(config, out, evaluated=False):
-        raise typer.Exit(code)
+        raise SystemExit(code)
     close(out, console, as_json)
 
 
-CHANGEABLE = {
-    "protocol": {key: key for key in ("learners", "steps", "tokens", "quorum", "cut_every", "guard")},
-    "outer": {"merge": "merge", "lr": "outer_lr", "momentum": "outer_momentum", "robust": "robust"},
-    "service": {"port": "", "evaluate_every": ""},
-}
-"""What `--resume` takes beside the run's own settings, and its name for `atoll set`; without one it is no rule."""
-
-
-def _words(changes: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-    words = []
-    for table, values in changes.items():
-        for key, value in values.items():
-            if value is None:
-                continue
-            if key not in CHANGEABLE.get(table, {}):
-                raise ConfigError(f"{key} = {value} cannot change when a run goes on: start a new run for it")
-            if word := CHANGEABLE[table][key]:
-                words.append(f"{word}={value}")
-    return tuple(words)
-
-
-def _kept(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same for run.toml: the number of learners is what the launcher starts."""
-    return {table: values for table, values in changes.items() if table in CHANGEABLE}
+NO_RULES = ("port", "evaluate_every")
+"""What `--resume` takes for this start of the processes alone; the other settings are rules, and their change is
+journaled."""
 
 
 def _check_at_home(config: Config) -> None:

@@ -244,7 +244,7 @@ def _sync_less_often(summary: Summary, overlap: float) -> str:
     larger = max(USUAL, ENOUGH * away)
     return (
         f"a fragment comes back after {away} of {every:.0f} steps, and what was trained meanwhile is dropped "
-        f"({percent(overlap)} of the tokens): --sync-every {larger} drops less of it, --adopt carry keeps it."
+        f"({percent(overlap)} of the tokens): --set sync_every={larger} drops less of it, --set adopt=carry keeps it."
     )
 
 
@@ -254,7 +254,7 @@ def _carry(summary: Summary, missed: float) -> str:
     least = f"; least was merged of {min(known, key=known.__getitem__)}" if len(known) > 1 else ""
     return (
         f"{percent(missed)} of the tokens were overwritten in rounds that their learner was not in{least}: "
-        "--adopt carry keeps such steps."
+        "--set adopt=carry keeps such steps."
     )
 
 

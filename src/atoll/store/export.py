@@ -78,7 +78,7 @@ def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, di
     if not run.best_model.exists():
         raise ConfigError(
             f"{path} holds no best model: a script with a scorer (atoll.evaluate) keeps one, scored every "
-            "--evaluate-every rounds; without --best the newest version is written"
+            "`evaluate_every` rounds; without --best the newest version is written"
         )
     file = out if out.suffix == ".safetensors" else out / MODEL
     try:

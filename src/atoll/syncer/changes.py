@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from atoll.config import Outer
+from atoll.config import ONE_WEIGHT, Outer, merged, parse_settings
 from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
@@ -35,46 +33,27 @@ RULES = (
     "cut_every",
     "cut_wait_s",
 )
-OUTER = {
-    "outer_lr": "lr",
-    "outer_momentum": "momentum",
-    "merge": "merge",
-    "norm_limit": "norm_limit",
-    "robust": "robust",
-}
-
-ONE_WEIGHT = "weight_limit."
+OUTER = ("outer_lr", "outer_momentum", "merge", "norm_limit", "robust")
 
 
 def change(history: History, words: Sequence[str], *, reopen: bool = False) -> ChangeAsked | None:
     """What the words come to; None when everything is like that already. ConfigError names the word and the fix."""
-    rules: dict[str, Any] = msgspec.to_builtins(history.settings)
-    outer: dict[str, Any] = dict(history.outer)
-    for word in words:
-        key, value = _parted(word)
-        if key.startswith(ONE_WEIGHT):
-            rules["weight_limits"] = {**rules["weight_limits"], key.removeprefix(ONE_WEIGHT): value}
-        elif key in RULES:
-            rules[key] = value
-        else:
-            outer[OUTER[key]] = value
-    try:
-        settings = msgspec.convert(rules, type(history.settings), strict=False).resolved(len(history.tensors))
-        wanted = msgspec.convert(outer, Outer, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{' '.join(words)}: {error}") from error
-    if settings == history.settings and msgspec.to_builtins(wanted) == history.outer and not reopen:
+    check_changeable(words)
+    said = merged({"protocol": msgspec.to_builtins(history.settings), "outer": history.outer}, parse_settings(words))
+    settings = msgspec.convert(said["protocol"], type(history.settings)).resolved(len(history.tensors))
+    outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
+    if settings == history.settings and outer == history.outer and not reopen:
         return None
-    return ChangeAsked(settings, msgspec.to_builtins(wanted), " ".join(words) or "the run goes on", reopen)
+    return ChangeAsked(settings, outer, " ".join(words) or "the run goes on", reopen)
 
 
-def _parted(word: str) -> tuple[str, str]:
-    key, equals, value = word.partition("=")
-    known = [*RULES, *OUTER]
-    if not equals or not value:
-        raise ConfigError(f"{word!r} is not understood: write it as quorum=2")
-    if key not in known and not (key.startswith(ONE_WEIGHT) and key != ONE_WEIGHT):
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"these may: {', '.join(known)}"
-        raise ConfigError(f"{key!r} cannot change while a run goes on: {hint}")
-    return key, value
+def check_changeable(words: Sequence[str]) -> None:
+    """ConfigError: there is no such setting, or a run keeps it as it began."""
+    parse_settings(words)
+    for word in words:
+        key = word.partition("=")[0]
+        if key not in (*RULES, *OUTER) and not key.startswith(ONE_WEIGHT):
+            raise ConfigError(
+                f"{key!r} cannot change while a run goes on: start a new run for it, or change "
+                f"{', '.join((*RULES, *OUTER))}"
+            )

@@ -1,10 +1,11 @@
-"""What several commands share."""
+"""What several commands do alike: settings from a file, the address of a run, the closing summary."""
 
 from __future__ import annotations
 
 import os
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,8 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
-from atoll.cli.commands import app as app
-from atoll.config import convert, merged
+from atoll.config import convert, merged, parse_settings
 from atoll.fabric.address import SCHEME, SyncerAddress, parse_address, without_secrets
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.local_secrets import published_secrets
@@ -23,7 +23,7 @@ from atoll.observe.summary import summarise
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, check_private
-from atoll.store.rundir import RunDir, find_runs, named_run
+from atoll.store.rundir import RunDir, find_runs
 from atoll.store.writer_lease import syncer_holding
 from atoll.syncer.credentials import local_tokens, read_tokens
 from atoll.telemetry.events import parse
@@ -46,12 +46,22 @@ def document_of(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def waiting_for_learners(document: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-    """The settings of a new run, in which nobody trains before all its learners are here, or that time is over."""
-    said = document.get("protocol")
-    if seconds is None and not (isinstance(said, dict) and "wait_for_learners_s" in said):
-        seconds = WAIT_S
-    return merged(document, {"protocol": {"wait_for_learners_s": seconds}})
+def settings_of(
+    document: dict[str, Any], words: Sequence[str], workload: type[msgspec.Struct] | None
+) -> dict[str, Any]:
+    """The settings of a new run, with what the command line sets on top. Nobody trains before all its learners are
+    here, or that time is over."""
+    said = merged(document, parse_settings(words, workload))
+    protocol = said.setdefault("protocol", {})
+    if isinstance(protocol, dict):
+        protocol.setdefault("wait_for_learners_s", WAIT_S)
+    return said
+
+
+def setting_words(words: Sequence[str], *, robust: bool, **given: int | None) -> list[str]:
+    """Options that are settings, and the words of --set behind them: of two for one setting the last counts."""
+    named = [f"{key}={value}" for key, value in given.items() if value is not None]
+    return [*named, *(["robust=true"] if robust else []), *words]
 
 
 def compile_kernels(console: Console) -> None:
@@ -123,15 +133,6 @@ def where(run: str) -> str:
         parse_address(run)
         return run
     return address_of(RunDir(Path(run).absolute()))
-
-
-def find_run(run: Path | None) -> Path | None:
-    """Of an argument: `first` is also the run in atoll-runs/first."""
-    return None if run is None else named_run(run)
-
-
-def find_run_or_address(run: str | None) -> str | None:
-    return run if run is None or is_address(run) else str(named_run(Path(run)))
 
 
 def is_address(run: str) -> bool:

@@ -1,0 +1,336 @@
+"""Commands that start a run, take part in one, or let others in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atoll.cli.command import Command, argument, flag, option
+from atoll.cli.declared.shared import (
+    JOIN,
+    LEARNERS,
+    TRAIN,
+    find_run,
+    find_run_or_address,
+    setting_option,
+    suggest_setting,
+)
+
+RUN, SETTINGS, ADDRESS, PROCESSES, OUTPUT = "The run", "Its settings", "Where it listens", "Its processes", "Output"
+STEPS = "1000 for the built-in GPT; none for a script"
+
+
+RUNS = (
+    Command(
+        "train",
+        TRAIN,
+        """Train a model with M learners and a syncer on this machine.
+
+        What follows -- goes to your script as it is. Every setting can be given by --set (docs/settings.md
+        lists them).
+
+        Examples:
+          atoll train --learners 4 --steps 1000
+          atoll train my_script.py --learners 2 --steps 500 -- --my-option 3
+          atoll train --set quorum=2 --set sync_every=12 --set codec=fp32 --set workload.depth=4
+          atoll train --resume atoll-runs/first --steps 2000
+        """,
+        "train:train",
+        (
+            argument("script", "Your training script; without one, a small GPT.", Path),
+            option("--learners", "M: how many learners.", int, shown=LEARNERS, panel=RUN),
+            option("--steps", "End when the middle learner has made this many steps.", int, shown=STEPS, panel=RUN),
+            option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
+            option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
+            flag("--force", "Replace a run that lies there.", panel=RUN),
+            option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+            option("--from-cut", "With --resume: a new run (--out) from this cut.", int, name="cut", panel=RUN),
+            option("--tape", "Follow this scenario (atoll simulate tape).", Path, metavar="FILE", panel=RUN),
+            option(
+                "--algorithm",
+                "decoupled, or data-parallel as a baseline.",
+                ("decoupled", "data-parallel"),
+                default="decoupled",
+                metavar="NAME",
+                panel=RUN,
+            ),
+            option("--port", "Where the syncer listens; 0 for any.", int, shown="any", panel=RUN),
+            flag("--demo", "A first run: one learner is killed on the way.", panel=RUN),
+            option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
+            setting_option(SETTINGS),
+            option("--seed", "Of weights and data order.", int, shown="0", panel=SETTINGS),
+            flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
+            option(
+                "--max-restarts",
+                "How often in a row a learner that dies is started again.",
+                int,
+                least=0,
+                default=5,
+                panel=PROCESSES,
+            ),
+            flag("--strict-devices", "Refuse more learners than there are GPUs.", panel=PROCESSES),
+            option(
+                "--kill", "Kill a learner on the way: learner-2@0.4.", many=True, metavar="NAME@SHARE", panel=PROCESSES
+            ),
+            flag("--breakable", "atoll chaos --run may break links and disk too.", panel=PROCESSES),
+            flag("--json", "Print the summary as JSON.", name="json_", panel=OUTPUT),
+            option("--tensorboard", "Figures for TensorBoard, as it goes.", Path, metavar="DIR", panel=OUTPUT),
+            option("--wandb", "Figures for W&B, as it goes.", metavar="PROJECT", panel=OUTPUT),
+        ),
+        script=True,
+        suggest=suggest_setting,
+    ),
+    Command(
+        "export",
+        TRAIN,
+        """Write the weights of a run as safetensors, also while it runs or after a kill.
+
+        Example:
+          atoll export atoll-runs/first model.safetensors
+        """,
+        "look:export",
+        (
+            argument("run", "A run's folder.", find_run, required=True),
+            argument("out", "A .safetensors file, or a folder for it and the settings.", Path, required=True),
+            option("--cut", "What this cut holds, instead of the newest version.", int),
+            flag("--best", "What scored best, instead of the newest version."),
+            flag("--force", "Replace what lies there."),
+            flag("--whole", "With frozen parameters and buffers, as the first learner has them."),
+        ),
+    ),
+    Command(
+        "syncer",
+        JOIN,
+        """Start a syncer by hand; learners join with `atoll learn`.
+
+        Ctrl-C ends the run in good order.
+
+        Examples:
+          atoll syncer --learners 2 --steps 500 --port 7077
+          atoll cert && atoll syncer --bind 0.0.0.0 --keys atoll-keys --advertise syncer.example.org
+          atoll syncer --learners 4 --set quorum=2 --set wait_for_learners_s=60
+          atoll syncer --standby atoll-runs/20260101-120000 --port 7078
+        """,
+        "serve:syncer",
+        (
+            option("--out", "The run's folder.", Path, metavar="DIR", shown="atoll-runs/DATE-TIME", panel=RUN),
+            flag("--force", "Replace a run that lies there.", panel=RUN),
+            option("--resume", "Go on with the run in this folder.", find_run, metavar="RUN", panel=RUN),
+            option(
+                "--standby", "Wait for the turn to serve the run in this folder.", find_run, metavar="RUN", panel=RUN
+            ),
+            option("--learners", "M: how many learners the run is meant for.", int, shown=LEARNERS, panel=RUN),
+            option(
+                "--steps", "End when the middle learner has made this many steps.", int, shown="no limit", panel=RUN
+            ),
+            option("--tokens", "End after this many tokens in all.", int, shown="no limit", panel=RUN),
+            option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
+            setting_option(SETTINGS),
+            flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
+            option("--port", "Where to listen; 0 for any.", int, shown="7077", panel=ADDRESS),
+            option(
+                "--bind",
+                "The address to listen on; others than this machine's own need --keys.",
+                metavar="ADDRESS",
+                shown="127.0.0.1",
+                panel=ADDRESS,
+            ),
+            option("--keys", "What atoll cert made.", Path, metavar="DIR", panel=ADDRESS),
+            option(
+                "--advertise",
+                "HOST or HOST:PORT for the join link; several times for several.",
+                many=True,
+                metavar="HOST",
+                panel=ADDRESS,
+            ),
+            flag("--mutual", "Learners must bring a certificate (atoll cert --learner).", panel=ADDRESS),
+            option(
+                "--front", "The certificate of a proxy in front that ends TLS.", Path, metavar="FILE", panel=ADDRESS
+            ),
+        ),
+        suggest=suggest_setting,
+    ),
+    Command(
+        "learn",
+        JOIN,
+        """Run a script as one learner of a run that somebody else started.
+
+        What follows -- goes to your script as it is. A link in a file, or in ATOLL_JOIN, is in no list of
+        processes.
+
+        Examples:
+          atoll learn my_script.py --join atoll://TOKEN@syncer.example.org:7077/RUN/FINGERPRINT
+          atoll learn my_script.py --syncer http://127.0.0.1:7077 --name learner-0
+        """,
+        "serve:learn",
+        (
+            argument("script", "Your training script, which uses atoll.Learner.", Path, required=True),
+            option(
+                "--join",
+                "The join link that the syncer printed, or a file that holds it.",
+                metavar="LINK",
+                env="ATOLL_JOIN",
+            ),
+            option("--syncer", "Or where it listens on this machine; several with commas.", env="ATOLL_SYNCER"),
+            option(
+                "--name", "Its own in the run; by default this machine and the lowest free number.", env="ATOLL_LEARNER"
+            ),
+            option(
+                "--folder",
+                "Where it saves its part of cuts; default: atoll-learners/RUN/NAME.",
+                Path,
+                env="ATOLL_FOLDER",
+            ),
+            flag("--evaluator", "Score the global model instead (atoll.evaluate)."),
+            option("--ca", "The authority of the syncer's certificate.", Path, metavar="FILE", env="ATOLL_CA"),
+            option("--cert", "Our own certificate (mutual TLS).", Path, metavar="FILE", env="ATOLL_CERT"),
+            option("--key", "And its key.", Path, metavar="FILE", env="ATOLL_KEY"),
+            option("--proxy", "An HTTP proxy to dial through.", metavar="URL", env="ATOLL_PROXY"),
+        ),
+        script=True,
+    ),
+    Command(
+        "drain",
+        JOIN,
+        """Let one learner leave without loss.
+
+        Its last steps are collected, then it goes; Ctrl-C there does the same. The run goes on without it; if
+        it was the last, until somebody comes.
+
+        Example:
+          atoll drain learner-2 --run atoll-runs/first
+        """,
+        "look:drain",
+        (
+            argument("learner", "Its name in the run.", required=True),
+            option(
+                "--run",
+                "The run's folder, or a link with an operator's token; by default the newest run here.",
+                find_run_or_address,
+            ),
+        ),
+    ),
+    Command(
+        "set",
+        JOIN,
+        """Change settings of a run while it goes on; they are journaled.
+
+        Example:
+          atoll set atoll-runs/first quorum=2 outer_lr=0.5
+        """,
+        "look:set_",
+        (
+            argument("run", "A run's folder, or the address of its syncer.", find_run_or_address, required=True),
+            argument("words", "What changes, as key=value.", many=True, metavar="KEY=VALUE", required=True),
+        ),
+    ),
+    Command(
+        "cert",
+        JOIN,
+        """Make what a run needs to leave this machine: a certificate and a first token.
+
+        Examples:
+          atoll cert
+          atoll cert --ca --host syncer.example.org && atoll cert --learner learner-0
+          atoll cert --next && atoll tokens link     (and once learners have the new link: atoll cert --renew)
+        """,
+        "cert:cert",
+        (
+            option("--out", "Where the keys go.", Path, metavar="DIR", default=Path("atoll-keys")),
+            option("--host", "A name or address the syncer is reached by; several times for more.", many=True),
+            option("--days", "How long the certificate counts.", float, default=365.0),
+            flag("--ca", "With an authority of its own, for --learner."),
+            option("--learner", "A certificate for this learner (mutual TLS).", metavar="NAME"),
+            flag("--next", "The certificate that is to follow: links name both from then on.", name="following"),
+            flag("--renew", "Another certificate in the place of this one; tokens stay."),
+            flag("--force", "Replace keys that lie there, and old links."),
+        ),
+    ),
+    Command(
+        "tokens",
+        JOIN,
+        """Who may join a run: list, add, revoke, while it goes on.
+
+        Alone it lists the tokens: who may join, and until when.
+
+        Examples:
+          atoll tokens
+          atoll tokens add eu --learner 'eu-*' --most 4 --hours 24
+          atoll tokens revoke eu
+        """,
+        "keys:list_tokens",
+        (
+            option(
+                "--keys",
+                "The folder that atoll cert made.",
+                Path,
+                metavar="DIR",
+                env="ATOLL_KEYS",
+                default=Path("atoll-keys"),
+            ),
+        ),
+        commands=(
+            Command(
+                "add",
+                "Commands",
+                """One token more; its join link is printed.
+
+                Example:
+                  atoll tokens add anna --learner anna-laptop --hours 48
+                """,
+                "keys:add",
+                (
+                    argument("name", "What it is called; no secret.", required=True),
+                    option("--role", "viewer, learner, evaluator or operator.", default="learner"),
+                    option("--learner", "Only for this learner, or with a star at the end for a group.", default=""),
+                    option("--most", "So many learners at once; 0: any number.", int, default=0),
+                    option("--names", "So many different names, those that have left included.", int, default=4096),
+                    option("--hours", "How long it counts; 0: until it is revoked.", float, default=0.0),
+                ),
+            ),
+            Command(
+                "change",
+                "Commands",
+                """Another measure for a token, while a run goes on; its link stays.
+
+                Example:
+                  atoll tokens change join --names 20000
+                """,
+                "keys:change_token",
+                (
+                    argument("name", "Which.", required=True),
+                    option("--most", "So many learners at once; 0: any number.", int),
+                    option("--names", "So many different names, those that have left included.", int),
+                    option("--hours", "How long it counts from now; 0: until it is revoked.", float),
+                ),
+            ),
+            Command(
+                "revoke",
+                "Commands",
+                """One token less: whoever came by it is sent away within seconds.
+
+                Example:
+                  atoll tokens revoke anna
+                """,
+                "keys:revoke",
+                (argument("name", "Which.", required=True),),
+            ),
+            Command(
+                "link",
+                "Commands",
+                """The join link of a token, again. It is a secret: whoever has it can join.
+
+                Examples:
+                  atoll tokens link eu
+                  atoll tokens link eu --ca
+                  atoll tokens link --run atoll-runs/first
+                """,
+                "keys:link",
+                (
+                    argument("name", "Which.", default="join"),
+                    flag("--ca", "By the authority of the certificate: stays good when it is renewed."),
+                    option("--run", "Of a run without keys: for another user of its machine.", Path, metavar="DIR"),
+                ),
+            ),
+        ),
+    ),
+)

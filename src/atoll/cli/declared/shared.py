@@ -1,0 +1,47 @@
+"""What several commands declare alike: headings, the folder of a run, and `--set`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atoll.cli.command import Parameter, option
+
+TRAIN, JOIN, LOOK, TRUST, ASK = (
+    "Train",
+    "Run by hand, and over machines",
+    "Look at a run",
+    "Check, repeat and attack",
+    "Before you begin",
+)
+PANELS = (TRAIN, LOOK, JOIN, TRUST, ASK)
+"""In the order of `atoll --help`."""
+LEARNERS = "4"
+
+
+def find_run(word: str) -> Path:
+    """`first` is also the run in atoll-runs/first."""
+    from atoll.store.rundir import named_run
+
+    return named_run(Path(word))
+
+
+def find_run_or_address(word: str) -> str:
+    from atoll.cli.shared import is_address
+
+    return word if is_address(word) else str(find_run(word))
+
+
+def setting_option(panel: str) -> Parameter:
+    """`atoll set` takes the same words."""
+    text = "Any setting, as in quorum=2; several times for several."
+    return option("--set", text, name="words", many=True, metavar="KEY=VALUE", panel=panel)
+
+
+def suggest_setting(flag: str) -> str:
+    """An option that is not there may be meant as a setting."""
+    from atoll.config import known_settings
+    from atoll.workloads.settings import WorkloadSettings
+
+    key, known = flag.lstrip("-").replace("-", "_"), known_settings(WorkloadSettings)
+    found = [name for name in (key, f"workload.{key}") if name in known]
+    return f"it is a setting, --set {' or '.join(f'{name}=VALUE' for name in found)}" if found else ""
