@@ -54,7 +54,7 @@ class Turn:
             old = self.state.syncers[term]
             self.state.syncers[term] = SearchedSyncer(
                 clone(old.machine),
-                waiting=list(old.waiting),
+                order=clone(old.order),
                 tasks=list(old.tasks),
                 published=list(old.published),
                 bodies=set(old.bodies),
@@ -198,15 +198,13 @@ class Turn:
 
     def _to_syncer(self, term: int, event: fx.SyncerEvent) -> None:
         syncer = self.syncer(term)
-        syncer.waiting += syncer.machine.handle(self.state.now, event)
+        syncer.order.enqueue(syncer.machine.handle(self.state.now, event))
         checks.woken(self.state, syncer)
         self._carry_on(term)
 
     def _carry_on(self, term: int) -> None:
-        """Everything up to the first that must be durable and is not."""
         syncer = self.syncer(term)
-        while syncer.waiting and not _must_wait(syncer.waiting[0]):
-            self._carry_out(term, syncer, syncer.waiting.pop(0))
+        syncer.order.carry_out_ready(lambda effect: self._carry_out(term, syncer, effect))
 
     def _carry_out(self, term: int, syncer: SearchedSyncer, effect: fx.SyncerEffect) -> None:
         checks.carried_out(self.state, term, syncer, effect)
@@ -239,17 +237,16 @@ class Turn:
             self._depose(term)
             return
         syncer = self.syncer(term)
-        if isinstance(syncer.waiting[0], fx.TakeCut):
-            syncer.waiting.pop(0)
+        if isinstance(write := syncer.order.begin_write(), fx.TakeCut):
             syncer.published = [0] * len(syncer.published)
         else:
-            end = _batch(syncer.waiting)
-            self._write(syncer.waiting[:end])
-            syncer.waiting[:end] = [one for one in syncer.waiting[:end] if not isinstance(one, fx.Persist)]
+            assert write is not None, "something waits for the disk"
+            self._write(write)
+        syncer.order.end_write(fenced=False)
         self._carry_on(term)
 
-    def _write(self, effects: list[fx.SyncerEffect]) -> None:
-        lines = [line for effect in effects if isinstance(effect, fx.Persist) for line in effect.records]
+    def _write(self, batch: list[fx.Persist]) -> None:
+        lines = [line for persist in batch for line in persist.records]
         state = self.state
         state.durable = clone(state.durable)
         for line in lines:
@@ -266,8 +263,7 @@ class Turn:
 
     def _crash(self, kept: bool) -> None:
         if kept:
-            waiting = self.state.syncer.waiting
-            self._write(waiting[: _batch(waiting)])
+            self._write(self.state.syncer.next_records())
         self._start_syncer()
         for term in [term for term in self.state.syncers if term < self.state.term]:
             self._depose(term)
@@ -280,17 +276,3 @@ class Turn:
         machine = Syncer(clone(state.durable))
         state.syncers[state.durable.term] = SearchedSyncer(machine, published=list(state.durable.versions))
         self._changed_syncers.add(state.durable.term)
-
-
-def _must_wait(effect: fx.SyncerEffect) -> bool:
-    return isinstance(effect, fx.Persist) or (isinstance(effect, fx.TakeCut) and effect.first)
-
-
-def _batch(waiting: list[fx.SyncerEffect]) -> int:
-    """How far one write reaches: up to a cut, or to an outer gradient that is not the first of it."""
-    some = False
-    for place, effect in enumerate(waiting):
-        if isinstance(effect, fx.TakeCut) or (isinstance(effect, fx.Persist) and effect.round >= 0 and some):
-            return place
-        some = some or isinstance(effect, fx.Persist)
-    return len(waiting)

@@ -41,6 +41,7 @@ from atoll.protocol.history import History
 from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
+from atoll.protocol.syncer.effect_order import EffectOrder
 from atoll.protocol.syncer.machine import Syncer
 
 Choice = tuple[str, str]
@@ -57,7 +58,7 @@ class SearchedSyncer:
     machine: Syncer
     mark: bytes = b""
     """The form of its machine."""
-    waiting: list[fx.SyncerEffect] = field(default_factory=list)
+    order: EffectOrder = field(default_factory=EffectOrder)
     """Effects behind one that is to be durable first."""
     tasks: list[fx.SyncerEvent] = field(default_factory=list)
     """Merges and cuts under way, by the events that they end in."""
@@ -66,6 +67,11 @@ class SearchedSyncer:
     bodies: set[tuple[str, int, int]] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     """Connections that are gone, which it has not noticed."""
+
+    def next_records(self) -> list[fx.Persist]:
+        """What it writes next, if that is not the first cut."""
+        write = clone(self.order).begin_write()
+        return write if isinstance(write, list) else []
 
 
 @dataclass(slots=True)
@@ -99,9 +105,7 @@ class State:
 
     def form(self) -> bytes:
         """Of all but the clock. The journal counts by what it tells a syncer."""
-        syncers = [
-            (t, r.mark.hex(), r.waiting, r.tasks, r.published, r.bodies, r.lost) for t, r in self.syncers.items()
-        ]
+        syncers = [(t, r.mark.hex(), r.order, r.tasks, r.published, r.bodies, r.lost) for t, r in self.syncers.items()]
         learners = [(p.mark.hex(), p.link, p.up, p.down, p.alive) for p in self.learners.values()]
         return form(syncers, learners, self.durable_mark.hex(), self.faults)
 
@@ -146,7 +150,7 @@ def choices(state: State) -> Iterator[Choice]:
 
 
 def _of_syncer(state: State, term: int, syncer: SearchedSyncer) -> Iterator[Choice]:
-    if syncer.waiting or term < state.term:
+    if syncer.order.has_waiting or term < state.term:
         yield "fsync", str(term)
     if any(isinstance(task, fx.Merged) for task in syncer.tasks):
         yield "merge", str(term)
@@ -186,7 +190,7 @@ def _of_faults(state: State) -> Iterator[Choice]:
             if learner.link:
                 yield "break", name
     yield "crash", "with nothing of what it wrote kept"
-    if any(isinstance(effect, fx.Persist) for effect in state.syncer.waiting):
+    if state.syncer.next_records():
         yield "crash", "with all of what it wrote kept"
     if len(state.syncers) == 1:
         yield "usurp", str(state.term)

@@ -1,6 +1,7 @@
 """The order in which a syncer's effects are carried out: nothing is told before it is durable.
 
-The service (syncer/effect_queue.py) and the simulated syncer both use this class, each with its own disk and clock.
+The service (syncer/effect_queue.py), the fault simulator and the small-scope search use this class, each with its own
+disk and clock.
 
 - Effects are carried out in the order in which they were decided. One that leads to others does not overtake them: they
   go to the end of the queue.
