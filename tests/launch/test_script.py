@@ -86,9 +86,10 @@ USAGE_ERRORS = {
     "atoll.evaluate(None)": "TypeError: evaluate() missing 1 required positional argument",
     "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",
 }
+CALLS = list(USAGE_ERRORS)
 
 
-@pytest.mark.parametrize("call", USAGE_ERRORS)
+@pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.faults) for call in CALLS[2:])])
 def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_path: Path, call: str) -> None:
     done = run(tmp_path, f"import atoll, torch\n{call}", ATOLL_SUPERVISOR=str(os.getpid()))
     assert done.returncode == USAGE

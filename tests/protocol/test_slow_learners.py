@@ -63,7 +63,7 @@ def check(slower: float, seed: int, adopt: str) -> None:
     assert 21.6 <= steps_between_syncs(world) <= 26.4
 
 
-@pytest.mark.parametrize("adopt", ["overwrite", "carry"])
+@pytest.mark.parametrize("adopt", ["overwrite", pytest.param("carry", marks=pytest.mark.faults)])
 @pytest.mark.parametrize("slower", LEAST)
 def test_the_work_of_a_slow_learner_is_merged(slower: float, adopt: str) -> None:
     check(slower, 0, adopt)

@@ -40,10 +40,14 @@ def effects_of_a_run(**settings: Any) -> int:
     return len(world.log)
 
 
+@pytest.mark.parametrize(
+    "every", [pytest.param(4, id="every fourth"), pytest.param(1, id="every", marks=pytest.mark.faults)]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_killed_at_every_effect_the_run_ends_with_nothing_lost(when: str, synchronous: bool) -> None:
-    for number in range(1, effects_of_a_run(synchronous=synchronous)):
+def test_killed_at_every_effect_the_run_ends_with_nothing_lost(when: str, synchronous: bool, every: int) -> None:
+    first = 1 + (2 * (when == "after") + synchronous) % every  # other effects in each of the four
+    for number in range(first, effects_of_a_run(synchronous=synchronous), every):
         world = crashed(number, when, synchronous=synchronous)
         assert world.syncer.phase == "finished", f"effect {number}"
         assert world.syncer.committed >= 8

@@ -19,9 +19,9 @@ from atoll.protocol.syncer.membership import Learner, Membership
 
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
 def test_no_order_of_things_breaks_a_rule(scope: Scope) -> None:
-    found = search(scope, states=500)
+    found = search(scope, states=200)
     assert found.violation is None, "\n".join(found.violation.story)
-    assert found.states >= 500
+    assert found.states >= 200
 
 
 @pytest.mark.faults

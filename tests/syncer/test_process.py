@@ -36,10 +36,17 @@ sys.exit(main())
 """
 
 
+RAISES, RETURNS = ("raise KeyError('gone')", "KeyError: 'gone'"), ("return", "ended, and the")
+
+
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise KeyError('gone')", "KeyError: 'gone'"), ("return", "ended, and the")]
+    ("task", "how", "said"),
+    [
+        *((task, *RAISES) for task in KILLED),
+        ("sweep", *RETURNS),
+        *(pytest.param(task, *RETURNS, marks=pytest.mark.faults) for task in KILLED if task != "sweep"),
+    ],
 )
-@pytest.mark.parametrize("task", KILLED)
 def test_a_vital_task_that_dies_ends_the_process(tmp_path: Path, task: str, how: str, said: str) -> None:
     run = RunDir.create(tmp_path / "run")
     run.settings.write_bytes(Config().toml())
