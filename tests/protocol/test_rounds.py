@@ -283,3 +283,12 @@ def test_a_standstill_puts_off_no_window_that_opened_after_it() -> None:
     for round_ in (before, after):
         round_.put_off(16.0, 4.0)
     assert (before.quorum_at, before.due_at, after.quorum_at, after.due_at) == (15.0, 15.0, 16.0, 16.0)
+
+
+def test_a_round_moves_only_from_stage_to_stage_as_the_table_says() -> None:
+    round_ = Round(number=0, fragment=0, opened_at=0.0)
+    round_.enter_stage("pulling")
+    round_.again(1.0)
+    assert (round_.stage, round_.attempt) == ("gathering", 2)
+    with pytest.raises(AssertionError, match="a round that is gathering cannot be merging next"):
+        round_.enter_stage("merging")

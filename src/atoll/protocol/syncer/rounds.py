@@ -115,7 +115,8 @@ class Rounds:
             if round_.number > under_way:
                 del self.state.open_rounds[round_.number]
             else:
-                round_.stage, round_.reason = "void", "the run ends"
+                round_.enter_stage("void")
+                round_.reason = "the run ends"
         self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
         self.state.draining = True
 
@@ -141,7 +142,8 @@ class Rounds:
 
     def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
         self.gathering.froze(now, round_)
-        round_.stage, round_.frozen_at, round_.reason = "pulling", now, reason
+        round_.enter_stage("pulling")
+        round_.frozen_at, round_.reason = now, reason
         alive = self.state.members.alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
@@ -224,7 +226,7 @@ class Rounds:
             self.fail(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
             return True
         if round_.number == self.state.committed:
-            round_.stage = "merging"
+            round_.enter_stage("merging")
             self._weigh(round_)
             bases = {seat.learner: seat.answer.base for seat in round_.given}
             weights = round_.weights.items()
@@ -307,7 +309,9 @@ class Rounds:
 
     def _pass_over(self, round_: Round, reason: str) -> None:
         """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
-        round_.stage, round_.reason = "void", reason
+        if round_.stage != "void":
+            round_.enter_stage("void")
+        round_.reason = reason
         if round_.number != self.state.committed:
             return
         del self.state.open_rounds[round_.number]

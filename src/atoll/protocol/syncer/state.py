@@ -28,7 +28,17 @@ round after another (rounds.py). *ending*: the budget is spent or the operator a
 cycle of P rounds brings their last steps in (ending.py). *finished*: everybody is told. Back only by `--resume` with a
 larger budget. A new term takes up a run that had begun to end as *running*, until its learners are back."""
 Stage = Literal["gathering", "pulling", "merging", "void"]
-"""void: failed for good, and waits for its turn to be passed over."""
+STAGES: dict[Stage, tuple[Stage, ...]] = {
+    "gathering": ("pulling", "void"),
+    "pulling": ("merging", "gathering", "void"),
+    "merging": ("gathering", "void"),
+    "void": (),
+}
+"""Stages of a round, and where each leads. *gathering*: learners report steps; closing.py decides when the members are
+frozen. *pulling*: each member is asked for the fragment, until its deadline. *merging*: the contributions are merged
+and the outer step is taken, one round at a time, in order. *void*: failed for good; it waits for its turn to be passed
+over. Back to *gathering* once, for a second attempt. A round that is committed or passed over is in no stage any more:
+it is removed from `open_rounds`."""
 SeatState = Literal["asked", "given", "out"]
 
 
@@ -105,9 +115,14 @@ class Round:
         self.quorum_at = None if self.quorum_at is None else min(now, self.quorum_at + seconds)
         self.due_at = None if self.due_at is None else min(now, self.due_at + seconds)
 
+    def enter_stage(self, stage: Stage) -> None:
+        assert stage in STAGES[self.stage], f"a round that is {self.stage} cannot be {stage} next"
+        self.stage = stage
+
     def again(self, now: float) -> None:
         """Back to gathering, for a second and last attempt."""
-        self.stage, self.attempt = "gathering", self.attempt + 1
+        self.enter_stage("gathering")
+        self.attempt += 1
         self.opened_at, self.quorum_at, self.on_time = now, None, None
         self.seats = {}
 
