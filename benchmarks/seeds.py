@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 from atoll import __version__  # noqa: E402
-from atoll.simulate.story import FailureReport  # noqa: E402
-from atoll.simulate.worker import all_of  # noqa: E402
+from atoll.simulate.reports import FailureReport, all_of  # noqa: E402
 from atoll.telemetry.events import versions  # noqa: E402
 
 

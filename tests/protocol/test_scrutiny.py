@@ -11,7 +11,7 @@ from tests.protocol.world import TENSORS, World
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import PROTOCOL, Contribution, FromLearner, Hello, Progress, Recover, Register
 from atoll.protocol.records import Joined, Merged
-from atoll.simulate.violation import Violation
+from atoll.simulate.oracle import Violation
 
 
 class Trusting(World):

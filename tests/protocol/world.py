@@ -16,11 +16,9 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import world as simulated
 from atoll.simulate.disk import Disk
-from atoll.simulate.invariants import Invariants
-from atoll.simulate.oracle import Payload
 from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
-from atoll.simulate.training import Training
+from atoll.simulate.training import Payload, Training
 
 __all__ = ["TENSORS", "SimulatedLearner", "World"]
 
@@ -111,7 +109,7 @@ class World(simulated.World):
         self.disk.claim = 1
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), list(self.theta))
         self.simulated_syncers = [self.simulated_syncer]
-        self.invariants = Invariants(self)
+        self.invariants = self.make_invariants()
         for name, learner in self.learners.items():
             if learner.alive:
                 self.link(name)
@@ -256,7 +254,7 @@ class World(simulated.World):
             self.crash_syncer()
             return
         self.log.append((self.now, effect))
-        self.invariants.see(syncer, effect)
+        self.invariants.watch_effect(syncer, effect)
         self._carry_out(effect)
         if self.crash is not None and self.crash(effect, "after"):
             self.crash_syncer()

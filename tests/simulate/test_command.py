@@ -10,7 +10,7 @@ import pytest
 
 from atoll import cli
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.simulate.worker import all_of, report, reports
+from atoll.simulate.reports import all_of, report, reports
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -13,9 +13,9 @@ from tests.protocol.world import World as LinkedWorld
 from atoll.learner import script
 from atoll.protocol.records import Gone
 from atoll.protocol.settings import Settings
-from atoll.simulate import campaign, leaving
+from atoll.simulate import campaign, training
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
-from atoll.simulate.inject import LEARNERS, REST
+from atoll.simulate.inject import LEARNER_FAULTS, OTHER_FAULTS
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.world import World
@@ -123,13 +123,13 @@ def test_worlds_that_once_broke_a_promise(seed: int, learners: int) -> None:
 
 def test_every_kind_of_fault_is_drawn_and_can_happen() -> None:
     drawn = {fault.kind for seed in range(300) for fault in campaign.plan(seed).faults}
-    assert drawn == {*LEARNERS, *REST} == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "rollback", "end"}
+    assert drawn == {*LEARNER_FAULTS, *OTHER_FAULTS} == {*OF_LEARNERS, *TO_LEAVE, *OF_THE_REST, "rollback", "end"}
 
 
-@pytest.mark.parametrize("kind", sorted({*LEARNERS, *REST} - {"end"}))
+@pytest.mark.parametrize("kind", sorted({*LEARNER_FAULTS, *OTHER_FAULTS} - {"end"}))
 def test_each_fault_alone_is_lived_through(kind: str) -> None:
     plan = campaign.plan(1, 3)
-    target = 1 if kind in LEARNERS else -1
+    target = 1 if kind in LEARNER_FAULTS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
     outcome = campaign.run(campaign.Plan(1, plan.options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
@@ -171,7 +171,7 @@ def test_settings_of_all_kinds_are_drawn() -> None:
 
 
 def test_a_drained_learner_waits_as_the_real_one_does() -> None:
-    assert leaving.DRAIN_S == script.DRAIN_S
+    assert training.DRAIN_S == script.DRAIN_S
 
 
 class Watched(World):

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.protocol.errors import ConfigError
 from atoll.simulate import campaign, worker_pool
-from atoll.simulate.story import FailureReport
-from atoll.simulate.worker import Report, all_of, report
+from atoll.simulate.reports import FailureReport, Report, all_of, report
 
 
 def faults(seeds: int, first: int, learners: int | None, seed: int | None, json_: bool) -> None:

@@ -128,7 +128,7 @@ class Fault(msgspec.Struct, frozen=True):
         return f"{self.at:.3f} {self.kind}{whom}{which} for {self.length:.3f} s"
 
 
-def draw(dice: random.Random, learners: int, until: float) -> list[Fault]:
+def draw_faults(dice: random.Random, learners: int, until: float) -> list[Fault]:
     """None, a few or many, some of them close to each other; all are mended before `until`."""
     count = dice.choice([0, 4, 10, 20, 32])
     rest, near = dice.choice([0.2, 0.4, 0.7]), dice.choice([0.0, 0.3, 0.7])

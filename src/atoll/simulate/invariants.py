@@ -21,49 +21,69 @@
                                     so does the run's step over all terms
     a budget ends the run           once the run's step has come to it
 
-oracle.py and samples.py hold those that follow from the journal alone, timing.py what the syncer must do in time,
-conduct.py what learners do, drains.py what a drain promises, campaign.py those of the end.
+oracle.py holds those that follow from the journal alone, timing.py what the syncer must do in time, learner_checks.py
+what learners do and what a drain promises, campaign.py those of the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import le
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.protocol import effects as fx
 from atoll.protocol.clock import Clock, knows
+from atoll.protocol.history import History
 from atoll.protocol.ledger import Account
-from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Pull, Welcome
+from atoll.protocol.messages import (
+    Announce,
+    Ending,
+    Finish,
+    FromSyncer,
+    Help,
+    Lease,
+    Pull,
+    Recover,
+    Started,
+    Welcome,
+)
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.bounds import too_much
-from atoll.simulate.drains import Drains
-from atoll.simulate.durability import forgotten, unwritten
-from atoll.simulate.learner_checks import LearnerChecks
-from atoll.simulate.oracle import Oracle
+from atoll.simulate.disk import Disk
+from atoll.simulate.learner_checks import Drains, LearnerChecks
+from atoll.simulate.oracle import Oracle, Violation
+from atoll.simulate.simulated_learner import SimulatedLearner
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.timing import Timing
-from atoll.simulate.violation import Violation
-
-if TYPE_CHECKING:
-    from atoll.simulate.simulated_learner import SimulatedLearner
-    from atoll.simulate.simulated_syncer import SimulatedSyncer
-    from atoll.simulate.training import Training
-    from atoll.simulate.world import World
-
+from atoll.simulate.training import Training
 
 SUMS = 8
 """All accounts are added up once in so many rounds; each of them is checked whenever it changes."""
 
 
 class Invariants:
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.oracle = Oracle(world)
-        self.told = [-1] * world.settings.fragments
+    """It watches what the machines were told and what they want done; it changes nothing."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        disk: Disk,
+        syncer: SimulatedSyncer,
+        learners: Mapping[str, SimulatedLearner],
+        *,
+        outer_lr: float,
+        gradient: Callable[[int], float],
+        trip_s: float,
+    ) -> None:
+        """`learners`: by name, the newest process of that name. `trip_s`: the longest that a message takes."""
+        self._run_settings, self._disk, self._learners = settings, disk, learners
+        self._newest = syncer
+        """The syncer of the newest term."""
+        self.drains = Drains(settings, learners, trip_s, syncer)
+        self.oracle = Oracle(disk, settings.fragments, outer_lr, gradient, self.drains.closed)
+        self.told = [-1] * settings.fragments
         """The newest version of every fragment that any learner was told of."""
-        self.learner_checks = LearnerChecks(self)
-        self.drains = Drains(world)
+        self.learner_checks = LearnerChecks(self.oracle, disk)
         self._recovered: set[tuple[str, int]] = set()
         self._asked: dict[str, set[str]] = {}
         """Per newcomer, the peers that were asked to help it, in any term: what was on its way may still arrive."""
@@ -81,6 +101,7 @@ class Invariants:
 
     def restarted(self, syncer: SimulatedSyncer) -> None:
         """Another process, which knows what is durable: nothing that was told may be missing."""
+        self._newest = syncer
         oracle, machine = self.oracle, syncer.machine
         if oracle.again():
             self.told = [min(told, kept) for told, kept in zip(self.told, oracle.versions, strict=True)]
@@ -89,24 +110,24 @@ class Invariants:
             if machine.versions[fragment] < told:
                 said = f"version {told} of fragment {fragment} was told, {machine.versions[fragment]} is what is left"
                 raise Violation("nothing acknowledged is lost", said, fragment=fragment)
-        if (wrong := forgotten(self.world.disk, machine.history)) is not None:
+        if (wrong := forgotten(self._disk, machine.history)) is not None:
             raise Violation("a cut is the journal in short", wrong)
         if machine.versions != oracle.versions or (oracle.theta and syncer.theta != oracle.theta):
             said = f"{machine.versions} of {syncer.theta} come back, {oracle.versions} of {oracle.theta} were committed"
             raise Violation("nothing acknowledged is lost", said)
         self._begin()
-        self.drains.restarted()
+        self.drains.restarted(syncer)
 
     # ---- after an event -----------------------------------------------------------------------------------------
 
-    def check(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
+    def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
         """What the syncer is."""
         machine = syncer.machine
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
         if type(event) is fx.DrainAsked:
             self.drains.requested(syncer, event.learner)
-        if syncer is not self.world.simulated_syncer:
+        if syncer is not self._newest:
             return
         progress = machine.progress
         if machine.settings is not self._settings:
@@ -162,12 +183,12 @@ class Invariants:
 
     # ---- at an effect -------------------------------------------------------------------------------------------
 
-    def see(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
+    def watch_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
         """What it does, in the order in which it is carried out."""
         match effect:
             case fx.Send(learner, message):
                 self._sent(syncer, learner, message)
-            case fx.Note() if syncer is self.world.simulated_syncer:
+            case fx.Note() if syncer is self._newest:
                 self._note(syncer, effect)
             case fx.Persist():
                 self.oracle.catch_up()
@@ -188,7 +209,7 @@ class Invariants:
                 pass
 
     def _sent(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
-        if syncer is self.world.simulated_syncer:
+        if syncer is self._newest:
             if message.clock is not self._clock:
                 if not knows(message.clock, self._clock):
                     raise Violation("clocks", f"{message.clock} is sent after {self._clock}", learner)
@@ -205,7 +226,7 @@ class Invariants:
                 for fragment, version in enumerate(versions):
                     self._telling(fragment, version, learner)
             case Pull():
-                if syncer is self.world.simulated_syncer:
+                if syncer is self._newest:
                     self.timing.asked(syncer, learner, message)
                     self.drains.asked(learner)
                 return
@@ -238,7 +259,7 @@ class Invariants:
         if staged != oracle.values[fragment, version]:
             said = f"version {version} of fragment {fragment} is {staged}, its members make {oracle.theta[fragment]}"
             raise Violation("Θ is the replay of the journal", said, fragment=fragment)
-        if syncer is not self.world.simulated_syncer or number % SUMS:
+        if syncer is not self._newest or number % SUMS:
             return
         totals = syncer.machine.history.ledger.totals()
         if any(totals.balance()):
@@ -246,7 +267,7 @@ class Invariants:
         own = [fates.merged for fates in syncer.machine.history.ledger.by_learner().values()]
         if not all(map(le, totals.missed, totals.dropped)) or tuple(map(sum, zip(*own, strict=True))) != totals.merged:
             raise Violation("ledger balances", f"{totals}, by learner {own} merged", fragment=fragment)
-        if (much := too_much(self.world, syncer)) is not None:
+        if (much := too_much(syncer, self._learners)) is not None:
             raise Violation("bounded memory", much)
 
     # ---- notes --------------------------------------------------------------------------------------------------
@@ -331,10 +352,12 @@ class Invariants:
             raise Violation("ledger balances", said, learner.name, f)
 
     def blocks(self, learner: Training) -> None:
-        if not self.world.settings.synchronous:
+        if not self._run_settings.synchronous:
             raise Violation("no step blocks", f"{learner.name} waits after step {learner.t}", learner.name)
 
-    def heard(self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]) -> None:
+    def watch_learner(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
+    ) -> None:
         """A learner heeds no term below the newest it has heard of."""
         if type(event) is fx.Arrived and event.message.term != learner.term:
             term = event.message.term
@@ -342,10 +365,81 @@ class Invariants:
                 said = f"{learner.name} heeds term {term} after term {learner.term}: {effects}"
                 raise Violation("one fenced writer", said, learner.name)
             learner.term = max(learner.term, term)
-        self.learner_checks.heard(learner, event, effects)
+        self.learner_checks.watch_learner(learner, event, effects)
 
 
 def _balances(account: Account, computed: int) -> bool:
     """computed = (m − u) + d + c, for every fragment."""
     rows = zip(account.merged, account.dropped, account.tokens, account.pending, strict=True)
     return all(m + d + c - (p.tokens if p is not None else 0) == computed for m, d, c, p in rows)
+
+
+# ---- what may be told only once it is written ------------------------------------------------------------------------
+
+
+def unwritten(oracle: Oracle, learner: str, message: FromSyncer) -> str | None:
+    """What a message tells that no record does."""
+    match message:
+        case Welcome(incarnation=incarnation) | Recover(incarnation=incarnation):
+            known = (learner, incarnation) in oracle.lives
+            return None if known else f"{learner} is told of its incarnation {incarnation}"
+        case Lease(ranges=ranges):
+            granted = {one.lease for life in oracle.samples.lives.values() for one in life.granted[-len(ranges) - 8 :]}
+            missing = [one.lease for one in ranges if one.lease not in granted]
+            return f"{learner} is told of leases {missing}" if missing else None
+        case Started():
+            return None if oracle.theta else "the first parameters are told of"
+        case Ending():
+            return None if oracle.ended else "it is told that the run ends"
+        case Finish():
+            return None if oracle.finished else "it is told that the run is over"
+        case _:
+            return None
+
+
+def forgotten(disk: Disk, history: History) -> str | None:
+    """What a cut and the journal behind it tell otherwise than the whole journal does."""
+    whole = History(disk.begun)
+    for record in disk.journal:
+        whole.apply(record)
+    ours, theirs = history.state(), whole.state()
+    plain = ("term", "started", "versions", "committed", "lives", "leases", "cuts", "ended", "finished", "settings")
+    for name in (*plain, "trend", "least", "rolled_back", "good_cut"):
+        if (mine := getattr(ours, name)) != (other := getattr(theirs, name)):
+            return f"{name}: {mine} after a cut, {other} by the whole journal"
+    return None
+
+
+# ---- how much the machines may keep: bounds by the settings, not by the length of the run ----------------------------
+
+
+def too_much(syncer: SimulatedSyncer, learners: Mapping[str, SimulatedLearner]) -> str | None:
+    """The first thing there is too much of."""
+    for what, count, most in _sizes(syncer, learners):
+        if count > most:
+            return f"{what}: {count}, at most {most}"
+    return None
+
+
+def _sizes(syncer: SimulatedSyncer, learners: Mapping[str, SimulatedLearner]) -> Iterator[tuple[str, int, int]]:
+    names, fragments = len(learners), syncer.machine.settings.fragments
+    machine, history = syncer.machine, syncer.machine.history
+    yield "learners known", len(machine.members.learners), names
+    yield "rounds open", len(machine.state.open_rounds), fragments
+    yield "recoveries open", len(machine.peers.open), names
+    yield "accounts open", len(history.ledger.open), names
+    yield "lives remembered", len(history.lives), names
+    yield "cuts remembered", len(history.cuts), 8
+    yield "clock entries", len(machine.state.out.clock), names + 1
+    yield "payloads kept", len(syncer.payloads), (fragments + 1) * names
+    for learner in learners.values():
+        yield from _of_learner(learner, fragments)
+
+
+def _of_learner(learner: SimulatedLearner, fragments: int) -> Iterator[tuple[str, int, int]]:
+    name, flights = learner.name, 3 * fragments + 3
+    yield f"copies at hand at {name}", len(learner.machine._copies._at_hand), fragments
+    yield f"pulls waiting at {name}", len(learner.machine._copies.waiting), fragments
+    yield f"orders of {name}", len(learner.machine._orders.pending), flights
+    yield f"adoptions due at {name}", len(learner.inbox), fragments
+    yield f"states given by {name}", len(learner.given), 2

@@ -1,25 +1,26 @@
-"""The network: control channels that keep their order, payloads beside them, and all that goes wrong with both.
+"""The network: control channels that keep their order, payloads (fragments) on connections of their own, and the faults
+of both.
 
 A control channel is a TCP connection: in order, nothing lost while it lasts, and all that was on its way lost when it
 breaks. Both ends may believe different things of it. A partition lets a connection stand: what is said into it is held
 up, and comes in a burst if the partition ends before either end has given up. A learner gives up when its pings come
-back from nowhere for NOTICE_S, the syncer when its rules say so. Payloads travel apart and may overtake control.
+back from nowhere for NOTICE_S, the syncer when its rules say so. Payloads may overtake control messages; the sender's
+machine is told of one that breaks or gets stuck.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import random
 from math import isnan
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from atoll.protocol import effects as fx
+from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import FromSyncer
-from atoll.simulate.simulated_learner import NOT_FINITE
-
-if TYPE_CHECKING:
-    from atoll.simulate.simulated_learner import SimulatedLearner
-    from atoll.simulate.simulated_syncer import SimulatedSyncer
-    from atoll.simulate.world import World
+from atoll.simulate.simulated_learner import NOT_FINITE, SimulatedLearner
+from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
+from atoll.simulate.training import Payload
+from atoll.simulate.virtual_time import EventQueue
 
 NOTICE_S = 9.0
 """A learner's end notices within this time that nobody answers its pings."""
@@ -28,27 +29,24 @@ DIAL_S = 5.0
 STUCK_S = 6.0
 """A payload that does not move is given up after this time."""
 BACKOFF_S, BACKOFF_CAP_S = 0.1, 1.0
+INITIAL_AGAIN_S = 1.0
 
 
-class Connection:
-    __slots__ = ("arrives", "held_down", "held_up", "learner", "syncer")
+class NetworkWorld(Protocol):
+    """What the network needs of the world around it."""
 
-    def __init__(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> None:
-        self.learner, self.syncer = learner, syncer
-        self.arrives: dict[str, float] = {}
-        """Per way, when the last that was sent on it arrives."""
-        self.held_up: deque[fx.SyncerEvent] = deque()
-        self.held_down: deque[fx.LearnerEvent] = deque()
+    random: random.Random
+    queue: EventQueue
 
-    def at(self, way: str, at: float) -> float:
-        """In order: not before what was sent before it."""
-        at = max(at, self.arrives.get(way, 0.0))
-        self.arrives[way] = at
-        return at
+    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
+
+    def connections(self, learner: SimulatedLearner) -> list[Connection]: ...
+
+    def syncer_at(self, learner: SimulatedLearner) -> SimulatedSyncer | None: ...
 
 
 class Network:
-    def __init__(self, world: World, latency_s: float, jitter: float) -> None:
+    def __init__(self, world: NetworkWorld, latency_s: float, jitter: float) -> None:
         self.world, self.latency_s, self.jitter = world, latency_s, jitter
         self.random = world.random
         self.queue = world.queue
@@ -77,7 +75,7 @@ class Network:
         if self.doubles and self.random.random() < self.doubles and learner.connection is connection:
             syncer.greet(learner.name, connection, learner.machine.hello())
 
-    def up(self, learner: SimulatedLearner, event: fx.SyncerEvent, way: str = "up") -> None:
+    def send_up(self, learner: SimulatedLearner, event: fx.SyncerEvent, way: str = "up") -> None:
         connection = learner.connection
         if connection is not None:
             now = self.queue.now
@@ -86,7 +84,8 @@ class Network:
                 self.queue.call_later(connection.at(way, now) - now, self._come_up, connection, event)
 
     def _come_up(self, connection: Connection, event: fx.SyncerEvent) -> object:
-        learner, syncer = connection.learner, connection.syncer
+        learner: SimulatedLearner = connection.learner
+        syncer = connection.syncer
         if syncer.channels.get(learner.name) is not connection or not syncer.alive:
             return False
         if learner.blocked_up:
@@ -101,7 +100,7 @@ class Network:
         payload = syncer.payloads.get((event.learner, given.round, given.attempt), 0.0)
         return fx.Delivered(event.learner, given, NOT_FINITE) if isnan(payload) else event
 
-    def down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None:
+    def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None:
         connection = syncer.channels.get(name)
         if connection is not None:
             now, event = self.queue.now, fx.Arrived(message)
@@ -110,7 +109,7 @@ class Network:
                 self.queue.call_later(connection.at("down", now) - now, self._come_down, connection, event)
 
     def _come_down(self, connection: Connection, event: fx.LearnerEvent) -> object:
-        learner = connection.learner
+        learner: SimulatedLearner = connection.learner
         if learner.connection is not connection or not learner.alive or not learner.courier:
             return False
         if learner.blocked_down:
@@ -140,7 +139,7 @@ class Network:
 
     def closed_by(self, connection: Connection, reason: str) -> None:
         """The learner's end is gone: the syncer hears of it once all that was said before has come."""
-        name = connection.learner.name
+        name: str = connection.learner.name
         now = self.queue.now
         at = connection.at("up", now + self.delay())
         self.queue.call_later(at - now, self._come_up, connection, fx.Lost(name, reason))
@@ -174,7 +173,7 @@ class Network:
         """It says goodbye and closes."""
         if (connection := learner.connection) is not None:
             for word in learner.machine.make_goodbye(reason):
-                self.up(learner, fx.Received(learner.name, word))
+                self.send_up(learner, fx.Received(learner.name, word))
             self.closed_by(connection, reason)
             learner.connection = None
 
@@ -217,7 +216,7 @@ class Network:
 
     def _notice(self, connection: Connection) -> object:
         """Pings go unanswered, whichever way is blocked."""
-        learner = connection.learner
+        learner: SimulatedLearner = connection.learner
         if learner.connection is not connection or (learner.reachable and not connection.syncer.paused):
             return False
         if learner.frozen:
@@ -240,3 +239,118 @@ class Network:
         """A syncer that stands still answers no pings."""
         for connection in list(syncer.channels.values()):
             self.queue.call_later(NOTICE_S * self.random.uniform(0.5, 1.0), self._notice, connection)
+
+    # ---- payloads, on connections of their own --------------------------------------------------------------------
+
+    def _breaks(self, learner: SimulatedLearner, syncer: SimulatedSyncer) -> str:
+        """Why a payload does not come through, if it does not."""
+        if not syncer.alive or syncer.paused:
+            return "unreachable"
+        if not learner.reachable:
+            return "it got stuck"
+        return "connection reset" if self.payload_loss and self.random.random() < self.payload_loss else ""
+
+    # ---- payloads up -------------------------------------------------------------------------------------------------
+
+    def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None:
+        connection = learner.connection
+        if connection is not None:
+            now = self.queue.now
+            at = connection.at(f"payload {number}", now + self.delay())
+            args = (learner, learner.machine, connection.syncer, number, attempt, payload)
+            self.queue.call_later(at - now, self._uploaded, *args)
+
+    def _uploaded(
+        self,
+        learner: SimulatedLearner,
+        machine: Learner,
+        syncer: SimulatedSyncer,
+        number: int,
+        attempt: int,
+        payload: Payload,
+    ) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        why = self._breaks(learner, syncer)
+        if not why and not syncer.receive((learner.name, number, attempt), payload):
+            why = f"no contribution to round {number} (attempt {attempt}) is waited for"
+        if why:
+            stuck = STUCK_S if why == "it got stuck" else 0.0
+            self.queue.call_later(stuck, self.if_same, learner, machine, fx.UploadFailed(number, attempt, why))
+        elif self.apart:
+            self.queue.call_later(self.delay(), self._received, learner, machine, syncer, number, attempt)
+        else:
+            return self._received(learner, machine, syncer, number, attempt)
+        return None
+
+    def _received(
+        self, learner: SimulatedLearner, machine: Learner, syncer: SimulatedSyncer, number: int, attempt: int
+    ) -> object:
+        """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
+        if self.apart and (why := self._breaks(learner, syncer)):
+            return self.if_same(learner, machine, fx.UploadFailed(number, attempt, f"no receipt: {why}"))
+        return self.if_same(learner, machine, fx.Uploaded(number, attempt, "digest"))
+
+    def upload_all(self, learner: SimulatedLearner) -> None:
+        """Version 0; sent again and again until it is there, or the connection is gone."""
+        if (connection := learner.connection) is not None:
+            now = self.queue.now
+            self.queue.call_later(connection.at("payload", now + self.delay()) - now, self._initial, connection)
+
+    def _initial(self, connection: Connection) -> object:
+        learner: SimulatedLearner = connection.learner
+        syncer = connection.syncer
+        if learner.connection is not connection or not learner.alive or syncer.machine.phase != "empty":
+            return False
+        if not learner.answers or self._breaks(learner, syncer):
+            self.queue.call_later(INITIAL_AGAIN_S, self._initial, connection)
+            return None
+        syncer.initial = list(learner.base)
+        return self.world.deliver(syncer, fx.Initialised(learner.name))
+
+    # ---- payloads down -----------------------------------------------------------------------------------------------
+
+    def fetch(self, learner: SimulatedLearner, fragment: int) -> None:
+        """The request travels, then what was committed when it came."""
+        connection, machine = learner.connection, learner.machine
+        delay = self.delay(1.0 if self.apart else 2.0)
+        if connection is not None:
+            self.queue.call_later(delay, self._serve, learner, machine, connection.syncer, fragment)
+        else:
+            self.queue.call_later(delay, self.if_same, learner, machine, fx.FetchFailed(fragment, "unreachable"))
+
+    def _serve(self, learner: SimulatedLearner, machine: Learner, syncer: SimulatedSyncer, fragment: int) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        why = self._breaks(learner, syncer) or ("the run has no parameters yet" if syncer.served[fragment] < 0 else "")
+        if why:
+            return self._not_fetched(learner, machine, fragment, why)
+        value, version = syncer.theta[fragment], syncer.served[fragment]
+        if not self.apart:
+            return self._fetched(learner, machine, syncer, fragment, version, value)
+        self.queue.call_later(self.delay(), self._fetched, learner, machine, syncer, fragment, version, value)
+        return None
+
+    def _fetched(
+        self,
+        learner: SimulatedLearner,
+        machine: Learner,
+        syncer: SimulatedSyncer,
+        fragment: int,
+        version: int,
+        value: float,
+    ) -> object:
+        if learner.machine is not machine or not learner.alive:
+            return False
+        if self.apart and (why := self._breaks(learner, syncer)):
+            return self._not_fetched(learner, machine, fragment, why)
+        learner.fetched[fragment] = value
+        return learner.handle_event(fx.Fetched(fragment, version))
+
+    def _not_fetched(self, learner: SimulatedLearner, machine: Learner, fragment: int, why: str) -> object:
+        stuck = STUCK_S if why == "it got stuck" else 0.0
+        self.queue.call_later(stuck, self.if_same, learner, machine, fx.FetchFailed(fragment, why))
+        return None
+
+    def if_same(self, learner: SimulatedLearner, machine: Learner, event: fx.LearnerEvent) -> object:
+        return learner.handle_event(event) if learner.machine is machine else False

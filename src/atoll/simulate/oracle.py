@@ -5,37 +5,107 @@ Every record is read once it is durable, and held against what the learners real
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING
 
-from atoll.protocol import effects as fx
 from atoll.protocol import records
+from atoll.protocol.records import Gone, Granted, Share
 from atoll.protocol.syncer.restoring import undone
-from atoll.simulate.samples import Samples
-from atoll.simulate.violation import Violation
-
-if TYPE_CHECKING:
-    from atoll.simulate.world import World
+from atoll.simulate.disk import Disk
+from atoll.simulate.training import Payload
 
 NEAR = 1e-6
+ISSUED_AGAIN = "a data range is issued again only if no fragment has merged it"
+ONE_HOLDER = "a sample is in one holder's hands at a time"
+Pass = tuple[int, int]
+"""Dataset and epoch."""
+Piece = tuple[int, int, str]
+"""From where to where, and whose."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """A contribution as its learner made it."""
+class Violation(AssertionError):
+    """A broken promise, by the name of the invariant that it breaks."""
 
-    session: str
-    incarnation: int
-    copy: fx.Copied
-    delta: float
-    plain: bool
-    """Its model never blended: its Δ is the sum of its own steps, which are all of one size."""
+    def __init__(self, invariant: str, message: str, learner: str = "", fragment: int = -1) -> None:
+        """`learner` and `fragment`: whose story tells how it came about."""
+        super().__init__(f"{invariant}: {message}")
+        self.invariant, self.message, self.learner, self.fragment = invariant, message, learner, fragment
+
+
+@dataclass(slots=True)
+class Life:
+    granted: list[Granted] = field(default_factory=list)
+    merged_to: int = 0
+    over: bool = False
+
+
+class Samples:
+    """Who holds which samples, and which are in the model, by the records alone."""
+
+    def __init__(self) -> None:
+        self.lives: dict[tuple[str, int], Life] = {}
+        self._held: dict[Pass, dict[int, Piece]] = {}
+        self._merged: dict[Pass, dict[int, Piece]] = {}
+        """Per pass and lease: what of it is held, and what of it is in the model."""
+
+    def granted(self, lease: Granted) -> None:
+        where = (lease.dataset, lease.epoch)
+        for ranges, name in ((self._held, ONE_HOLDER), (self._merged, ISSUED_AGAIN)):
+            for start, stop, who in ranges.get(where, {}).values():
+                if start < lease.stop and lease.start < stop:
+                    said = f"samples {lease.start} to {lease.stop} of pass {where} go to {lease.learner}"
+                    raise Violation(name, f"{said}; {start} to {stop} are {who}'s", lease.learner)
+        self.lives.setdefault((lease.learner, lease.incarnation), Life()).granted.append(lease)
+        self._held.setdefault(where, {})[lease.lease] = (lease.start, lease.stop, lease.learner)
+
+    def merged(self, number: int, share: Share) -> None:
+        """All it had taken by then is in the model, or was dropped on the way there."""
+        life = self.lives.get((share.learner, share.incarnation))
+        if life is None or share.position <= life.merged_to:
+            return
+        for lease, start, stop in _between(life.granted, life.merged_to, share.position):
+            merged = self._merged.setdefault((lease.dataset, lease.epoch), {})
+            for of, (low, high, who) in merged.items():
+                if of != lease.lease and low < stop and start < high:
+                    said = f"round {number} merges samples {start} to {stop} of {share.learner}, merged by {who} before"
+                    raise Violation(ISSUED_AGAIN, said, share.learner)
+            merged[lease.lease] = (lease.start, stop, share.learner)
+        life.merged_to = share.position
+
+    def gone(self, gone: Gone) -> None:
+        life = self.lives.get((gone.learner, gone.incarnation))
+        if life is None or life.over:
+            return
+        life.over = True
+        for lease in life.granted:
+            del self._held[lease.dataset, lease.epoch][lease.lease]
+
+
+def _between(granted: list[Granted], low: int, high: int) -> list[tuple[Granted, int, int]]:
+    """The pieces of its leases that it took from position `low` to position `high`."""
+    pieces, at = [], 0
+    for lease in granted:
+        size = lease.stop - lease.start
+        start, stop = max(low - at, 0), min(high - at, size)
+        if start < stop:
+            pieces.append((lease, lease.start + start, lease.start + stop))
+        at += size
+    return pieces
 
 
 class Oracle:
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(
+        self,
+        disk: Disk,
+        fragments: int,
+        outer_lr: float,
+        gradient: Callable[[int], float],
+        account_closed: Callable[[Gone], None],
+    ) -> None:
+        """`account_closed` is told of every account that the journal closes."""
+        self._disk, self._fragments, self._outer_lr, self._gradient = disk, fragments, outer_lr, gradient
+        self._account_closed = account_closed
         self.payloads: dict[tuple[int, str, int, int], Payload] = {}
         """(term, learner, round, attempt)"""
         self.never_were: set[tuple[int, int, float]] = set()
@@ -43,21 +113,21 @@ class Oracle:
         self._begin()
 
     def _begin(self) -> None:
-        self._losses = self.world.disk.losses
+        self._losses = self._disk.losses
         self.place = 0
         """Records read."""
         self.term = 1
         self.committed = 0
         self.step = 0.0
         self.theta: list[float] = []
-        self.versions = [-1] * self.world.settings.fragments
+        self.versions = [-1] * self._fragments
         self.values: dict[tuple[int, int], float] = {}
         """(fragment, version) → the value that was committed."""
-        self.merged_tokens = [0] * self.world.settings.fragments
-        self.least = [-1] * self.world.settings.fragments
+        self.merged_tokens = [0] * self._fragments
+        self.least = [-1] * self._fragments
         """Per fragment, the version that the run was last rolled back with."""
         self._merged_so_far: list[records.Merged] = []
-        self._versions_at: list[list[int]] = [[0] * self.world.settings.fragments]
+        self._versions_at: list[list[int]] = [[0] * self._fragments]
         """By the rounds behind the run."""
         self.lives: set[tuple[str, int]] = set()
         self._until: dict[tuple[str, int], int] = {}
@@ -67,7 +137,7 @@ class Oracle:
 
     def again(self) -> bool:
         """Whether the disk lost records that were never synced: what they said never was."""
-        if self._losses == self.world.disk.losses:
+        if self._losses == self._disk.losses:
             return False
         self.never_were |= {(*key, value) for key, value in self.values.items()}
         self._begin()
@@ -75,7 +145,7 @@ class Oracle:
         return True
 
     def catch_up(self) -> None:
-        journal = self.world.disk.journal
+        journal = self._disk.journal
         while self.place < len(journal):
             self._take(journal[self.place])
             self.place += 1
@@ -92,13 +162,13 @@ class Oracle:
                 self.samples.granted(record)
             case records.Gone():
                 self.samples.gone(record)
-                self.world.invariants.drains.closed(record)
+                self._account_closed(record)
             case records.Joined(learner, incarnation):
                 if (learner, incarnation) in self.lives:
                     raise Violation("versions +1", f"incarnation {incarnation} of {learner} begins twice", learner)
                 self.lives.add((learner, incarnation))
             case records.Started():
-                self.theta = list(self.world.disk.start)
+                self.theta = list(self._disk.start)
                 self.versions = [0] * len(self.versions)
                 self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
             case records.Ended(_, final, step):
@@ -135,7 +205,7 @@ class Oracle:
             raise Violation("merged at most once", f"round {record.round} is merged of nothing", fragment=f)
         weights = [share.weight for share in record.members]
         deltas = [share.weight * self._share(record, share).delta for share in record.members]
-        self.theta[f] -= self.world.outer_lr * (sum(deltas) / sum(weights))
+        self.theta[f] -= self._outer_lr * (sum(deltas) / sum(weights))
         self.versions[f] = record.version
         self._versions_at[-1] = list(self.versions)
         self._merged_so_far.append(record)
@@ -193,7 +263,7 @@ class Oracle:
             said = f"steps {copy.t - copy.steps + 1} to {copy.t} of {who} are merged in round {number}, "
             raise Violation("merged at most once", f"{said}those up to {self._until[key]} are in already", who, f)
         self._until[key] = copy.t
-        whole = copy.steps * self.world.gradient(copy.t)
+        whole = copy.steps * self._gradient(copy.t)
         if payload.plain and abs(payload.delta - whole) > NEAR * (1 + abs(whole)):
             said = f"{copy.steps} steps of {who} on version {copy.base} make Δ = {payload.delta}, not {whole}"
             raise Violation("Δ is the learner's own steps", said, who, f)

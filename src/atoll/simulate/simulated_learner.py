@@ -1,36 +1,96 @@
 """A simulated learner: a training process and its courier, which runs the learner's state machine and sends its
-messages."""
+messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from atoll.protocol import effects as fx
 from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
-from atoll.simulate import peer_states
-from atoll.simulate.clocks import HostClock
-from atoll.simulate.data import Leased
-from atoll.simulate.oracle import Payload
-from atoll.simulate.training import Training
-
-if TYPE_CHECKING:
-    from atoll.simulate.network import Connection
-    from atoll.simulate.simulated_syncer import SimulatedSyncer
-    from atoll.simulate.world import World
+from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
+from atoll.simulate.training import Leased, Payload, Training, TrainingWorld
+from atoll.simulate.virtual_time import HostClock
 
 TENSORS = (TensorSpec("w", (1,), "float32"),)
 MUTE_S = 30.0
 """After this time a payload that never moves is given up."""
 NOT_FINITE = "3 of 4 values are not finite"
+NO_FIT = "'optimizer' is SGD here, AdamW in the snapshot"
+
+
+@dataclass(slots=True)
+class Given:
+    """A copy of a peer's inner optimizer, for whoever brings a ticket."""
+
+    giver: SimulatedLearner
+    moments: int
+    t: int
+    held: list[int]
+    """The versions in its giver's model when it was made."""
+    tickets: set[str] = field(default_factory=set)
+
+
+class LearnerNetwork(Protocol):
+    def delay(self, times: float = 1.0) -> float: ...
+
+    def send_up(self, learner: SimulatedLearner, event: fx.SyncerEvent, way: str = "up") -> None: ...
+
+    def upload(self, learner: SimulatedLearner, number: int, attempt: int, payload: Payload) -> None: ...
+
+    def upload_all(self, learner: SimulatedLearner) -> None: ...
+
+    def fetch(self, learner: SimulatedLearner, fragment: int) -> None: ...
+
+    def disconnect(self, learner: SimulatedLearner, reason: str) -> None: ...
+
+    def leave(self, learner: SimulatedLearner, reason: str) -> None: ...
+
+    def goodbye(self, learner: SimulatedLearner) -> None: ...
+
+    def if_same(self, learner: SimulatedLearner, machine: Learner, event: fx.LearnerEvent) -> object: ...
+
+
+class LearnerWorld(TrainingWorld, Protocol):
+    """What a learner needs of the world around it."""
+
+    direct: bool
+    courier_s: float
+    learners: dict[str, SimulatedLearner]
+    processes: list[SimulatedLearner]
+
+    @property
+    def network(self) -> LearnerNetwork: ...
+
+    def learner_handled(
+        self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: list[fx.LearnerEffect]
+    ) -> None: ...
+
+    def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None: ...
+
+    def contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None: ...
+
+    def leave_asked(self, learner: SimulatedLearner) -> None: ...
+
+    def left(self, learner: SimulatedLearner) -> None: ...
+
+    def end_process(self, learner: SimulatedLearner) -> None: ...
+
+    def informed(self, learner: SimulatedLearner, progress: float) -> None: ...
+
+    def noted(self, note: fx.Note) -> None: ...
 
 
 class SimulatedLearner(Training):
+    world: LearnerWorld
+
     def __init__(
         self,
-        world: World,
+        world: LearnerWorld,
         name: str,
         session: str,
         step_s: float,
@@ -62,6 +122,17 @@ class SimulatedLearner(Training):
         """The earliest wake-up that is set."""
         self.fetched: dict[int, float] = {}
         self.informed: list[float] = []
+        # of recoveries
+        self.source = ""
+        self.fetching = ""
+        self.arrived: Given | None = None
+        self.capture = 0
+        self.given: dict[int, Given] = {}
+        self.fits = True
+        self.lies = False
+        """True: what it gives newcomers is refused."""
+        self.stream_s = 0.0
+        self.state_bytes = 100
         if data is not None:
             self.leased = Leased(data.batch)
             self.handle_event(data)
@@ -81,7 +152,7 @@ class SimulatedLearner(Training):
 
     def serve(self) -> None:
         if self.capture or self.arrived is not None:
-            peer_states.serve(self)
+            serve_states(self)
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -215,13 +286,13 @@ class SimulatedLearner(Training):
             case fx.Give(number, ticket):
                 self.given[number].tickets.add(ticket)
             case fx.PassOn(ticket):
-                peer_states.pass_on(self, ticket)
+                pass_on_state(self, ticket)
             case fx.TakeBack(ticket):
-                peer_states.take_back(self, ticket)
+                take_back_state(self, ticket)
             case fx.Dispose(number):
                 self.given.pop(number, None)
             case fx.FetchState(ticket, direct=direct):
-                peer_states.fetch(self, ticket, direct)
+                fetch_state(self, ticket, direct)
             case fx.LeaveState():
                 self.fetching = ""
             case fx.TakeState():
@@ -239,12 +310,12 @@ class SimulatedLearner(Training):
     def leave(self, why: str, *, hurried: bool = False) -> object:
         if super().leave(why, hurried=hurried) is False:
             return False
-        self.world.invariants.drains.begins(self)
+        self.world.leave_asked(self)
         return None
 
     def leave_now(self) -> None:
         self.leaving.left = True
-        self.world.invariants.drains.leaves(self)
+        self.world.left(self)
         self.world.network.leave(self, self.leaving.why)
         self.world.end_process(self)
         self.leaving.then()
@@ -255,7 +326,7 @@ class SimulatedLearner(Training):
         event: fx.SyncerEvent = fx.Received(self.name, message)
         if isinstance(message, Contribution):
             event = fx.Delivered(self.name, message)
-        self.world.network.up(self, event)
+        self.world.network.send_up(self, event)
 
     def _upload(self, number: int, attempt: int, fragment: int) -> None:
         if not self.answers:
@@ -265,7 +336,7 @@ class SimulatedLearner(Training):
         copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
         copy.sent = True
         delta = float("nan") if self.broken else copy.base - copy.value
-        self.world.invariants.sends(self, copy.fact)
+        self.world.contribution_sent(self, copy.fact)
         payload = Payload(self.session, self.machine.incarnation, copy.fact, delta, self.plain)
         self.world.network.upload(self, number, attempt, payload)
 
@@ -280,3 +351,80 @@ class SimulatedLearner(Training):
         elif self.leased is not None:
             self.leased.supply(supply.ranges, supply.over)
         self.wake_soon()
+
+
+# ---- peers' states: copied and taken between two steps, streamed meanwhile -------------------------------------------
+
+
+def serve_states(learner: SimulatedLearner) -> None:
+    """Between two steps: copy its state for a newcomer, take a peer's."""
+    if learner.capture > 0:
+        _capture(learner)
+    if learner.arrived is not None and learner.fetching:
+        _take(learner, learner.arrived)
+
+
+def _capture(learner: SimulatedLearner) -> None:
+    number, learner.capture = learner.capture, 0
+    made = Given(learner, learner.moments, learner.t, list(learner.adopted))
+    direct = learner.name if learner.world.direct else ""
+    fact = fx.Captured(number, learner.t, learner.state_bytes, "digest", direct)
+    learner.world.queue.call_later(learner.world.network.delay(), _captured, learner, learner.machine, made, fact)
+
+
+def _captured(learner: SimulatedLearner, machine: object, made: Given, fact: fx.Captured) -> object:
+    if learner.machine is not machine:
+        return False
+    learner.given[fact.number] = made
+    return learner.handle_event(fact)
+
+
+def _take(learner: SimulatedLearner, given: Given) -> None:
+    ticket, learner.fetching, learner.arrived = learner.fetching, "", None
+    fits = learner.fits and not given.giver.lies
+    if fits:
+        learner.moments, learner.source = given.moments, given.giver.name
+    learner.handle_event(fx.Taken(ticket, learner.t, "" if fits else NO_FIT, refused=not fits))
+
+
+def fetch_state(learner: SimulatedLearner, ticket: str, direct: str) -> None:
+    """From the peer itself, or through the syncer it is connected to."""
+    learner.fetching, learner.arrived = ticket, None
+    world, syncer = learner.world, learner.syncer
+    if direct:
+        stream_s = world.learners[direct].stream_s if direct in world.learners else 0.0
+        world.queue.call_later(stream_s + world.network.delay(2.0), stream_arrives, learner, ticket)
+        return
+    wrong = syncer.machine.peers.wrong_newcomer(ticket, learner.name) if syncer is not None else "unreachable"
+    if wrong is not None:
+        world.queue.call_later(0.0, learner.handle_event, fx.StateFailed(ticket, wrong))
+    else:
+        world.network.send_up(learner, fx.RelayWanted(ticket, 0), "relay")
+
+
+def pass_on_state(learner: SimulatedLearner, ticket: str) -> None:
+    """Through the syncer, to whoever waits for it."""
+    world = learner.world
+    for newcomer in list(world.processes):
+        if newcomer.fetching == ticket:
+            world.queue.call_later(learner.stream_s + world.network.delay(2.0), stream_arrives, newcomer, ticket)
+
+
+def stream_arrives(newcomer: SimulatedLearner, ticket: str) -> object:
+    """Whole, if its giver is still there and can be reached, and the newcomer still wants it."""
+    if newcomer.fetching != ticket or not newcomer.alive:
+        return False
+    givers = [
+        learner for learner in newcomer.world.processes if learner.alive and not learner.frozen and learner.reachable
+    ]
+    given = next((one for learner in givers for one in learner.given.values() if ticket in one.tickets), None)
+    if given is not None and newcomer.reachable:
+        newcomer.arrived = given
+        return newcomer.handle_event(fx.StateCame(ticket))
+    newcomer.fetching = ""
+    return newcomer.handle_event(fx.StateFailed(ticket, "the connection broke"))
+
+
+def take_back_state(learner: SimulatedLearner, ticket: str) -> None:
+    for given in learner.given.values():
+        given.tickets.discard(ticket)

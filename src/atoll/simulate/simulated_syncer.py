@@ -4,22 +4,19 @@ the service. A process that finds that another term was claimed ends without a w
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from atoll.protocol import effects as fx
 from atoll.protocol import records, schedule
 from atoll.protocol.history import History
-from atoll.protocol.messages import Hello, Pull
+from atoll.protocol.messages import FromSyncer, Hello, Pull
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.clocks import HostClock
-from atoll.simulate.disk import AGAIN_S, Entry
-
-if TYPE_CHECKING:
-    from atoll.simulate.network import Connection
-    from atoll.simulate.oracle import Payload
-    from atoll.simulate.world import World
+from atoll.simulate.disk import AGAIN_S, Disk, Entry
+from atoll.simulate.training import Payload
+from atoll.simulate.virtual_time import EventQueue, HostClock
 
 Key = tuple[str, int, int]
 """Learner, round, attempt."""
@@ -27,8 +24,70 @@ LEASE_CHECK_S = 1.0
 """How often it checks that no other syncer has claimed a newer term."""
 
 
+class Connection:
+    """A control channel, as both ends hold it."""
+
+    __slots__ = ("arrives", "held_down", "held_up", "learner", "syncer")
+
+    def __init__(self, learner: Any, syncer: SimulatedSyncer) -> None:
+        """`learner`: a SimulatedLearner, which this file does not know."""
+        self.learner, self.syncer = learner, syncer
+        self.arrives: dict[str, float] = {}
+        """Per way, when the last that was sent on it arrives."""
+        self.held_up: deque[fx.SyncerEvent] = deque()
+        self.held_down: deque[fx.LearnerEvent] = deque()
+
+    def at(self, way: str, at: float) -> float:
+        """In order: not before what was sent before it."""
+        at = max(at, self.arrives.get(way, 0.0))
+        self.arrives[way] = at
+        return at
+
+
+class SyncerNetwork(Protocol):
+    def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None: ...
+
+    def expel(self, syncer: SimulatedSyncer, name: str, reason: str) -> None: ...
+
+    def close_all(self, syncer: SimulatedSyncer, reason: str) -> None: ...
+
+
+class SyncerWorld(Protocol):
+    """What a syncer needs of the world around it."""
+
+    queue: EventQueue
+    disk: Disk
+    outer_lr: float
+    merge_s: float
+
+    @property
+    def network(self) -> SyncerNetwork: ...
+
+    def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
+
+    def syncer_handled(
+        self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: list[fx.SyncerEffect]
+    ) -> None: ...
+
+    def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None: ...
+
+    def payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
+
+    def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
+
+    def finishing(self, syncer: SimulatedSyncer) -> None: ...
+
+    def cut_s(self) -> float: ...
+
+    def merged(self, merge: fx.Merge) -> fx.SyncerEvent: ...
+
+    def noted(self, note: fx.Note) -> None: ...
+
+    def cut_complete(self, cut: fx.CompleteCut) -> None: ...
+
+
 class SimulatedSyncer:
-    def __init__(self, world: World, history: History, theta: list[float]) -> None:
+    def __init__(self, world: SyncerWorld, history: History, theta: list[float]) -> None:
         self.world, self.machine = world, Syncer(history)
         self.name, self.term = f"syncer-{history.term}", history.term
         self.clock = HostClock()
@@ -205,7 +264,7 @@ class SimulatedSyncer:
             case fx.Send(learner, message):
                 if isinstance(message, Pull):
                     self._ask(learner, message)
-                self.world.network.down(self, learner, message)
+                self.world.network.send_down(self, learner, message)
             case fx.ConfirmSent(number, attempt, probed):
                 self.world.deliver(self, fx.PullsSent(number, attempt, probed))
             case fx.Note():
@@ -276,7 +335,7 @@ class SimulatedSyncer:
         if key not in self._asked or key in self.payloads:
             return False
         self.payloads[key] = payload.delta
-        self.world.invariants.oracle.payloads[self.term, *key] = payload
+        self.world.payload_received(self, key, payload)
         return True
 
     def _discard(self, key: Key) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
@@ -28,10 +28,8 @@ from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer.membership import Learner
 from atoll.protocol.syncer.state import Round
 from atoll.protocol.syncer.watch import PROBE_EVERY_S
-from atoll.simulate.violation import Violation
-
-if TYPE_CHECKING:
-    from atoll.simulate.simulated_syncer import SimulatedSyncer
+from atoll.simulate.oracle import Violation
+from atoll.simulate.simulated_syncer import SimulatedSyncer
 
 LOOK_S = 1.0
 SAMPLES = 40

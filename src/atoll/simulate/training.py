@@ -2,25 +2,140 @@
 
 Between two steps: serve newcomers, adopt what has arrived, make the copies that are due, tell the courier; then, in
 synchronous runs, wait. In an asynchronous run nothing here ever waits: a step takes `step_s`, whatever else happens.
+
+Leased samples are taken in the order granted, each once, and counted when their step is done. When leases run out
+because the syncer is out of reach, the last one is gone through again: counted, not leased.
+
+A process that was asked to leave stops, waits for its last steps to be merged, and goes. It waits as long as the real
+one does (a test compares the constants). Once the run ends it leaves with everybody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import inf
+from typing import Protocol
 
 from atoll.protocol import effects as fx
+from atoll.protocol.messages import Range
+from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption
-from atoll.simulate.data import Leased
-from atoll.simulate.leaving import Leaving
-
-if TYPE_CHECKING:
-    from atoll.simulate.peer_states import Given
-    from atoll.simulate.world import World
+from atoll.simulate.virtual_time import EventQueue
 
 FIRST_LEASE_S = 30.0
 """How long it waits for its first lease before it goes on with data of its own."""
+DRAIN_S = 10.0
+"""How long the last steps may take to be merged, where a machine is taken away."""
+CYCLES = 2
+"""So many cycles they may take where nobody hurries."""
+
+
+class TrainingWorld(Protocol):
+    """What a training process needs of the world around it."""
+
+    settings: Settings
+    queue: EventQueue
+    events: int
+    start_theta: float
+
+    @property
+    def now(self) -> float: ...
+
+    def step_s(self, learner: Training) -> float: ...
+
+    def stepped(self, learner: Training) -> None: ...
+
+    def blocks(self, learner: Training) -> None: ...
+
+    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None: ...
+
+
+class Leased:
+    """The samples that a training process was leased."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.position = 0
+        """Leased samples whose steps are done."""
+        self.over = False
+        self._ranges: deque[Range] = deque()
+        self.newest = -1
+        self._at = 0
+        """Samples of the first range that are taken."""
+        self._began = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether a batch can be had: a new one, an old one once more, or none ever again."""
+        return bool(self._ranges) or self._began or self.over
+
+    @property
+    def used_up(self) -> bool:
+        return self.over and not self._ranges
+
+    def supply(self, ranges: Sequence[Range], over: bool) -> None:
+        for one in ranges:
+            if one.lease > self.newest:
+                self.newest = one.lease
+                self._ranges.append(one)
+        self.over = self.over or over
+
+    def take(self) -> None:
+        """The samples of one step."""
+        wanted = self.batch
+        self._began = True
+        while wanted and self._ranges:
+            first = self._ranges[0]
+            taken = min(wanted, first.stop - first.start - self._at)
+            self._at += taken
+            self.position += taken
+            wanted -= taken
+            if self._at == first.stop - first.start:
+                self._ranges.popleft()
+                self._at = 0
+
+    def forget(self) -> None:
+        """Another life: what it was leased goes to whoever gets it next."""
+        self._ranges.clear()
+        self.newest = -1
+        self._at = self.position = 0
+        self.over = False
+
+
+@dataclass(slots=True)
+class Leaving:
+    """A request to leave, and how far it is."""
+
+    why: str = ""
+    """Empty: nobody asked."""
+    hurried: bool = False
+    waits_s: float = 0.0
+    until: float = inf
+    """When it goes, whatever it has left."""
+    run_ends: bool = False
+    """Then everybody waits for the end."""
+    left: bool = False
+    returns: bool = True
+    """Whether another process takes its place afterwards."""
+    saved: bool = False
+    """And goes on with its inner optimizer."""
+    then: Callable[[], object] = lambda: None
+
+    def ask(self, why: str, *, hurried: bool) -> None:
+        self.why, self.hurried = why, hurried
+
+    def begin(self, now: float, one: Training) -> float:
+        """Its loop has ended. How long it waits from here."""
+        cycle_s = one.world.settings.sync_every * one.step_s
+        self.waits_s = DRAIN_S if self.hurried else max(DRAIN_S, CYCLES * cycle_s)
+        self.until = now + self.waits_s
+        return self.waits_s
+
+    def is_due(self, now: float, one: Training) -> bool:
+        """Whether it goes now."""
+        return bool(self.why) and not self.run_ends and (now >= self.until or not any(one.steps))
 
 
 @dataclass(slots=True)
@@ -31,10 +146,22 @@ class Copy:
     sent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A contribution as its learner made it."""
+
+    session: str
+    incarnation: int
+    copy: fx.Copied
+    delta: float
+    plain: bool
+    """Its model never blended: its Δ is the sum of its own steps, which are all of one size."""
+
+
 class Training:
     """What lives in the training process and in the memory it shares with its courier."""
 
-    def __init__(self, world: World, name: str, step_s: float, gradient: Callable[[int], float]) -> None:
+    def __init__(self, world: TrainingWorld, name: str, step_s: float, gradient: Callable[[int], float]) -> None:
         self.world, self.name, self.step_s, self.gradient = world, name, step_s, gradient
         self.fragments = world.settings.fragments
         self.tokens_per_step = 10
@@ -80,17 +207,6 @@ class Training:
         self._turn = 0
         """Which of the steps that were set going is the present one: others are out of date."""
         self._is_soon = False
-        # of recoveries (states.py)
-        self.source = ""
-        self.fetching = ""
-        self.arrived: Given | None = None
-        self.capture = 0
-        self.given: dict[int, Given] = {}
-        self.fits = True
-        self.lies = False
-        """True: what it gives newcomers is refused."""
-        self.stream_s = 0.0
-        self.state_bytes = 100
 
     def _zero(self) -> None:
         self.steps, self.tokens = [0] * self.fragments, [0] * self.fragments

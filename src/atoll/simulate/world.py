@@ -1,7 +1,7 @@
 """A world of virtual time: the shipped state machines, one number per fragment, and whatever happens to them.
 
 A learner is a training process and its courier (simulated_learner.py, training.py), the syncer a process with effects
-in order (simulated_syncer.py). Between them lies the network (network.py, payloads.py), under the syncer a disk
+in order (simulated_syncer.py). Between them lies the network (network.py), under the syncer a disk
 (disk.py). What must hold is checked after every event and at every effect (invariants.py). Everything that is left to
 chance comes from one seeded source.
 """
@@ -19,15 +19,14 @@ from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate.disk import AGAIN_S, Disk
-from atoll.simulate.event_queue import EventQueue
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
-from atoll.simulate.network import Connection
-from atoll.simulate.payloads import PayloadNetwork
+from atoll.simulate.network import Network
 from atoll.simulate.simulated_learner import SimulatedLearner
-from atoll.simulate.simulated_syncer import SimulatedSyncer
+from atoll.simulate.simulated_syncer import Connection, Key, SimulatedSyncer
 from atoll.simulate.trace import Trace
-from atoll.simulate.training import Training
+from atoll.simulate.training import Payload, Training
+from atoll.simulate.virtual_time import EventQueue
 
 Crash = Callable[[fx.SyncerEffect, str], bool]
 
@@ -78,12 +77,23 @@ class World:
         self._sessions = 0
         self.disk = Disk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
-        self.network = PayloadNetwork(self, latency_s, jitter)
+        self.network = Network(self, latency_s, jitter)
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
         self.simulated_syncers = [self.simulated_syncer]
         """Every syncer's process that lives."""
-        self.invariants = Invariants(self)
+        self.invariants = self.make_invariants()
+
+    def make_invariants(self) -> Invariants:
+        return Invariants(
+            self.settings,
+            self.disk,
+            self.simulated_syncer,
+            self.learners,
+            outer_lr=self.outer_lr,
+            gradient=self.gradient,
+            trip_s=self.network.latency_s * (1 + self.network.jitter),
+        )
 
     @property
     def now(self) -> float:
@@ -121,7 +131,7 @@ class World:
         self.events += 1
         if self.trace is not None:
             self.trace.add(now, syncer.name, event, effects)
-        self.invariants.check(syncer, now, event)
+        self.invariants.watch_syncer(syncer, now, event)
 
     def learner_handled(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
@@ -129,13 +139,13 @@ class World:
         self.events += 1
         if self.trace is not None:
             self.trace.add(self.queue.now, learner.session, event, effects)
-        self.invariants.heard(learner, event, effects)
+        self.invariants.watch_learner(learner, event, effects)
 
     def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None:
         if self.crash is not None and self.crash(effect, "before"):
             self.crash_syncer()
             return
-        self.invariants.see(syncer, effect)
+        self.invariants.watch_effect(syncer, effect)
         syncer.carry_out(effect)
         if self.crash is not None and syncer.alive and self.crash(effect, "after"):
             self.crash_syncer()
@@ -262,6 +272,18 @@ class World:
     def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
         self.invariants.adopted(learner, adopt, value, dropped)
+
+    def payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
+        self.invariants.oracle.payloads[syncer.term, *key] = payload
+
+    def contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
+        self.invariants.sends(learner, copy)
+
+    def leave_asked(self, learner: SimulatedLearner) -> None:
+        self.invariants.drains.begins(learner)
+
+    def left(self, learner: SimulatedLearner) -> None:
+        self.invariants.drains.leaves(learner)
 
     def blocks(self, learner: Training) -> None:
         self.invariants.blocks(learner)

@@ -1,4 +1,4 @@
-"""The event queue: virtual time, and the actions that are due.
+"""Virtual time: the queue of actions that are due, and the clocks of hosts.
 
 Two actions that are due at the same time run in the order in which they were scheduled.
 """
@@ -35,3 +35,23 @@ class EventQueue:
         """Run the next action; False if it was out of date."""
         self.now, _, action, arguments = heapq.heappop(self.heap)
         return action(*arguments) is not False
+
+
+class HostClock:
+    """A machine's own clock: monotonic, may run fast or slow, and jumps forward when its host was suspended."""
+
+    def __init__(self, rate: float = 1.0, ahead_s: float = 0.0) -> None:
+        self.rate, self.ahead_s = rate, ahead_s
+        self.last = 0.0
+
+    def read(self, now: float, least: float = 0.0) -> float:
+        """What it shows; `least`: a timer that went off cannot show less than it was set to."""
+        self.last = max(self.last, self.ahead_s + self.rate * now, least)
+        return self.last
+
+    def when(self, shown: float) -> float:
+        """The moment at which it will show this."""
+        return (shown - self.ahead_s) / self.rate
+
+    def jump(self, seconds: float) -> None:
+        self.ahead_s += seconds

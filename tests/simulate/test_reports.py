@@ -8,9 +8,7 @@ from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate import campaign
 from atoll.simulate.campaign import Plan
 from atoll.simulate.faults import Fault
-from atoll.simulate.shrink import shrink
-from atoll.simulate.story import explain_failure
-from atoll.simulate.worker import report
+from atoll.simulate.reports import explain_failure, report, shrink
 
 
 def test_what_it_does_not_take_is_left_out() -> None:

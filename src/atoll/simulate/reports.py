@@ -1,22 +1,28 @@
-"""How a promise came to be broken: what happened to the learner or fragment concerned, told from a second run."""
+"""Reports of seeds: what became of each, and for a broken promise the shortest schedule of faults and its story.
+
+The story is told from a second run. Schedules are shrunk by delta debugging, in a fixed order and with a bound on the
+runs it takes. `python -m atoll.simulate.reports [LEARNERS]` is a worker: seeds in, one a line, reports out.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from atoll.protocol import effects as fx
-from atoll.simulate import campaign
+from atoll.simulate import campaign, worker_pool
 from atoll.simulate.campaign import Outcome, Plan
 from atoll.simulate.faults import Fault
-from atoll.simulate.shrink import shrink
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.world import World
 
+T = TypeVar("T")
+MOST_RUNS = 150
 LINES = 40
 WIDTH = 160
 
@@ -116,3 +122,60 @@ def _short(thing: object) -> str:
         if name not in ("clock", "term", "cut", "seq", "settings", "history")
     ]
     return f"{type(thing).__name__}({', '.join(kept)})"
+
+
+def shrink(things: Sequence[T], fails: Callable[[Sequence[T]], bool], most_runs: int = MOST_RUNS) -> list[T]:
+    """A part of these that still fails, none of which can be left out alone (unless the runs ran out)."""
+    left, pieces, runs = list(things), 2, 0
+    while left:
+        size = -(-len(left) // pieces)
+        for start in range(0, len(left), size):
+            fewer = [*left[:start], *left[start + size :]]
+            runs += 1
+            if runs > most_runs:
+                return left
+            if fails(fewer):
+                left, pieces = fewer, max(2, pieces - 1)
+                break
+        else:
+            if size == 1:
+                return left
+            pieces = min(len(left), 2 * pieces)
+    return left
+
+
+# ---- many seeds on many cores ----------------------------------------------------------------------------------------
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What became of one seed."""
+
+    outcome: Outcome
+    told: FailureReport | None = None
+    """Where a promise was broken."""
+
+
+def report(seed: int, learners: int | None, *, traced: bool = True) -> Report:
+    plan = campaign.plan(seed, learners)
+    outcome = campaign.run(plan, campaign.make(plan, traced=traced))
+    return Report(outcome, explain_failure(outcome, plan) if outcome.invariant else None)
+
+
+def all_of(seeds: Sequence[int], learners: int | None, workers: int) -> Iterator[Report]:
+    """On so many cores."""
+    arguments = () if learners is None else (str(learners),)
+    for line in worker_pool.run("atoll.simulate.reports", [str(seed) for seed in seeds], workers, *arguments):
+        yield msgspec.json.decode(line, type=Report)
+
+
+def reports(lines: Iterator[str], learners: int | None) -> Iterator[bytes]:
+    for line in lines:
+        yield msgspec.json.encode(report(int(line), learners, traced=False)) + b"\n"
+
+
+def main(arguments: list[str]) -> None:
+    worker_pool.serve(lambda lines: reports(lines, int(arguments[0]) if arguments else None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
