@@ -23,8 +23,8 @@ import msgspec
 from seeds import find_commit
 
 from atoll.chaos import performance
-from atoll.chaos.performance import Performance
-from atoll.chaos.plan import Plan, load
+from atoll.chaos.performance import ChaosRun
+from atoll.chaos.plan import FaultPlan, load_plan
 from atoll.numerics import kernels
 from atoll.observe.summary import summarise
 from atoll.store.rundir import RunDir
@@ -39,9 +39,9 @@ CALM = -1
 """The seed of a run in peace."""
 
 
-def read_plan(path: Path, seed: int) -> Plan:
-    plan = load(path)
-    return performance.in_peace(plan) if seed == CALM else msgspec.structs.replace(plan, seed=seed)
+def read_plan(path: Path, seed: int) -> FaultPlan:
+    plan = load_plan(path)
+    return performance.without_faults(plan) if seed == CALM else msgspec.structs.replace(plan, seed=seed)
 
 
 def start_run(plan: Path, seed: int, folder: Path, cores: str) -> subprocess.Popen[bytes]:
@@ -71,12 +71,12 @@ def perform_all(options: argparse.Namespace, folders: dict[Path, int]) -> None:
 
 
 def summarise_calm(folder: Path) -> dict[str, Any]:
-    summary = summarise(performance.events_of(RunDir.open(folder)))
+    summary = summarise(performance.read_events(RunDir.open(folder)))
     return {name: summary[name] for name in FIGURES}
 
 
-def judge_storm(plan: Plan, folder: Path, calm: list[Path]) -> dict[str, Any]:
-    findings = performance.verdict(plan, RunDir.open(folder), [RunDir.open(one) for one in calm])
+def judge_storm(plan: FaultPlan, folder: Path, calm: list[Path]) -> dict[str, Any]:
+    findings = performance.judge_run(plan, RunDir.open(folder), [RunDir.open(one) for one in calm])
     document = {"ok": all(one.ok for one in findings), "seed": plan.seed, "faults": len(plan.faults())}
     return {**document, "findings": msgspec.to_builtins(findings)}
 
@@ -120,7 +120,7 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     options = read_options()
     if options.one is not None:
-        performance.perform(Performance(read_plan(options.plan, options.one), RunDir.create(options.keep)))
+        performance.run_plan(ChaosRun(read_plan(options.plan, options.one), RunDir.create(options.keep)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         keep = options.keep or Path(scratch)

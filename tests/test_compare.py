@@ -11,12 +11,12 @@ import pytest
 from atoll import cli
 from atoll.baselines.compare import as_synchronous, comparable, product_outcome, rank_faults
 from atoll.baselines.faults import RankFault
-from atoll.chaos.plan import Plan, load, parse
+from atoll.chaos.plan import FaultPlan, load_plan, parse_plan
 from atoll.protocol.errors import ConfigError
 
 
-def plan(**document: Any) -> Plan:
-    return parse({"config": {"protocol": {"learners": 3}, "workload": {"pace_s": 0.5}}, **document}, "plan.toml")
+def plan(**document: Any) -> FaultPlan:
+    return parse_plan({"config": {"protocol": {"learners": 3}, "workload": {"pace_s": 0.5}}, **document}, "plan.toml")
 
 
 def test_faults_of_learners_happen_to_ranks_and_the_others_are_named() -> None:
@@ -123,6 +123,6 @@ def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_the_example_can_be_compared() -> None:
     path = Path(__file__).parents[1] / "examples" / "kills.toml"
-    made = comparable(load(path), str(path))
+    made = comparable(load_plan(path), str(path))
     faults, left_out = rank_faults(made)
     assert len(faults) == len(made.faults()) > 3 and not left_out

@@ -11,15 +11,15 @@ import pytest
 import tomli_w
 
 from atoll.chaos.inject import Injector
-from atoll.chaos.plan import KINDS, Plan, load, parse
+from atoll.chaos.plan import KINDS, FaultPlan, load_plan, parse_plan
 from atoll.protocol.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOUR: dict[str, Any] = {"seconds": 60.0, "config": {"protocol": {"learners": 4}}}
 
 
-def plan(**more: Any) -> Plan:
-    return parse({**FOUR, **more}, "plan.toml")
+def plan(**more: Any) -> FaultPlan:
+    return parse_plan({**FOUR, **more}, "plan.toml")
 
 
 def fault(**more: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_the_same_plan_and_seed_are_the_same_faults() -> None:
 
 
 def test_the_storm_has_at_least_sixty_faults_of_every_kind() -> None:
-    storm = load(EXAMPLES / "storm.toml")
+    storm = load_plan(EXAMPLES / "storm.toml")
     kinds = Counter(one.kind for one in storm.faults())
     assert len(storm.faults()) >= 60 and set(kinds) == set(KINDS)
     assert storm.seconds == 300 and storm.config.protocol.learners == 8
@@ -42,7 +42,7 @@ def test_the_storm_has_at_least_sixty_faults_of_every_kind() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_faults_begin_and_end_inside_and_leave_half_of_the_learners_alone(seed: int) -> None:
-    storm = msgspec.structs.replace(load(EXAMPLES / "storm.toml"), seed=seed)
+    storm = msgspec.structs.replace(load_plan(EXAMPLES / "storm.toml"), seed=seed)
     for one in storm.faults():
         assert one.at_s is not None and storm.settle_s <= one.at_s <= storm.seconds - storm.settle_s
         during = [
@@ -62,9 +62,9 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(tomli_w.dumps({**FOUR, "fault": [fault(), fault(kind="pause", at_round=9, for_s=2.0, at_s=30.0)]}))
     with pytest.raises(ConfigError, match="one of at_s, at_round and at_event"):
-        load(file)
+        load_plan(file)
     file.write_text(tomli_w.dumps({**FOUR, "fault": [fault(at_s=40.0), fault(kind="reset", at_s=5.0)]}))
-    assert [one.line() for one in load(file).faults()] == ["5.0 s reset learner-1", "40.0 s kill learner-1"]
+    assert [one.line() for one in load_plan(file).faults()] == ["5.0 s reset learner-1", "40.0 s kill learner-1"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_a_plan_must_not_be_is_said_in_one_line(more: dict[str, Any], said:
 
 def test_a_file_that_is_not_there_or_no_plan_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the plan"):
-        load(tmp_path / "nowhere.toml")
+        load_plan(tmp_path / "nowhere.toml")
     (tmp_path / "bad.toml").write_text("seed = = 3")
     with pytest.raises(ConfigError, match="is not TOML"):
-        load(tmp_path / "bad.toml")
+        load_plan(tmp_path / "bad.toml")

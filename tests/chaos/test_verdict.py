@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.chaos import verdict
-from atoll.chaos.verdict import Finding, Limits, judge
+from atoll.chaos.verdict import Finding, VerdictLimits, judge
 from atoll.telemetry.events import Event
 
 A, B, C = "learner-0", "learner-1", "learner-2"
@@ -105,12 +105,12 @@ def test_a_death_that_nobody_caused_is_found() -> None:
     assert verdict.find_unexplained(a_run(event(5.0, "exited", process=B, code=0))) == []
 
 
-def found(limits: Limits, timeline: list[Event], **more: Any) -> dict[str, Finding]:
+def found(limits: VerdictLimits, timeline: list[Event], **more: Any) -> dict[str, Finding]:
     return {one.name: one for one in judge(limits, timeline, **{"verified": "", **more})}
 
 
 def test_a_verdict_says_what_was_asked_and_what_was_found() -> None:
-    limits = Limits(participation=0.9, longest_gap=3.0, syncer_back_s=5.0, tokens_per_live_s=0.97)
+    limits = VerdictLimits(participation=0.9, longest_gap=3.0, syncer_back_s=5.0, tokens_per_live_s=0.97)
     answers = found(limits, a_run(), calm=[a_run()])
     assert all(one.ok for one in answers.values()), answers
     assert answers["tokens per live second, of calm"].found == "1"
@@ -120,19 +120,19 @@ def test_a_verdict_says_what_was_asked_and_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("limits", "timeline", "name"),
     [
-        (Limits(participation=0.9), a_run(rounds=[round_of(5.0, learner_0=5)]), "participation of the able"),
+        (VerdictLimits(participation=0.9), a_run(rounds=[round_of(5.0, learner_0=5)]), "participation of the able"),
         (
-            Limits(longest_gap=3.0),
+            VerdictLimits(longest_gap=3.0),
             a_run(rounds=[round_of(at, learner_0=1) for at in (1.0, 1.5, 2.0, 6.0)]),
             "longest gap between rounds, s",
         ),
-        (Limits(syncer_back_s=5.0), a_run(event(10.2, "killed", process="syncer")), "syncer back, s"),
-        (Limits(), a_run(event(5.0, "exited", process=B, code=1)), "unhandled errors"),
-        (Limits(goodput=0.5), a_run(), "goodput"),
-        (Limits(loss=0.01), a_run(), "loss above calm"),
+        (VerdictLimits(syncer_back_s=5.0), a_run(event(10.2, "killed", process="syncer")), "syncer back, s"),
+        (VerdictLimits(), a_run(event(5.0, "exited", process=B, code=1)), "unhandled errors"),
+        (VerdictLimits(goodput=0.5), a_run(), "goodput"),
+        (VerdictLimits(loss=0.01), a_run(), "loss above calm"),
     ],
 )
-def test_what_does_not_hold_is_named(limits: Limits, timeline: list[Event], name: str) -> None:
+def test_what_does_not_hold_is_named(limits: VerdictLimits, timeline: list[Event], name: str) -> None:
     answers = found(limits, timeline)
     assert [one.name for one in answers.values() if not one.ok] == [name]
 
@@ -140,7 +140,7 @@ def test_what_does_not_hold_is_named(limits: Limits, timeline: list[Event], name
 def test_a_ledger_that_does_not_balance_and_a_run_that_does_not_verify_are_named() -> None:
     broken = a_run()
     broken[-1]["tokens"] = {"computed": 300, "merged": 280, "dropped": 0, "lost": 0, "in_flight": 0}
-    answers = found(Limits(), broken, verified="round 3 is missing", logs=["a traceback in syncer.log"])
+    answers = found(VerdictLimits(), broken, verified="round 3 is missing", logs=["a traceback in syncer.log"])
     assert {name: one.ok for name, one in answers.items()} == {
         "ledger": False,
         "verify": False,
@@ -153,14 +153,14 @@ def test_loss_is_held_against_the_calm_run() -> None:
     def scored(loss: float) -> list[Event]:
         return a_run(event(10.8, "score", round=9, loss=loss, cpu_s=0.1))
 
-    answer = found(Limits(loss=0.01), scored(1.514), calm=[scored(1.5)])["loss above calm"]
+    answer = found(VerdictLimits(loss=0.01), scored(1.514), calm=[scored(1.5)])["loss above calm"]
     assert answer.ok and answer.found.startswith("+0.93 %")
-    assert not found(Limits(loss=0.01), scored(1.52), calm=[scored(1.5)])["loss above calm"].ok
-    several = found(Limits(loss=0.01), scored(1.52), calm=[scored(1.5), scored(1.53)])["loss above calm"]
+    assert not found(VerdictLimits(loss=0.01), scored(1.52), calm=[scored(1.5)])["loss above calm"].ok
+    several = found(VerdictLimits(loss=0.01), scored(1.52), calm=[scored(1.5), scored(1.53)])["loss above calm"]
     assert several.ok and several.found.startswith("+0.33 % (1.5200, 2 calm 1.5000 to 1.5300")
-    assert not found(Limits(loss=0.01), scored(1.5), calm=[scored(1.5), a_run()])["loss above calm"].ok
+    assert not found(VerdictLimits(loss=0.01), scored(1.5), calm=[scored(1.5), a_run()])["loss above calm"].ok
 
 
 def test_limits_say_whether_a_calm_run_is_needed() -> None:
-    assert not Limits(goodput=0.5, ledger=True).needs_calm
-    assert Limits(loss=0.01).needs_calm and Limits(tokens_per_live_s=0.97).needs_calm
+    assert not VerdictLimits(goodput=0.5, ledger=True).needs_calm
+    assert VerdictLimits(loss=0.01).needs_calm and VerdictLimits(tokens_per_live_s=0.97).needs_calm

@@ -14,7 +14,7 @@ from atoll.config import convert
 from atoll.launch import children
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
-from atoll.observe.screen import Screen
+from atoll.observe.screen import LiveScreen
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.store.rundir import RunDir
 from atoll.telemetry.status import RunStatus
@@ -203,7 +203,7 @@ if os.environ["ATOLL_LEARNER"] == "learner-0":
 
 
 async def test_a_score_of_hundreds_of_digits_ends_no_run(tmp_path: Path) -> None:
-    looks, screen = tmp_path / "looks", Screen(Console(file=io.StringIO(), force_terminal=True))
+    looks, screen = tmp_path / "looks", LiveScreen(Console(file=io.StringIO(), force_terminal=True))
     looks.touch()
 
     def watch(status: RunStatus | None) -> None:

@@ -17,7 +17,7 @@ from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, read
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import ConfigError
-from atoll.store.cuts import digest_of
+from atoll.store.cuts import digest_file
 
 WAIT_S = 60.0
 
@@ -63,7 +63,7 @@ def test_what_is_said_of_a_part_is_what_lies_there(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "learner-0")
     result = saved(saver, 120, 2.5)
     path = tmp_path / "learner-0" / "cut-000120.safetensors"
-    assert result == Saved(120, 1200, path.name, digest_of(path))
+    assert result == Saved(120, 1200, path.name, digest_file(path))
     assert torch.equal(read(path).tensors["weight"], torch.full((3,), 2.5))
     assert saver.results() == [], "told once"
 

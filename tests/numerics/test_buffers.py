@@ -11,7 +11,7 @@ from atoll.numerics.codec import encode_contribution, make_codec
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.numerics.screen import Screen
 from atoll.protocol.messages import TensorSpec, buffer_name
-from atoll.store.rebuild import Rebuilt
+from atoll.store.rebuild import RebuiltModel
 from atoll.syncer.parameters import Parameters
 
 WEIGHTS = [1.0, 3.0]
@@ -121,7 +121,7 @@ def test_no_momentum_and_no_learning_rate_moves_them() -> None:
 def test_a_reader_of_the_journal_comes_to_the_same_bits() -> None:
     of, theta = plan(), floats(1, 5, 40, 1)
     parameters = begun(of, theta)
-    rebuilt = Rebuilt(of, Outer(), {"theta-000": theta.copy().view(np.uint8)})
+    rebuilt = RebuiltModel(of, Outer(), {"theta-000": theta.copy().view(np.uint8)})
     draw = np.random.default_rng(0)
     for _ in range(3):
         given = [draw.normal(size=16).astype(np.float32) for _ in WEIGHTS]

@@ -17,7 +17,7 @@ from atoll.fabric import tasks
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.server import Server
 from atoll.observe.dashboard import NAME, Dashboard, history, pages, site
-from atoll.observe.dashboard.history import History, Lanes, Series, rounds_behind
+from atoll.observe.dashboard.history import BoundedSeries, DashboardHistory, LearnerLanes, rounds_behind
 from atoll.observe.dashboard.metrics import exposition
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
@@ -258,7 +258,7 @@ def crowded_round(number: int, learners: int) -> Event:
 
 
 def test_a_snapshot_is_bounded_with_64_learners_and_10_000_rounds(status: Status) -> None:
-    past = History()
+    past = DashboardHistory()
     for number in range(10_000):
         past.take([crowded_round(number, 64)])
         who = f"learner-{number % 64}"
@@ -278,7 +278,7 @@ def test_a_snapshot_is_bounded_with_64_learners_and_10_000_rounds(status: Status
 
 
 def test_a_series_reaches_back_to_its_start_and_stays_bounded() -> None:
-    series = Series(100)
+    series = BoundedSeries(100)
     for at in range(5000):
         series.add([float(at), at])
     assert len(series.points) <= 100 and series.points[0][0] == 0.0
@@ -288,7 +288,7 @@ def test_a_series_reaches_back_to_its_start_and_stays_bounded() -> None:
 
 
 def test_lanes_say_what_befell_a_learner(events: list[Event]) -> None:
-    known = Lanes()
+    known = LearnerLanes()
     for event in events:
         if event["kind"] != "round":
             known.take(event, ())
@@ -305,7 +305,7 @@ def test_lanes_say_what_befell_a_learner(events: list[Event]) -> None:
 
 
 def test_a_fault_is_marked_where_it_strikes(say: Callable[..., Event]) -> None:
-    known = Lanes()
+    known = LearnerLanes()
     known.take(say(1.0, "fault", what="partition", targets=["a", "b"], target="a", seconds=4.0), ())
     known.take(say(2.0, "fault", what="disk-full", targets=[], target="", seconds=1.5), ())
     assert [(known.names[mark[0]], mark[1] - 1000, mark[4]) for mark in known.marks] == [
@@ -316,7 +316,7 @@ def test_a_fault_is_marked_where_it_strikes(say: Callable[..., Event]) -> None:
 
 
 def test_a_status_mends_what_no_event_told(status: Status) -> None:
-    known = Lanes()
+    known = LearnerLanes()
     known.look(5.0, status(learners=8).learners, ())
     states = {known.names[i]: lane[-1][1] for i, lane in enumerate(known.changes)}
     assert states["learner-0"] == "stepping" and states["learner-2"] == "recovering" and states["learner-3"] == "gone"
@@ -326,7 +326,7 @@ def test_a_status_mends_what_no_event_told(status: Status) -> None:
 
 
 def test_a_new_learner_takes_the_lane_of_one_that_is_long_gone() -> None:
-    known = Lanes()
+    known = LearnerLanes()
     for number in range(history.LANES + 5):
         known.take({"at": float(number), "kind": "joined", "learner": f"one-{number}", "incarnation": 1}, ())
     assert len(known.names) == history.LANES and known.place("another") is None
@@ -338,7 +338,7 @@ def test_a_new_learner_takes_the_lane_of_one_that_is_long_gone() -> None:
 
 
 def test_events_that_make_no_sense_are_left_out() -> None:
-    past = History()
+    past = DashboardHistory()
     nonsense: list[dict[str, Any]] = [
         {"at": 1.0, "kind": "round"},
         {"at": 1.0, "kind": "round", "members": [{}], "round": 1},

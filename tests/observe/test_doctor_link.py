@@ -24,7 +24,7 @@ from atoll.fabric.calls import Dialled
 from atoll.fabric.server import Server
 from atoll.observe.doctor import carry, link, local
 from atoll.observe.doctor.carry import LinkLoad, MeasuredLink
-from atoll.observe.doctor.link import DialledAddress, RoundTrip, Transfer
+from atoll.observe.doctor.link import DialledAddress, MeasuredTransfer, RoundTrip
 from atoll.observe.doctor.local import Check
 from atoll.telemetry.status import RunStatus
 
@@ -52,8 +52,8 @@ FAST = MeasuredLink(1e9, 1e9, 0.01)
         (link.judge_clock([RoundTrip(0.02, 0.5)]), "ok", "0.50 s ahead of ours (± 10.0 ms)"),
         (link.judge_clock([RoundTrip(0.02, -7.0)]), "warn", "7.0 s behind ours (± 10.0 ms)"),
         (link.judge_clock([RoundTrip(0.02, None)]), "ok", "does not tell its time"),
-        (link.judge_bandwidth("bandwidth up", Transfer(64 << 20, 1.0)), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
-        (link.judge_bandwidth("bandwidth up", Transfer(2 << 20, 3.0)), "warn", "5.6 Mbit/s"),
+        (link.judge_bandwidth("bandwidth up", MeasuredTransfer(64 << 20, 1.0)), "ok", "537 Mbit/s (64 MiB in 1.0 s)"),
+        (link.judge_bandwidth("bandwidth up", MeasuredTransfer(2 << 20, 3.0)), "warn", "5.6 Mbit/s"),
         (link.judge_addresses(WAY, [HERE]), "ok", "a.example:1 answers in 12.0 ms"),
         (link.judge_addresses(WAY, [HERE, GONE]), "warn", "b.example:2: Connection refused"),
         (link.judge_addresses(WAY, [GONE]), "fail", "b.example:2: Connection refused"),

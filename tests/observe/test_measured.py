@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.estimate.goodput import Job, run
-from atoll.observe.clusters import measure
+from atoll.observe.clusters import measure_run
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
 
@@ -46,7 +46,7 @@ def a_run(*, killed: bool = True) -> list[Event]:
 
 
 def test_steps_deaths_and_recoveries_come_from_the_events() -> None:
-    found = measure(a_run(), "atoll-runs/mine")
+    found = measure_run(a_run(), "atoll-runs/mine")
     assert (found.learners, found.wall_s, found.deaths) == (2, 100.0, 1)
     profile = found.profile
     assert profile.provenance == "measured in atoll-runs/mine" and profile.slices == 2
@@ -59,7 +59,7 @@ def test_steps_deaths_and_recoveries_come_from_the_events() -> None:
 
 
 def test_the_prediction_comes_near_what_was_measured() -> None:
-    found = measure(a_run(), "it")
+    found = measure_run(a_run(), "it")
     job = Job(found.profile, "decoupled", 2, 2, 0, found.wall_s / 3600, 0)
     predicted = sum(run(Job(*_fields(job, seed))).tally.goodput for seed in range(400)) / 400
     assert predicted == pytest.approx(found.goodput, abs=0.015)
@@ -70,7 +70,7 @@ def _fields(job: Job, seed: int) -> tuple[Any, ...]:
 
 
 def test_a_run_in_which_nobody_died_predicts_itself() -> None:
-    found = measure(a_run(killed=False), "it")
+    found = measure_run(a_run(killed=False), "it")
     assert found.deaths == 0
     outcome = run(Job(found.profile, "decoupled", 2, 2, 0, found.wall_s / 3600, 0))
     assert outcome.tally.goodput == pytest.approx(found.goodput, abs=0.02)
@@ -79,10 +79,10 @@ def test_a_run_in_which_nobody_died_predicts_itself() -> None:
 
 def test_one_that_never_came_back_counts_as_gone_for_the_rest() -> None:
     events = [one for one in a_run() if one.get("incarnation") != 2]
-    found = measure(events, "it")
+    found = measure_run(events, "it")
     assert found.deaths == 1 and found.profile.failures.observed_s == (pytest.approx(50.0),)
 
 
 def test_a_run_without_steps_teaches_nothing() -> None:
     with pytest.raises(ConfigError, match="it holds no steps to learn from"):
-        measure([event(0.0, "run", run="r", learners=2, settings=SETTINGS)], "it")
+        measure_run([event(0.0, "run", run="r", learners=2, settings=SETTINGS)], "it")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from tests.observe.conftest import said
 
-from atoll.observe.dashboard.history import History
-from atoll.observe.tail import Notebook
+from atoll.observe.dashboard.history import DashboardHistory
+from atoll.observe.tail import NotableEvents
 
 ROUTINE: list[tuple[str, dict[str, Any]]] = [
     ("cut", {"cut": 240}),
@@ -27,14 +27,14 @@ NEWS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "fields"), ROUTINE)
 def test_what_only_says_that_all_goes_well_has_no_line(kind: str, fields: dict[str, Any]) -> None:
     event = said(1.0, kind, **fields)
-    history = History()
+    history = DashboardHistory()
     history.take([event])
-    assert not history.notes and not list(Notebook().take([event]))
+    assert not history.notes and not list(NotableEvents().take([event]))
 
 
 @pytest.mark.parametrize(("kind", "fields"), NEWS)
 def test_what_somebody_may_have_to_see_to_has_one(kind: str, fields: dict[str, Any]) -> None:
     event = said(1.0, kind, **fields)
-    history = History()
+    history = DashboardHistory()
     history.take([event])
-    assert len(history.notes) == 1 and list(Notebook().take([event])) == [event]
+    assert len(history.notes) == 1 and list(NotableEvents().take([event])) == [event]

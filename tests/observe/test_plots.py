@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 
-from atoll.observe.plots import Course, Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, Trail, check, write
+from atoll.observe.plots import (
+    Curve,
+    CurveChart,
+    HeatMap,
+    Lane,
+    LaneChart,
+    LaneMark,
+    LaneSegment,
+    Picture,
+    TimeChart,
+    TimeSeries,
+    check_plot_path,
+    write_picture,
+)
 from atoll.observe.plots.html import drawn
 from atoll.observe.plots.pictures import KINDS, MOST, fitted, gathered, merged, noted, pooled
 from atoll.observe.plots.style import decimal_ticks, heat_range, ink_on_heat, see_through, step_of, strokes, unit_of
@@ -24,7 +37,7 @@ PROBE = (
 )
 
 
-def heat(**changes: Any) -> Heat:
+def heat(**changes: Any) -> HeatMap:
     fields: dict[str, Any] = {
         "title": "Goodput",
         "note": "Constants: by hand.",
@@ -35,36 +48,36 @@ def heat(**changes: Any) -> Heat:
         "column_label": "chips",
         "row_label": "method",
     }
-    return Heat(**{**fields, **changes})
+    return HeatMap(**{**fields, **changes})
 
 
-def curves(lines: int = 3) -> Curves:
+def curves(lines: int = 3) -> CurveChart:
     points = ((0.1, 0.2), (1.0, 0.625), (10.0, NAN), (300.0, 1.0))
-    crowd = tuple(Line(f"line {number}", points) for number in range(lines))
-    return Curves("Utilization", "Constants: by hand.", crowd, "bandwidth in Gbit/s", "compute utilization")
+    crowd = tuple(Curve(f"line {number}", points) for number in range(lines))
+    return CurveChart("Utilization", "Constants: by hand.", crowd, "bandwidth in Gbit/s", "compute utilization")
 
 
 def lane(name: str, stretches: int, length_s: float = 10.0) -> Lane:
     """Every kind in turn, and a failure at the start of each."""
     kinds = [KINDS[number % len(KINDS)] for number in range(stretches)]
-    done = tuple(Stretch(n * length_s, (n + 1) * length_s, kind, 0.5 + n % 2 / 2) for n, kind in enumerate(kinds))
-    return Lane(name, done, tuple(Mark(stretch.start_s, "a slice failed") for stretch in done))
+    done = tuple(LaneSegment(n * length_s, (n + 1) * length_s, kind, 0.5 + n % 2 / 2) for n, kind in enumerate(kinds))
+    return Lane(name, done, tuple(LaneMark(stretch.start_s, "a slice failed") for stretch in done))
 
 
-def lanes(count: int = 2, stretches: int = 2 * len(KINDS)) -> Lanes:
+def lanes(count: int = 2, stretches: int = 2 * len(KINDS)) -> LaneChart:
     crowd = tuple(lane(f"learner-{number}", stretches) for number in range(count))
-    return Lanes("A day", "Constants: by hand.", crowd)
+    return LaneChart("A day", "Constants: by hand.", crowd)
 
 
 def restless(name: str, stretches: int, chance: random.Random) -> Lane:
     """Kinds and lengths without a pattern."""
     ends = list(accumulate((chance.expovariate(0.01) for _ in range(stretches)), initial=0.0))
-    done = tuple(Stretch(start, end, chance.choice(KINDS), chance.random()) for start, end in pairwise(ends))
-    return Lane(name, done, tuple(Mark(stretch.start_s, "a slice failed") for stretch in done))
+    done = tuple(LaneSegment(start, end, chance.choice(KINDS), chance.random()) for start, end in pairwise(ends))
+    return Lane(name, done, tuple(LaneMark(stretch.start_s, "a slice failed") for stretch in done))
 
 
 def page(picture: Picture, folder: Path) -> str:
-    write(picture, folder / "picture.html")
+    write_picture(picture, folder / "picture.html")
     return (folder / "picture.html").read_text()
 
 
@@ -98,7 +111,7 @@ def test_no_button_of_a_page_sends_the_figure_away(picture: Picture, tmp_path: P
 
 @pytest.mark.parametrize("picture", [heat(), curves(), curves(0), lanes(), lanes(0), lanes(2, 0)])
 def test_an_image_is_a_png_of_a_sane_size(picture: Picture, tmp_path: Path) -> None:
-    write(picture, tmp_path / "picture.png")
+    write_picture(picture, tmp_path / "picture.png")
     data = (tmp_path / "picture.png").read_bytes()
     width, height = struct.unpack(">II", data[16:24])
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
@@ -147,7 +160,7 @@ def test_curves_have_a_gap_where_there_is_no_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("points", [((0.0, 0.5),), ((1.0, 88.0),)])
 def test_a_line_refuses_what_its_axes_cannot_show(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(AssertionError):
-        Line("line", points)
+        Curve("line", points)
 
 
 def test_thirty_lines_can_be_told_apart() -> None:
@@ -160,14 +173,14 @@ def test_neighbouring_lines_differ_in_colour_and_dash() -> None:
 
 
 def test_a_family_shares_its_colour_and_every_family_has_the_same_dashes() -> None:
-    drawn = strokes([Line(f"{family}{step}", (), family) for family in ("a", "b") for step in (1, 10)])
+    drawn = strokes([Curve(f"{family}{step}", (), family) for family in ("a", "b") for step in (1, 10)])
     assert drawn[0].colour == drawn[1].colour != drawn[2].colour == drawn[3].colour
     assert drawn[0].dash == drawn[2].dash != drawn[1].dash == drawn[3].dash
 
 
 def test_a_timeline_has_one_trace_per_kind_and_one_for_failures(tmp_path: Path) -> None:
     drawn = {trace["name"]: trace for trace in traces(page(lanes(), tmp_path))}
-    whole = Lanes("", "", (Lane("a", (Stretch(0, 5, "stepping"), Stretch(5, 6, "stepping", 0.75))),))
+    whole = LaneChart("", "", (Lane("a", (LaneSegment(0, 5, "stepping"), LaneSegment(5, 6, "stepping", 0.75))),))
     assert set(drawn) == {"stepping, slices missing", *KINDS, "failure"}
     assert drawn["outage"]["y"] == [0, 0, 1, 1] and drawn["outage"]["base"] == [30.0, 120.0, 30.0, 120.0]
     assert drawn["outage"]["x"] == [10.0] * 4
@@ -177,16 +190,23 @@ def test_a_timeline_has_one_trace_per_kind_and_one_for_failures(tmp_path: Path) 
 
 
 def test_marks_have_a_sign_for_each_name_and_good_ones_stand_at_the_foot(tmp_path: Path) -> None:
-    marks = (Mark(1, "it died", "killed"), Mark(2, "it is back", "restarted", good=True), Mark(3, "no", "refused"))
-    drawn = traces(page(Lanes("", "", (Lane("a", (Stretch(0, 5, "stepping"),), marks),)), tmp_path))[1:]
+    marks = (
+        LaneMark(1, "it died", "killed"),
+        LaneMark(2, "it is back", "restarted", good=True),
+        LaneMark(3, "no", "refused"),
+    )
+    drawn = traces(page(LaneChart("", "", (Lane("a", (LaneSegment(0, 5, "stepping"),), marks),)), tmp_path))[1:]
     assert [trace["name"] for trace in drawn] == ["killed", "restarted", "refused"]
     assert [trace["y"] for trace in drawn] == [[-0.38], [0.38], [-0.38]]
     assert len({trace["marker"]["symbol"] for trace in drawn}) == 3
 
 
 def test_a_course_is_drawn_in_the_unit_of_its_time_and_leaves_gaps() -> None:
-    trails = (Trail("a", ((0.0, 0.5), (300.0, NAN), (600.0, 1.0)), dots=True), Trail("b", ((0.0, 1.0),), steps=True))
-    course = drawn(Course("Participation", "", trails, "share", shares=True, end_s=1200.0))
+    trails = (
+        TimeSeries("a", ((0.0, 0.5), (300.0, NAN), (600.0, 1.0)), dots=True),
+        TimeSeries("b", ((0.0, 1.0),), steps=True),
+    )
+    course = drawn(TimeChart("Participation", "", trails, "share", shares=True, end_s=1200.0))
     first, second = course.data
     assert first["x"] == [0.0, 5.0, 10.0] and first["y"] == [50.0, None, 100.0]
     assert first["mode"] == "lines+markers" and second["line"]["shape"] == "hv"
@@ -197,7 +217,7 @@ def test_a_course_is_drawn_in_the_unit_of_its_time_and_leaves_gaps() -> None:
 def test_thousands_of_stretches_give_few_traces_and_a_bounded_page(tmp_path: Path) -> None:
     chance = random.Random(7)
     crowd = tuple(restless(f"learner-{number}", 300, chance) for number in range(64))
-    text = page(Lanes("A day", "Constants: by hand.", crowd), tmp_path)
+    text = page(LaneChart("A day", "Constants: by hand.", crowd), tmp_path)
     drawn = traces(text)
     assert len(drawn) <= len(KINDS) + 2
     assert 1000 < sum(len(trace["x"]) for trace in drawn if trace["type"] == "bar") <= MOST
@@ -223,43 +243,43 @@ def test_fitting_ends_when_there_are_more_lanes_than_stretches_to_show() -> None
 
 def test_neighbours_that_are_the_same_become_one() -> None:
     parts = [
-        Stretch(0, 1, "stepping"),
-        Stretch(1, 2, "stepping"),
-        Stretch(2, 2, "gone"),
-        Stretch(2, 3, "stepping", 0.5),
+        LaneSegment(0, 1, "stepping"),
+        LaneSegment(1, 2, "stepping"),
+        LaneSegment(2, 2, "gone"),
+        LaneSegment(2, 3, "stepping", 0.5),
     ]
-    apart = [Stretch(4, 5, "stepping", 0.5)]
-    assert merged([*parts, *apart]) == (Stretch(0, 2, "stepping"), parts[-1], *apart)
+    apart = [LaneSegment(4, 5, "stepping", 0.5)]
+    assert merged([*parts, *apart]) == (LaneSegment(0, 2, "stepping"), parts[-1], *apart)
 
 
 def test_a_short_outage_between_long_stretches_is_kept() -> None:
-    parts = [Stretch(0, 50, "stepping"), Stretch(50, 51, "outage"), Stretch(51, 99, "stepping")]
+    parts = [LaneSegment(0, 50, "stepping"), LaneSegment(50, 51, "outage"), LaneSegment(51, 99, "stepping")]
     assert pooled(parts, 10.0) == parts
 
 
 def test_short_stretches_side_by_side_keep_their_mean() -> None:
-    parts = [Stretch(0, 4, "stepping"), Stretch(4, 6, "outage"), Stretch(6, 8, "stepping", 0.5)]
-    assert pooled(parts, 10.0) == [Stretch(0, 8, "stepping", 5 / 8)]
-    assert pooled([Stretch(0, 1, "stepping"), Stretch(1, 3, "gone")], 10.0) == [Stretch(0, 3, "gone")]
+    parts = [LaneSegment(0, 4, "stepping"), LaneSegment(4, 6, "outage"), LaneSegment(6, 8, "stepping", 0.5)]
+    assert pooled(parts, 10.0) == [LaneSegment(0, 8, "stepping", 5 / 8)]
+    assert pooled([LaneSegment(0, 1, "stepping"), LaneSegment(1, 3, "gone")], 10.0) == [LaneSegment(0, 3, "gone")]
 
 
 def test_marks_of_one_grain_become_one_that_says_so() -> None:
-    marks = [Mark(9.0, "c"), Mark(1.0, "a"), Mark(3.0, "b")]
-    assert gathered(marks, 5.0) == (Mark(1.0, "a, and 1 more within 2.0 s"), Mark(9.0, "c"))
+    marks = [LaneMark(9.0, "c"), LaneMark(1.0, "a"), LaneMark(3.0, "b")]
+    assert gathered(marks, 5.0) == (LaneMark(1.0, "a, and 1 more within 2.0 s"), LaneMark(9.0, "c"))
 
 
 def test_a_name_cannot_end_the_script_or_the_title(tmp_path: Path) -> None:
     nasty = "</script></title><b>$a$"
-    picture = Curves(nasty, nasty, (Line(nasty, ((1.0, 0.5),)),), nasty, nasty)
+    picture = CurveChart(nasty, nasty, (Curve(nasty, ((1.0, 0.5),)),), nasty, nasty)
     rest = without_library(page(picture, tmp_path))
     assert rest.count("</script>") == 1 and rest.count("</title>") == 1 and "<b>$" not in rest
-    write(picture, tmp_path / "picture.png")
+    write_picture(picture, tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize("name", ["picture.svg", "picture", "picture.PNG.gz"])
 def test_another_suffix_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"write FILE\.html or FILE\.png$"):
-        write(heat(), tmp_path / name)
+        write_picture(heat(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,15 +293,15 @@ def test_a_place_that_cannot_be_written_to_is_told_in_one_line(
 ) -> None:
     (tmp_path / f"folder.{suffix}").mkdir()
     with pytest.raises(ConfigError, match=fact) as raised:
-        write(heat(), tmp_path / f"{name}.{suffix}")
+        write_picture(heat(), tmp_path / f"{name}.{suffix}")
     assert "\n" not in str(raised.value) and str(raised.value).startswith("--plot ")
 
 
 def test_a_locked_folder_is_known_before_anything_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(tmp_path / "picture.png")
+    check_plot_path(tmp_path / "picture.png")
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(ConfigError, match="may not be written to"):
-        check(tmp_path / "picture.png")
+        check_plot_path(tmp_path / "picture.png")
 
 
 def test_the_libraries_are_not_imported_before_a_picture_is_drawn() -> None:

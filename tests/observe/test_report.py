@@ -10,11 +10,11 @@ import pytest
 from tests.store.written import everything
 
 from atoll.observe.plots.pictures import Lane
-from atoll.observe.report import read, write_report
+from atoll.observe.report import read_run, write_report
 from atoll.observe.report.page import MOST_POINTS, draw_lanes, draw_losses, draw_participation
-from atoll.observe.report.reading import faults, mended
+from atoll.observe.report.reading import find_faults, find_recoveries
 from atoll.observe.summary import summarise
-from atoll.observe.timeline import in_its_own_time
+from atoll.observe.timeline import remove_idle_time
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event, versions
 
@@ -147,7 +147,7 @@ def test_a_report_changes_nothing_else_of_the_run(events: list[Event], tmp_path:
 def test_a_run_that_was_cut_off_says_so_first_and_what_is_missing(events: list[Event], tmp_path: Path) -> None:
     cut = [event for event in events if event["at"] <= 1010.0]
     folder = lay(tmp_path / "run", cut, rest=b'{"at": 1010.5, "kind": "rou', summary=False)
-    run = read(folder, now=LATER)
+    run = read_run(folder, now=LATER)
     assert run.state == "cut off"
     assert any("torn" in one for one in run.missing) and any("Bytes per token" in one for one in run.missing)
     assert run.summary["goodput"] is None, "nobody said how long those were stepping that were there at the end"
@@ -158,16 +158,16 @@ def test_a_run_that_was_cut_off_says_so_first_and_what_is_missing(events: list[E
 def test_a_run_whose_syncer_was_just_heard_of_is_going_on(events: list[Event], tmp_path: Path) -> None:
     folder = lay(tmp_path / "run", events[:-1], rest=b'{"at": 1010.5, "kind": "rou', summary=False)
     heard = (folder / "events.jsonl").stat().st_mtime
-    run = read(folder, now=heard + 1.0)
+    run = read_run(folder, now=heard + 1.0)
     assert run.state == "going on"
     assert not any("torn" in one for one in run.missing), "its last line is only under way"
-    assert read(folder, now=heard + 60.0).state == "cut off"
+    assert read_run(folder, now=heard + 60.0).state == "cut off"
 
 
 def test_a_run_that_was_gone_on_with_after_its_end_has_not_ended(events: list[Event], say: Say, tmp_path: Path) -> None:
     again = [*events, say(20, "started", process="syncer"), say(21, "reigned", run="small", term=2, round=7)]
-    assert read(lay(tmp_path / "run", again), now=LATER).state == "cut off"
-    assert read(lay(tmp_path / "run", events), now=LATER).state == "ended"
+    assert read_run(lay(tmp_path / "run", again), now=LATER).state == "cut off"
+    assert read_run(lay(tmp_path / "run", events), now=LATER).state == "ended"
 
 
 @pytest.mark.parametrize("rest", [b"", b"\xff\xfe\n", b"[1, 2]\n", b'{"kind": "score"}\n', b'{"a": "\xff"}\n', b"{"])
@@ -183,7 +183,7 @@ def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path
     fates = {"computed": 30, "merged": 30, "dropped": 0, "lost": 0, "in_flight": 0}
     document = {"algorithm": "data-parallel", "rounds": 3, "learners": 2, "tokens": fates, "wall_s": 2.0}
     (folder / "summary.json").write_text(json.dumps(document | {"validation_loss_end": 3.0}))
-    run = read(folder, now=LATER)
+    run = read_run(folder, now=LATER)
     assert run.state == "ended" and run.summary["rounds"] == 3 and run.summary["per_learner"] == {}
     assert draw_losses(run).trails[0].points == ((0.0, 5.0), (1.0, 4.0), (2.0, 3.0))
     assert "30" in shown(page(folder))
@@ -193,7 +193,7 @@ def test_a_baseline_without_a_syncer_is_told_from_its_summary(say: Say, tmp_path
 def test_a_folder_that_holds_no_run_is_one_line(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path)
     with pytest.raises(ConfigError, match="holds no run: name the folder that --out made"):
-        read(tmp_path / "run")
+        read_run(tmp_path / "run")
 
 
 def test_a_page_that_cannot_be_written_is_one_line(events: list[Event], tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def spans(lane: Lane) -> list[tuple[str, float, float]]:
 
 
 def test_a_lane_shows_what_a_learner_did(events: list[Event], tmp_path: Path) -> None:
-    a, b = draw_lanes(read(lay(tmp_path / "run", events))).lanes
+    a, b = draw_lanes(read_run(lay(tmp_path / "run", events))).lanes
     assert spans(a) == [("stepping", 0.0, 11.0)], "what was before the first parameters is left out"
     assert spans(b) == [
         ("recovering", 0.0, 1.0),
@@ -230,12 +230,12 @@ def test_a_learner_that_never_came_back_is_gone_to_the_end(events: list[Event], 
     dead = [e for e in events if e.get("incarnation") != 2 and e["kind"] != "restarted"]
     for event in dead:
         event["members"] = [m for m in event.get("members", ()) if m["incarnation"] != 2]
-    _, b = draw_lanes(read(lay(tmp_path / "run", dead))).lanes
+    _, b = draw_lanes(read_run(lay(tmp_path / "run", dead))).lanes
     assert spans(b)[-1] == ("gone", 4.0, 10.0)
 
 
 def test_losses_begin_with_the_score_of_before_the_first_step(events: list[Event], tmp_path: Path) -> None:
-    run = read(lay(tmp_path / "run", events))
+    run = read_run(lay(tmp_path / "run", events))
     (trail,) = draw_losses(run).trails
     assert trail.points == ((0.0, 5.5), (10.5, 2.25))
 
@@ -244,12 +244,12 @@ def test_learners_losses_are_drawn_where_rounds_tell_them(events: list[Event], t
     for event in events:
         for member in event.get("members", ()):
             member["loss"] = 1.0 + member["t"]
-    names = [trail.name for trail in draw_losses(read(lay(tmp_path / "run", events))).trails]
+    names = [trail.name for trail in draw_losses(read_run(lay(tmp_path / "run", events))).trails]
     assert names == ["validation, global model", "training, a", "training, b"]
 
 
 def test_participation_is_members_of_live_and_live_of_all(events: list[Event], tmp_path: Path) -> None:
-    members, live = draw_participation(read(lay(tmp_path / "run", events))).trails
+    members, live = draw_participation(read_run(lay(tmp_path / "run", events))).trails
     assert [value for _, value in members.points] == [1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert [value for _, value in live.points] == [1.0, 0.5, 1.0, 1.0]
 
@@ -257,7 +257,7 @@ def test_participation_is_members_of_live_and_live_of_all(events: list[Event], t
 def test_many_rounds_become_few_points(events: list[Event], tmp_path: Path) -> None:
     one = next(event for event in events if event["kind"] == "round")
     many = [*events, *({**one, "at": 1014.0 + number} for number in range(10 * MOST_POINTS))]
-    members = draw_participation(read(lay(tmp_path / "run", many))).trails[0]
+    members = draw_participation(read_run(lay(tmp_path / "run", many))).trails[0]
     assert MOST_POINTS // 2 < len(members.points) <= MOST_POINTS
     assert "mean of 11 rounds" in members.name
 
@@ -266,7 +266,7 @@ def test_many_rounds_become_few_points(events: list[Event], tmp_path: Path) -> N
 
 
 def told(timeline: Iterable[Event]) -> list[tuple[str, tuple[str, ...], float | None]]:
-    return [(one.kind, one.whom, one.seconds and round(one.seconds, 3)) for one in faults(list(timeline))]
+    return [(one.kind, one.whom, one.seconds and round(one.seconds, 3)) for one in find_faults(list(timeline))]
 
 
 def test_one_death_is_one_fault_however_often_it_is_told(events: list[Event]) -> None:
@@ -274,7 +274,7 @@ def test_one_death_is_one_fault_however_often_it_is_told(events: list[Event]) ->
 
 
 def test_a_fault_takes_as_long_as_the_summary_says(events: list[Event]) -> None:
-    timeline = in_its_own_time(events)
+    timeline = remove_idle_time(events)
     recovery = [entry["seconds"] for entry in summarise(timeline)["recovery"] if entry["after"] == "killed"]
     assert [seconds for kind, _, seconds in told(timeline) if kind == "killed"] == recovery
 
@@ -300,7 +300,7 @@ def test_an_injected_fault_lasts_until_everybody_it_hit_is_back(say: Say) -> Non
         round_of(say, 6, "a", "b"),
     ]
     assert told(timeline) == [("partition", ("a", "b"), 5.0)], "what it brought about is no fault of its own"
-    ((event, whom),) = mended(timeline)
+    ((event, whom),) = find_recoveries(timeline)
     assert event["kind"] == "mended" and whom == ("a", "b")
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from atoll.observe.screen import PlainLines, Screen, choose
+from atoll.observe.screen import LiveScreen, PlainLines, choose_screen
 from atoll.observe.story import print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
@@ -22,7 +22,7 @@ def console(width: int = 80, height: int = 40, terminal: bool = True) -> Console
     return Console(file=io.StringIO(), width=width, height=height, force_terminal=terminal, _environ=environ)
 
 
-def text_of(screen: Screen, width: int) -> str:
+def text_of(screen: LiveScreen, width: int) -> str:
     paper = Console(file=io.StringIO(), width=width, height=40)
     paper.print(screen.render())
     assert isinstance(paper.file, io.StringIO)
@@ -41,7 +41,7 @@ def written(to: Console) -> str:
 def test_it_renders_in_every_state(
     status: Status, notes: list[Event], width: int, phase: str, learners: int, loss: float | None
 ) -> None:
-    screen = Screen(console(width))
+    screen = LiveScreen(console(width))
     with screen:
         screen.update(status(phase, learners, loss), notes)
     shown = text_of(screen, width)
@@ -51,7 +51,7 @@ def test_it_renders_in_every_state(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], width: int) -> None:
-    screen = Screen(console(width))
+    screen = LiveScreen(console(width))
     screen.update(status(learners=8), notes)
     shown = text_of(screen, width)
     for words in (
@@ -64,13 +64,13 @@ def test_it_shows_what_the_run_is_about(status: Status, notes: list[Event], widt
 
 
 def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
-    screen = Screen(console(80))
+    screen = LiveScreen(console(80))
     screen.update(status(learners=8, loss=10.1234, round=123_456, validation_round=123_450, quorum=8))
     assert "…" not in text_of(screen, 80)
 
 
 def test_what_became_of_the_work_is_plain(status: Status) -> None:
-    screen = Screen(console(80))
+    screen = LiveScreen(console(80))
     screen.update(status())
     shown = " ".join(text_of(screen, 80).split())
     for words in (
@@ -85,7 +85,7 @@ def test_what_became_of_the_work_is_plain(status: Status) -> None:
 
 
 def test_a_learner_whose_work_is_thrown_away_is_an_alarm(status: Status) -> None:
-    screen, now = Screen(console(80, height=24)), status(learners=8)
+    screen, now = LiveScreen(console(80, height=24)), status(learners=8)
     told = "only 31 % of learner-3's last work was merged, 91 % of the others'"
     learners = tuple(
         msgspec.structs.replace(one, alarm=told if one.learner == "learner-3" else "") for one in now.learners
@@ -96,13 +96,13 @@ def test_a_learner_whose_work_is_thrown_away_is_an_alarm(status: Status) -> None
 
 
 def test_it_is_never_higher_than_the_terminal(status: Status, notes: list[Event]) -> None:
-    screen = Screen(console(80, height=24))
+    screen = LiveScreen(console(80, height=24))
     screen.update(status(learners=8), notes)
     assert len(text_of(screen, 80).splitlines()) <= 23
 
 
 def test_before_the_syncer_answers_it_says_so_and_then_keeps_what_it_knew(status: Status) -> None:
-    screen = Screen(console())
+    screen = LiveScreen(console())
     screen.update(None)
     assert "starting the syncer" in text_of(screen, 80)
     screen.update(status())
@@ -111,7 +111,7 @@ def test_before_the_syncer_answers_it_says_so_and_then_keeps_what_it_knew(status
 
 
 def test_validation_losses_become_a_sparkline(status: Status) -> None:
-    screen = Screen(console())
+    screen = LiveScreen(console())
     for number, loss in enumerate((5.0, 3.0, 3.0, 1.0)):
         screen.update(status(validation_loss=loss, validation_round=number))
         screen.update(status(validation_loss=loss, validation_round=number))
@@ -119,7 +119,7 @@ def test_validation_losses_become_a_sparkline(status: Status) -> None:
 
 
 def test_metrics_stand_under_their_own_names(status: Status) -> None:
-    screen, lines = Screen(console()), PlainLines(out := console(terminal=False))
+    screen, lines = LiveScreen(console()), PlainLines(out := console(terminal=False))
     now = status(metrics={"accuracy": 0.9125, "re\x1bcall": None})
     screen.update(now)
     lines.update(now)
@@ -129,14 +129,14 @@ def test_metrics_stand_under_their_own_names(status: Status) -> None:
 
 def test_text_from_a_peer_cannot_draw_on_the_terminal(status: Status, notes: list[Event]) -> None:
     out = console()
-    screen = Screen(out)
+    screen = LiveScreen(out)
     screen.update(status(reason="\x1b[2Jgone", run="\x1b]0;x"), notes)
     assert "\x1b[2J" not in written(out) and "\x1b]0" not in written(out)
     assert "·[31m[bold]x" in text_of(screen, 80)
 
 
 def test_it_says_what_the_operator_should_see_to(status: Status) -> None:
-    screen = Screen(console())
+    screen = LiveScreen(console())
     screen.update(status())
     assert "certificate" not in text_of(screen, 80)
     screen.update(status(notice="the syncer's certificate ends in 5 days: renew it"))
@@ -144,7 +144,7 @@ def test_it_says_what_the_operator_should_see_to(status: Status) -> None:
 
 
 def test_a_synchronous_run_has_no_grace(status: Status) -> None:
-    screen = Screen(console())
+    screen = LiveScreen(console())
     screen.update(status(synchronous=True))
     assert "waits for all live" in text_of(screen, 80)
 
@@ -167,8 +167,8 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
 
 
 def test_the_screen_is_for_terminals_only() -> None:
-    assert isinstance(choose(console(terminal=True)), Screen)
-    assert isinstance(choose(console(terminal=False)), PlainLines)
+    assert isinstance(choose_screen(console(terminal=True)), LiveScreen)
+    assert isinstance(choose_screen(console(terminal=False)), PlainLines)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -201,7 +201,7 @@ def test_the_closing_of_a_run_of_nothing() -> None:
 
 
 def test_both_say_where_the_dashboard_is(status: Status) -> None:
-    screen = Screen(console(100))
+    screen = LiveScreen(console(100))
     screen.listens("http://127.0.0.1:7077/")
     screen.update(status())
     assert "dashboard: http://127.0.0.1:7077/" in text_of(screen, 100)

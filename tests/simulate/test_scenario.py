@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.replay.score import Copied, Held, read_score
+from atoll.launch.replay.recording import HeldVersions, RecordedCopy, read_recording
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import AnyRecord, Gone, Joined, Merged
 from atoll.protocol.settings import Settings
@@ -36,15 +36,15 @@ FAULTS = ("kill:learner-1@20+10", "slow:learner-0@40+10", "crash@60+5", "leave:l
 @pytest.mark.parametrize("adopt", ["overwrite", "carry"])
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_every_part_can_be_played_in_its_order(adopt: str, synchronous: bool) -> None:
-    score = read_score(a_tape(*FAULTS, adopt=adopt, synchronous=synchronous))
+    score = read_recording(a_tape(*FAULTS, adopt=adopt, synchronous=synchronous))
     assert score.rounds >= 30
     copied = set()
     for part in score.parts:
-        held, t = Held(), 0
+        held, t = HeldVersions(), 0
         for act in part.acts():
             assert act.t >= t, "steps only go up"
             t = act.t
-            if isinstance(act, Copied):
+            if isinstance(act, RecordedCopy):
                 assert held.is_base_of(act, Adopted(act.t, act.fragment, 0)), f"{part.name}: {act}"
                 copied.add((act.round, part.learner))
             else:
@@ -57,7 +57,7 @@ def test_what_happened_is_on_it() -> None:
     lines = a_tape(*FAULTS)
     assert len([line for line in lines if isinstance(line, Joined) and line.learner == "learner-1"]) == 2
     assert any(isinstance(line, Gone) and line.learner == "learner-2" for line in lines)
-    score = read_score(lines)
+    score = read_recording(lines)
     entries = [entry for part in score.parts for entry in part.entries]
     assert any(isinstance(entry, Took) and entry.ticket in score.lent for entry in entries), "a newcomer was helped"
     assert sum(isinstance(entry, Stopped) for entry in entries) == 3, "whoever was there at the end was told"

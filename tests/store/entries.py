@@ -10,7 +10,7 @@ from tests.store.faulty import FOLDER, FaultyDisk
 
 from atoll.protocol.records import AnyRecord, Ended, Gone, Granted, Joined, Merged, Passed, Reigned, Share
 from atoll.store.disk import Disk
-from atoll.store.journal import Entry, Journal, Position, Tail, payload, read, seal
+from atoll.store.journal import Entry, Journal, Position, TornTail, payload, read, seal
 
 FIRST, SECOND, THIRD = (f"segment-00000{term}.log" for term in (1, 2, 3))
 PAYLOADS = "payload-000001-0000.bin"
@@ -35,8 +35,8 @@ def contents(disk: Disk, folder: Path = FOLDER, start: Position | None = None) -
     return [record for _, record in read(folder, start=start, disk=disk)]
 
 
-def tails(disk: Disk) -> list[Tail]:
-    found: list[Tail] = []
+def tails(disk: Disk) -> list[TornTail]:
+    found: list[TornTail] = []
     for _ in read(FOLDER, disk=disk, on_tail=found.append):
         pass
     return found

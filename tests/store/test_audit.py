@@ -30,8 +30,8 @@ from atoll.protocol.records import (
     Started,
 )
 from atoll.protocol.settings import Settings
-from atoll.store.audit import Audit
-from atoll.store.audit_members import Tallies, Wrong
+from atoll.store.audit import JournalAudit
+from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState
 from atoll.store.journal import ORIGIN
 
@@ -40,8 +40,8 @@ BEGUN = Begun("run", SETTINGS, {}, (), "plan")
 START = (Joined("a", 1, "s1", 0), Started("a"))
 
 
-def audited(*records: AnyRecord) -> Audit:
-    audit = Audit(BEGUN)
+def audited(*records: AnyRecord) -> JournalAudit:
+    audit = JournalAudit(BEGUN)
     for record in records:
         audit.take(record)
     return audit
@@ -68,9 +68,9 @@ def test_an_alarm_of_the_ledger_is_found_again_in_the_records() -> None:
     quiet.check_alarms()
     alarmed = audited(*START, Alarmed("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but …"))
     alarmed.check_totals()
-    with pytest.raises(Wrong, match=r"the ledger does not balance: a \(incarnation 1\), fragment 0: 24 tokens"):
+    with pytest.raises(BadRun, match=r"the ledger does not balance: a \(incarnation 1\), fragment 0: 24 tokens"):
         alarmed.check_alarms()
-    with pytest.raises(Wrong, match=r"\(1 more like it\)"):
+    with pytest.raises(BadRun, match=r"\(1 more like it\)"):
         audited(*START, Alarmed("a", 1, "x"), Alarmed("a", 1, "y")).check_alarms()
 
 
@@ -83,7 +83,7 @@ def test_in_worlds_full_of_faults_nothing_is_wrong_and_cuts_hold_what_the_record
         world, dice = a_world(seed)
         some_faults(world, dice)
         world.run_until(seconds=120)
-        audit = Audit(world.begun)
+        audit = JournalAudit(world.begun)
         for _, effect in world.log:
             if isinstance(effect, fx.Persist):
                 for record in effect.records:
@@ -101,7 +101,7 @@ def test_over_a_syncer_that_is_killed_again_and_again_nothing_is_wrong() -> None
     for at in (5.0, 11.0, 23.0, 29.0):
         world.at(at, world.crash_syncer)
     world.run_to_end()
-    audit = Audit(world.begun)
+    audit = JournalAudit(world.begun)
     for record in world.journal:
         audit.take(record)
     audit.check_totals()
@@ -120,19 +120,19 @@ def test_a_contribution_may_be_merged_after_its_learner_is_gone() -> None:
 
 def test_it_is_in_a_round_that_was_under_way_and_in_no_later_one() -> None:
     late = merged(2, share())
-    with pytest.raises(Wrong, match=r"round 2: a \(incarnation 1\) is a member, but it was over before"):
+    with pytest.raises(BadRun, match=r"round 2: a \(incarnation 1\) is a member, but it was over before"):
         audited(*START, gone(), Passed(0, 0, ""), Passed(1, 1, ""), replace(late, version=1))
 
 
 def test_it_gave_no_more_than_it_was_closed_with() -> None:
-    with pytest.raises(Wrong, match=r"was closed at 20 tokens, but gave at 30"):
+    with pytest.raises(BadRun, match=r"was closed at 20 tokens, but gave at 30"):
         audited(*START, gone(), merged(0, share(total=30)))
 
 
 def test_what_it_gave_was_not_issued_again() -> None:
     data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
     audited(*START, *data, gone(again_from=8), merged(0, share(position=8)))
-    with pytest.raises(Wrong, match=r"merged up to sample 9 of its leases, but those from 8 on were issued again"):
+    with pytest.raises(BadRun, match=r"merged up to sample 9 of its leases, but those from 8 on were issued again"):
         audited(*START, *data, gone(again_from=8), merged(0, share(position=9)))
 
 
@@ -140,9 +140,9 @@ def test_what_came_back_may_be_issued_again_first_of_all() -> None:
     data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
     again = (Joined("a", 2, "s2", 0), Granted(1, 0, 0, 8, 50, "a", 2))
     audited(*START, *data, gone(again_from=8), *again, Granted(2, 0, 0, 50, 60, "a", 2))
-    with pytest.raises(Wrong, match=r"lease 1 \(samples 0 to 8 .*\) is issued twice"):
+    with pytest.raises(BadRun, match=r"lease 1 \(samples 0 to 8 .*\) is issued twice"):
         audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 0, 8, "a", 2))
-    with pytest.raises(Wrong, match=r"lease 1 \(samples 50 to 60 .*\) is granted, but lease 1 \(samples 8 to 18"):
+    with pytest.raises(BadRun, match=r"lease 1 \(samples 50 to 60 .*\) is granted, but lease 1 \(samples 8 to 18"):
         audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 50, 60, "a", 2))
 
 
@@ -150,15 +150,15 @@ def test_behind_a_cut_that_is_the_oldest_one_it_may_be_of_somebody_nobody_knows(
     """learner a was over before the cut; its contribution was under way."""
     before = audited(*START, gone())
     cut = CutState(before.history.state(), ORIGIN, 0, tuple(before.rounds))
-    late = Audit.restored(cut, under_way=True)
+    late = JournalAudit.restored(cut, under_way=True)
     late.take(merged())
     late.check_totals()
-    with pytest.raises(Wrong, match="it was over before"):
-        Audit.restored(cut, under_way=False).take(merged())
-    with pytest.raises(Wrong, match="it never joined"):
-        Audit.restored(cut, under_way=True).take(merged(0, share(learner="b")))
+    with pytest.raises(BadRun, match="it was over before"):
+        JournalAudit.restored(cut, under_way=False).take(merged())
+    with pytest.raises(BadRun, match="it never joined"):
+        JournalAudit.restored(cut, under_way=True).take(merged(0, share(learner="b")))
     late.take(Passed(1, 1, ""))
-    with pytest.raises(Wrong, match="it was over before"):
+    with pytest.raises(BadRun, match="it was over before"):
         late.take(merged(2, share(t=4, base=1)))
 
 
@@ -179,7 +179,7 @@ def test_sums_that_differ_from_those_of_the_members_are_told() -> None:
     audit = audited(*START, merged())
     audit.check_totals()
     audit.tallies.merged[0] += 1
-    with pytest.raises(Wrong, match=r"the ledger says \(20, 0\) tokens are merged, the members make \[21, 0\]"):
+    with pytest.raises(BadRun, match=r"the ledger says \(20, 0\) tokens are merged, the members make \[21, 0\]"):
         audit.check_totals()
 
 
@@ -252,13 +252,13 @@ WRONG: list[tuple[str, tuple[AnyRecord, ...], str]] = [
 def test_it_is_said_what_is_wrong_with(records: tuple[AnyRecord, ...], words: str) -> None:
     *before, last = records
     audit = audited(*before)
-    with pytest.raises(Wrong, match=words):
+    with pytest.raises(BadRun, match=words):
         audit.take(last)
 
 
 def test_a_run_has_fragments() -> None:
-    with pytest.raises(Wrong, match="the run begins with 0 fragments"):
-        Audit(replace(BEGUN, settings=Settings()))
+    with pytest.raises(BadRun, match="the run begins with 0 fragments"):
+        JournalAudit(replace(BEGUN, settings=Settings()))
 
 
 def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all_the_same(
@@ -269,7 +269,7 @@ def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all
 
     audit = audited(*START)
     monkeypatch.setattr(History, "apply", refuse)
-    with pytest.raises(Wrong, match="Passed cannot follow the records before it: never before seen"):
+    with pytest.raises(BadRun, match="Passed cannot follow the records before it: never before seen"):
         audit.take(Passed(0, 0, ""))
 
 
@@ -288,7 +288,7 @@ BACK = [Share(name, 1, 600, steps, 8 * steps, 64.0 * steps, 0, 8 * steps) for na
     ],
 )
 def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float, ...], wrong: str) -> None:
-    tallies = Tallies(2)
+    tallies = MemberAudit(2)
     for share in BACK:
         tallies.joined(Joined(share.learner, 1, share.learner, 0))
     members = tuple(replace(share, weight=weight) for share, weight in zip(BACK, weights, strict=True))
@@ -296,7 +296,7 @@ def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float,
     if not wrong:
         tallies.merged_round(record, Settings(weight_limit=8.0))
         return
-    with pytest.raises(Wrong) as caught:
+    with pytest.raises(BadRun) as caught:
         tallies.merged_round(record, Settings(weight_limit=8.0))
     assert wrong in str(caught.value)
 
@@ -313,7 +313,7 @@ def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float,
 def test_a_weight_is_what_its_limit_leaves_and_the_limit_what_the_run_allows(
     weight: float, limit: float, wrong: str
 ) -> None:
-    tallies = Tallies(2)
+    tallies = MemberAudit(2)
     for share in BACK:
         tallies.joined(Joined(share.learner, 1, share.learner, 0))
     members = (*(replace(share, limit=2.0) for share in BACK[:2]), replace(BACK[2], weight=weight, limit=limit))
@@ -321,6 +321,6 @@ def test_a_weight_is_what_its_limit_leaves_and_the_limit_what_the_run_allows(
     if not wrong:
         tallies.merged_round(record, Settings())
         return
-    with pytest.raises(Wrong) as caught:
+    with pytest.raises(BadRun) as caught:
         tallies.merged_round(record, Settings())
     assert wrong in str(caught.value)

@@ -14,14 +14,14 @@ import pytest
 from atoll.store import cuts
 from atoll.store.cuts import (
     BadCut,
-    Checked,
+    CheckedCut,
     LearnerPart,
     Manifest,
     check_cut,
     check_learner_part,
     complete_cuts,
-    digest,
-    digest_of,
+    compute_digest,
+    digest_file,
     folder_of,
     known_cuts,
     prune,
@@ -60,7 +60,7 @@ class Shelf:
         path = self.learners / name / f"cut-{cut:06d}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        return LearnerPart(1, 40, path.name, digest_of(path))
+        return LearnerPart(1, 40, path.name, digest_file(path))
 
     def whole(self, cut: int) -> Manifest:
         learners = {name: self.saved(name, cut) for name in ("learner-0", "learner-1")}
@@ -71,7 +71,7 @@ class Shelf:
     def check(self, cut: int) -> Manifest:
         return self.checked(cut).manifest
 
-    def checked(self, cut: int) -> Checked:
+    def checked(self, cut: int) -> CheckedCut:
         return check_cut(self.cuts, self.learners, cut)
 
 
@@ -90,7 +90,7 @@ def test_what_is_written_is_what_is_read(shelf: Shelf) -> None:
     assert (part.run, part.cut, part.round, state) == ("r1", 120, 120, b"state")
     assert arrays.keys() == ARRAYS.keys()
     assert all(np.array_equal(arrays[name], ARRAYS[name]) for name in ARRAYS)
-    assert mark == digest((folder_of(shelf.cuts, 120) / "syncer.json").read_bytes())
+    assert mark == compute_digest((folder_of(shelf.cuts, 120) / "syncer.json").read_bytes())
 
 
 def test_a_whole_cut_is_found_well(shelf: Shelf) -> None:
@@ -109,7 +109,7 @@ def test_a_part_that_was_not_finished_is_no_cut(shelf: Shelf, monkeypatch: pytes
     shelf.whole(10)
     write, written = cuts._write, list[Path]()
 
-    def dies(path: Path, values: cuts.Bytes) -> cuts.File:
+    def dies(path: Path, values: cuts.Bytes) -> cuts.FileEntry:
         if len(written) == files:
             raise KeyboardInterrupt
         written.append(path)
@@ -308,7 +308,7 @@ def test_a_name_that_leads_out_of_the_learners_folder_is_refused(shelf: Shelf, f
     part = shelf.saved("learner-0", 120)
     (shelf.learners / "secret").write_bytes(b"secret")
     with pytest.raises(BadCut, match="is no name of a file"):
-        check_learner_part(shelf.learners, "learner-0", LearnerPart(1, 40, file, digest(b"secret")))
+        check_learner_part(shelf.learners, "learner-0", LearnerPart(1, 40, file, compute_digest(b"secret")))
     with pytest.raises(BadCut, match="is no name of a file"):
         check_learner_part(shelf.learners, file, part)
 

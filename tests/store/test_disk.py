@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 from tests.store.faulty import FOLDER, FaultyDisk
 
-from atoll.store.disk import Disk, DiskFailed, Growing, LocalDisk, NoRoom, delete, make_durable, not_written, reading
+from atoll.store.disk import (
+    Disk,
+    DiskFailed,
+    GrowingFile,
+    LocalDisk,
+    NoRoom,
+    delete,
+    make_durable,
+    not_written,
+    reading,
+)
 
 
 @pytest.fixture(params=["local", "faulty"])
@@ -106,7 +116,7 @@ def test_what_cannot_be_read_names_the_file(tmp_path: Path) -> None:
 def test_a_growing_file_takes_all_bytes_however_few_at_a_time() -> None:
     disk = FaultyDisk()
     disk.most_bytes = 3
-    file = Growing(FOLDER / "a", disk)
+    file = GrowingFile(FOLDER / "a", disk)
     file.write(b"longer than three")
     assert disk.bytes_of("a") == b"longer than three"
     assert file.size == 17
@@ -114,7 +124,7 @@ def test_a_growing_file_takes_all_bytes_however_few_at_a_time() -> None:
 
 def test_a_growing_file_is_cut_back_to_what_counts_and_durably() -> None:
     disk = FaultyDisk()
-    file = Growing(FOLDER / "a", disk)
+    file = GrowingFile(FOLDER / "a", disk)
     file.write(b"counts")
     file.datasync()
     file.keep()
@@ -131,7 +141,7 @@ def test_a_growing_file_is_cut_back_to_what_counts_and_durably() -> None:
 
 def test_a_growing_file_syncs_only_what_is_new() -> None:
     disk = FaultyDisk()
-    file = Growing(FOLDER / "a", disk)
+    file = GrowingFile(FOLDER / "a", disk)
     file.write(b"x")
     file.datasync()
     file.datasync()

@@ -18,7 +18,7 @@ from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.export import export_run
 from atoll.store.journal import read
-from atoll.store.rebuild import Head, NotKept
+from atoll.store.rebuild import ModelHead, NotKept
 from atoll.store.rundir import RunDir
 
 
@@ -125,9 +125,9 @@ def test_rounds_without_outer_gradients_are_not_in_it_and_that_is_said(tmp_path:
 
 def test_a_run_that_takes_a_cut_meanwhile_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_rounds(tmp_path / "run", 4)
-    at_cut, cuts = rebuild.at_cut, []
+    at_cut, cuts = rebuild.load_at_cut, []
 
-    def slow(path: RunDir, number: int) -> Head:
+    def slow(path: RunDir, number: int) -> ModelHead:
         head = at_cut(path, number)
         if not cuts:
             run.round()
@@ -137,7 +137,7 @@ def test_a_run_that_takes_a_cut_meanwhile_is_read_again(tmp_path: Path, monkeypa
         cuts.append(number)
         return head
 
-    monkeypatch.setattr(rebuild, "at_cut", slow)
+    monkeypatch.setattr(rebuild, "load_at_cut", slow)
     assert_same(export_run(run.dir.path, tmp_path / "model.safetensors").file, run)
     assert cuts == [0, 5]
 

@@ -29,7 +29,7 @@ from tests.store.faulty import FOLDER, FaultyDisk, Left, PowerCut
 from atoll.protocol import records
 from atoll.protocol.records import Merged, Passed, Reigned
 from atoll.store.disk import Corrupt, DiskFailed
-from atoll.store.journal import ORIGIN, Entry, Journal, Position, Tail, payload, read, seal
+from atoll.store.journal import ORIGIN, Entry, Journal, Position, TornTail, payload, read, seal
 from atoll.store.segments import GARBAGE_BYTES, HEAD_BYTES, LONGEST_BYTES, MAGIC
 
 
@@ -185,7 +185,7 @@ def test_a_file_cut_anywhere_is_torn_there_and_never_corrupt() -> None:
         disk.put(FIRST, data[:size])
         end = max(end for end in ends if end <= size)
         assert contents(disk) == good[: ends[end]]
-        assert tails(disk) == ([Tail(FOLDER / FIRST, end, size - end)] if size > end else [])
+        assert tails(disk) == ([TornTail(FOLDER / FIRST, end, size - end)] if size > end else [])
 
 
 def test_zeros_that_reach_the_end_are_torn_and_zeros_before_data_are_not() -> None:
@@ -198,7 +198,7 @@ def test_zeros_that_reach_the_end_are_torn_and_zeros_before_data_are_not() -> No
     for hole in range(kept, len(data)):
         disk.put(FIRST, data[:hole].ljust(len(data) + 5000, b"\0"))
         assert contents(disk) == [passed(0)[0]]
-        assert tails(disk) == [Tail(FOLDER / FIRST, kept, len(data) + 5000 - kept)]
+        assert tails(disk) == [TornTail(FOLDER / FIRST, kept, len(data) + 5000 - kept)]
     disk.put(FIRST, data[:kept] + bytes(100) + data[kept + 100 :])
     with pytest.raises(Corrupt):
         contents(disk)
@@ -234,7 +234,7 @@ def test_garbage_behind_the_last_record_is_cut_off_and_said(garbage: bytes) -> N
     whole = disk.bytes_of(FIRST)
     disk.put(FIRST, whole + garbage)
     assert contents(disk) == [passed(0)[0]]
-    assert tails(disk) == [Tail(FOLDER / FIRST, len(whole), len(garbage))]
+    assert tails(disk) == [TornTail(FOLDER / FIRST, len(whole), len(garbage))]
 
 
 def test_a_damaged_start_of_a_record_is_no_garbage() -> None:

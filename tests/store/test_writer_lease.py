@@ -15,7 +15,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Passed, Reigned
 from atoll.store.disk import DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import Journal, read, seal
-from atoll.store.writer_lease import Turn, WriterLease, acquire, claim, newest_claim, unclaimed_terms
+from atoll.store.writer_lease import StandbyTurn, WriterLease, acquire, claim, newest_claim, unclaimed_terms
 
 STALE_S = 10.0
 
@@ -137,7 +137,7 @@ def test_a_claim_that_cannot_be_written_is_no_reign(folder: Path, monkeypatch: p
 
 
 def test_a_standby_takes_its_turn_when_the_lock_is_free(folder: Path) -> None:
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     held = acquire(folder)
     assert turn.look(0.0) is None
     held.release()
@@ -149,7 +149,7 @@ def test_a_standby_takes_its_turn_when_the_lock_is_free(folder: Path) -> None:
 
 def test_a_standby_replaces_a_holder_that_does_not_move(folder: Path) -> None:
     held = acquire(folder)
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     assert turn.look(100.0) is None
     assert turn.look(109.9) is None
     assert not held.fenced()
@@ -160,7 +160,7 @@ def test_a_standby_replaces_a_holder_that_does_not_move(folder: Path) -> None:
 
 def test_a_holder_that_moves_is_left_alone(folder: Path) -> None:
     held = acquire(folder)
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     for now in range(0, 100, 9):
         held.beat()
         assert turn.look(float(now)) is None
@@ -169,7 +169,7 @@ def test_a_holder_that_moves_is_left_alone(folder: Path) -> None:
 
 def test_of_two_standbys_one_takes_the_turn_and_the_other_waits_anew(folder: Path) -> None:
     held = acquire(folder)
-    first, second = Turn(folder, STALE_S), Turn(folder, STALE_S)
+    first, second = StandbyTurn(folder, STALE_S), StandbyTurn(folder, STALE_S)
     assert first.look(0.0) is None and second.look(0.0) is None
     reign = first.look(10.0)
     assert reign is not None and held.fenced()
@@ -183,7 +183,7 @@ def test_a_standby_overtaken_between_its_look_and_its_claim_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = acquire(folder)
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     assert turn.look(0.0) is None
     looked = newest_claim
 
@@ -209,7 +209,7 @@ def test_a_fenced_holder_gives_no_sign_of_life(folder: Path) -> None:
 
 def test_a_reign_without_the_lock_takes_it_once_its_predecessor_is_gone(folder: Path) -> None:
     held = acquire(folder)
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     turn.look(0.0)
     reign = turn.look(STALE_S)
     assert reign is not None
@@ -263,7 +263,7 @@ def _lives_of_two(folder: Path, paused_before: str) -> list[int]:
 
 
 def _take_over(folder: Path) -> WriterLease:
-    turn = Turn(folder, STALE_S)
+    turn = StandbyTurn(folder, STALE_S)
     assert turn.look(0.0) is None
     reign = turn.look(STALE_S)
     assert reign is not None
@@ -283,7 +283,7 @@ def test_claims_that_were_removed_are_made_again_from_the_segments(folder: Path,
         reign.release()
     shutil.rmtree(folder / "terms")
     assert unclaimed_terms(folder) == [1, 2, 3]
-    found = Turn(folder, 5.0).look(0.0) if standby else acquire(folder)
+    found = StandbyTurn(folder, 5.0).look(0.0) if standby else acquire(folder)
     assert found is not None and found.term == 4 and not found.fenced()
     assert unclaimed_terms(folder) == [] and newest_claim(folder) == 4
     found.release()

@@ -41,11 +41,11 @@ from atoll.protocol.records import (
     Started,
 )
 from atoll.protocol.settings import Settings
-from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_of, write_manifest, write_syncer_part
+from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_file, write_manifest, write_syncer_part
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import RunDir, facts_of_model, save_model
-from atoll.store.verify import Report, verify_run
+from atoll.store.verify import VerifyReport, verify_run
 from atoll.store.writer_lease import claim
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import read_earlier
@@ -272,7 +272,7 @@ class WrittenRun:
     def _learner_part(self, name: str, cut: int) -> LearnerPart:
         path = self.dir.learner(name) / f"cut-{cut:06d}.safetensors"
         path.write_bytes(f"the state of {name} at {cut}".encode())
-        return LearnerPart(self.islands[name].incarnation, self.islands[name].t, path.name, digest_of(path))
+        return LearnerPart(self.islands[name].incarnation, self.islands[name].t, path.name, digest_file(path))
 
     def trim(self) -> None:
         """As after the newest cut: only its payloads and later ones stay."""
@@ -353,7 +353,7 @@ def continued(old: WrittenRun, path: Path, change: Callable[[CutState], CutState
 # ---- what verify says of it -----------------------------------------------------------------------------------------
 
 
-def well(run: WrittenRun) -> Report:
+def well(run: WrittenRun) -> VerifyReport:
     report = verify_run(run.dir.path)
     assert report.ok and not report.problem, report.problem
     return report

@@ -35,7 +35,7 @@ from atoll.protocol.records import (
 from atoll.protocol.settings import Settings
 from atoll.store import atomic
 from atoll.store import disk as disk_module
-from atoll.store.cuts import check_cut, complete_cuts, digest_of, folder_of, known_cuts, read_manifest
+from atoll.store.cuts import check_cut, complete_cuts, digest_file, folder_of, known_cuts, read_manifest
 from atoll.store.disk import DiskFailed, LocalDisk, LocalFile, NoRoom
 from atoll.store.journal import read
 from atoll.store.rundir import RunDir
@@ -231,13 +231,13 @@ def test_a_complete_cut_names_its_learners_and_those_left_out(tmp_path: Path) ->
     path = reign.out.learner("learner-0") / "cut-000002.safetensors"
     path.write_bytes(b"state")
     cut = reign.cut()
-    saved = CutSaved(of=2, incarnation=1, t=4, file=path.name, digest=digest_of(path))
+    saved = CutSaved(of=2, incarnation=1, t=4, file=path.name, digest=digest_file(path))
     mark = reign.run_store.complete("r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),)))
     manifest = check_cut(reign.out.cuts, reign.out.learners, 2).manifest
     assert (manifest.run, manifest.cut, manifest.round) == ("r1", 2, 2)
     assert {name: (part.incarnation, part.t) for name, part in manifest.learners.items()} == {"learner-0": (1, 4)}
     assert manifest.left_out == {"learner-1": "it was gone"}
-    assert mark == digest_of(folder_of(reign.out.cuts, 2) / "manifest.json")
+    assert mark == digest_file(folder_of(reign.out.cuts, 2) / "manifest.json")
 
 
 def test_only_so_many_cuts_are_kept(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from atoll.chaos.inject import Injector
-from atoll.chaos.performance import Performance, events_of
-from atoll.chaos.plan import parse
+from atoll.chaos.performance import ChaosRun, read_events
+from atoll.chaos.plan import parse_plan
 from atoll.chaos.tcp_relay import Bottleneck
 from atoll.store.rundir import RunDir
 
@@ -40,11 +40,11 @@ def test_heartbeats_get_through_a_link_that_fragments_fill(tmp_path: Path, monke
 
     monkeypatch.setattr(Injector, "route", narrow)
     out = RunDir.create(tmp_path / "run")
-    injector = asyncio.run(Performance(parse(PLAN, "the test"), out).run())
+    injector = asyncio.run(ChaosRun(parse_plan(PLAN, "the test"), out).run())
 
     delays = sorted(delay for line in injector.lines.values() for delay in line.control_delays)
     p99 = delays[int(0.99 * len(delays))]
-    events = events_of(out)
+    events = read_events(out)
     rounds = [event["at"] for event in events if event["kind"] == "round"]
     filled = shared["down"].carried / BYTES_PER_S / (rounds[-1] - rounds[0])
     print(f"{len(delays)} control packets, p99 {1000 * p99:.0f} ms; the link down is {100 * filled:.0f} % full")

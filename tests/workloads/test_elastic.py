@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.workloads.elastic import Batches, Order, Orders, Place, Rank
+from atoll.workloads.elastic import Batches, GroupOrder, OrderReader, Rank, RankEnvironment
 from atoll.workloads.settings import WorkloadSettings
 
-ALONE = Order(generation=1, ranks=(0,))
-STOP = Order(stop=True, scores=0)
+ALONE = GroupOrder(generation=1, ranks=(0,))
+STOP = GroupOrder(stop=True, scores=0)
 
 
-class Ordered(Orders):
+class Ordered(OrderReader):
     """Trains alone until it has made so many steps, then is stopped."""
 
     def __init__(self, until: int) -> None:
@@ -26,7 +26,7 @@ class Ordered(Orders):
     def waiting(self) -> bool:
         return self.step >= self.until
 
-    def newest(self) -> Order:
+    def newest(self) -> GroupOrder:
         return next(self._said)
 
 
@@ -41,7 +41,7 @@ def train(tmp_path: Path, until: int, checkpoint: Path | None = None, every: int
         if words["kind"] in ("step", "ready"):
             orders.step = int(str(words["step"]))
 
-    Rank(settings, 5, Place(0, 20, tmp_path, checkpoint, every), orders, say).run()
+    Rank(settings, 5, RankEnvironment(0, 20, tmp_path, checkpoint, every), orders, say).run()
     return said
 
 
@@ -68,15 +68,15 @@ def lines(*orders: str) -> Iterator[bytes]:
 
 
 def test_the_newest_order_counts_and_a_stop_before_all() -> None:
-    orders = Orders(lines('{"generation": 1, "ranks": [0, 1]}', '{"stop": true, "scores": 1}'))
+    orders = OrderReader(lines('{"generation": 1, "ranks": [0, 1]}', '{"stop": true, "scores": 1}'))
     heard = [orders.newest()]
     if not heard[0].stop:
         heard.append(orders.newest())
-    assert heard[-1] == Order(stop=True, scores=1)
+    assert heard[-1] == GroupOrder(stop=True, scores=1)
 
 
 def test_a_rank_without_a_launcher_stops_and_scores_nothing() -> None:
-    assert Orders(lines()).newest() == Order(stop=True, scores=-1)
+    assert OrderReader(lines()).newest() == GroupOrder(stop=True, scores=-1)
 
 
 def test_a_step_has_its_batch_however_often_it_is_tried() -> None:

@@ -21,7 +21,7 @@ def test_a_step_lasts_its_pace_or_its_work(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(training, "time", clock)
-    paced = training.Pace(pace_s)
+    paced = training.StepPace(pace_s)
     paced.begin()
     clock.now += work_s
     paced.rest()

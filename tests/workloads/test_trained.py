@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.protocol.errors import ConfigError
-from atoll.workloads.elastic import Trained
+from atoll.workloads.elastic import TrainedState
 from atoll.workloads.settings import WorkloadSettings
 from atoll.workloads.training import build_model, build_optimizer
 
@@ -19,7 +19,7 @@ class Maker:
     def __init__(self, seed: int, settings: WorkloadSettings = SMALL) -> None:
         self.model = build_model(settings, seed)
         self.optimizer = build_optimizer(self.model, settings)
-        self.trained = Trained(self.model, self.optimizer)
+        self.trained = TrainedState(self.model, self.optimizer)
 
     def train(self) -> None:
         batch = torch.arange(17).repeat(2, 1)

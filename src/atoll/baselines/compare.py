@@ -23,11 +23,11 @@ import msgspec
 from atoll.baselines.faults import KINDS, RankFault
 from atoll.baselines.supervisor import BaselineRun, ElasticRun, RestartingRun
 from atoll.chaos import verdict
-from atoll.chaos.performance import Performance, events_of, perform
-from atoll.chaos.plan import Fault, Plan
+from atoll.chaos.performance import ChaosRun, read_events, run_plan
+from atoll.chaos.plan import FaultPlan, PlannedFault
 from atoll.config import Config, converted
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import of_kind, training_part
+from atoll.observe.timeline import find_training_part, select_kinds
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
@@ -43,7 +43,7 @@ SPARE = 1.25
 """Budget of steps over what the pace allows in the plan's time: the run is ended by the clock, not by the budget."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class MethodOutcome(msgspec.Struct, frozen=True):
     method: Method
     goodput: float | None
     uptime: float | None
@@ -62,7 +62,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Kinds of faults that have nothing to happen to here."""
 
 
-def comparable(plan: Plan, origin: str) -> Plan:
+def comparable(plan: FaultPlan, origin: str) -> FaultPlan:
     """The plan with a budget that lasts: every method is stopped by the clock, and their learning rates fall alike."""
     config = plan.config
     if config.script:
@@ -79,7 +79,7 @@ def comparable(plan: Plan, origin: str) -> Plan:
     return msgspec.structs.replace(plan, config=msgspec.structs.replace(config, protocol=protocol))
 
 
-def run_method(method: Method, plan: Plan, out: RunDir, watch: Watch, checkpoint_every: int = 0) -> Outcome:
+def run_method(method: Method, plan: FaultPlan, out: RunDir, watch: Watch, checkpoint_every: int = 0) -> MethodOutcome:
     if method in ("decoupled", "synchronous-diloco"):
         return run_product(plan, out, watch, synchronous=method == "synchronous-diloco")
     faults, left_out = rank_faults(plan)
@@ -94,7 +94,7 @@ def run_method(method: Method, plan: Plan, out: RunDir, watch: Watch, checkpoint
 # ---- Atoll's own runs ---------------------------------------------------------------------------------------------
 
 
-def run_product(plan: Plan, out: RunDir, watch: Watch, *, synchronous: bool) -> Outcome:
+def run_product(plan: FaultPlan, out: RunDir, watch: Watch, *, synchronous: bool) -> MethodOutcome:
     if synchronous:
         plan = msgspec.structs.replace(plan, config=as_synchronous(plan.config))
     began: list[float] = []
@@ -104,9 +104,9 @@ def run_product(plan: Plan, out: RunDir, watch: Watch, *, synchronous: bool) -> 
         if began and events:
             watch(events[-1]["at"] - began[0])
 
-    perform(Performance(plan, out, watch=look, timed=True))
-    events = events_of(out)
-    if any("operator" in str(event.get("text")) for event in of_kind(events, "ending")):
+    run_plan(ChaosRun(plan, out, watch=look, timed=True))
+    events = read_events(out)
+    if any("operator" in str(event.get("text")) for event in select_kinds(events, "ending")):
         raise KeyboardInterrupt
     summary = summarise(events)
     write_atomic(out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
@@ -119,12 +119,12 @@ def as_synchronous(config: Config) -> Config:
     return msgspec.structs.replace(config, protocol=protocol)
 
 
-def product_outcome(method: Method, summary: Summary, events: Sequence[Event]) -> Outcome:
+def product_outcome(method: Method, summary: Summary, events: Sequence[Event]) -> MethodOutcome:
     tokens, goodput = summary["tokens"], summary["goodput"]
     if goodput is not None and tokens["computed"]:
         learners, wall = summary["settings"]["learners"], summary["wall_s"]
         goodput = goodput * (1 - tokens["lost"] / tokens["computed"]) - paused_s(events) / (learners * wall)
-    return Outcome(
+    return MethodOutcome(
         method=method,
         goodput=goodput,
         uptime=summary["uptime"],
@@ -135,21 +135,21 @@ def product_outcome(method: Method, summary: Summary, events: Sequence[Event]) -
         longest_standstill_s=summary["longest_gap_s"],
         validation_loss=summary["validation_loss_end"],
         wall_s=summary["wall_s"],
-        faults=len(of_kind(events, "fault")),
+        faults=len(select_kinds(events, "fault")),
     )
 
 
 def paused_s(events: Sequence[Event]) -> float:
     """Learner-seconds of the training part in which a host stood still: its learner takes them for a long step."""
-    part = training_part(events)
+    part = find_training_part(events)
     return sum(one.span.within(part).length for one in verdict.read_faults(events) if one.what == "pause")
 
 
 # ---- data-parallel ------------------------------------------------------------------------------------------------
 
 
-def baseline_outcome(method: Method, summary: Summary, left_out: tuple[str, ...]) -> Outcome:
-    return Outcome(
+def baseline_outcome(method: Method, summary: Summary, left_out: tuple[str, ...]) -> MethodOutcome:
+    return MethodOutcome(
         method=method,
         goodput=summary["goodput"],
         uptime=summary["uptime"],
@@ -165,14 +165,14 @@ def baseline_outcome(method: Method, summary: Summary, left_out: tuple[str, ...]
     )
 
 
-def rank_faults(plan: Plan) -> tuple[tuple[RankFault, ...], tuple[str, ...]]:
+def rank_faults(plan: FaultPlan) -> tuple[tuple[RankFault, ...], tuple[str, ...]]:
     """What can happen to ranks, and the kinds of what cannot: there is no syncer, no link to it and no round."""
     fitting = [fault for fault in plan.faults() if fault.kind in KINDS and fault.at_s is not None]
     left_out = {fault.kind for fault in plan.faults() if fault not in fitting}
     return tuple(chain.from_iterable(map(_on_ranks, fitting))), tuple(sorted(left_out))
 
 
-def _on_ranks(fault: Fault) -> list[RankFault]:
+def _on_ranks(fault: PlannedFault) -> list[RankFault]:
     assert fault.at_s is not None
     numbers = [int(name.removeprefix("learner-")) for name in fault.targets]
     return [RankFault(fault.at_s, fault.kind, number, fault.for_s, fault.size) for number in numbers]

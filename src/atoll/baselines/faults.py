@@ -31,7 +31,7 @@ class RankFault:
         return f"{self.kind} rank-{self.rank}" + (f" for {self.for_s:.1f} s" if self.for_s else "")
 
 
-class Struck(Protocol):
+class FaultTarget(Protocol):
     """The run to which faults happen."""
 
     patience_s: float
@@ -47,28 +47,28 @@ class Struck(Protocol):
     def say_fault(self, fault: RankFault) -> None: ...
 
 
-async def strike(run: Struck, faults: tuple[RankFault, ...]) -> None:
+async def inject_faults(run: FaultTarget, faults: tuple[RankFault, ...]) -> None:
     """Each at its moment from now on; returns when all are over."""
     async with asyncio.TaskGroup() as tasks:
         for fault in faults:
             tasks.create_task(_strike_one(run, fault))
 
 
-async def _strike_one(run: Struck, fault: RankFault) -> None:
+async def _strike_one(run: FaultTarget, fault: RankFault) -> None:
     await asyncio.sleep(fault.at_s)
     run.say_fault(fault)
     await _WAYS[fault.kind](run, fault)
 
 
-async def _kill(run: Struck, fault: RankFault) -> None:
+async def _kill(run: FaultTarget, fault: RankFault) -> None:
     run.end_rank(fault.rank, signal.SIGKILL, 0.0)
 
 
-async def _restart(run: Struck, fault: RankFault) -> None:
+async def _restart(run: FaultTarget, fault: RankFault) -> None:
     run.end_rank(fault.rank, signal.SIGTERM, fault.for_s)
 
 
-async def _pause(run: Struck, fault: RankFault) -> None:
+async def _pause(run: FaultTarget, fault: RankFault) -> None:
     loop = asyncio.get_running_loop()
     began, waited = loop.time(), min(fault.for_s, run.patience_s)
     run.send(fault.rank, signal.SIGSTOP)
@@ -82,7 +82,7 @@ async def _pause(run: Struck, fault: RankFault) -> None:
         run.send(fault.rank, signal.SIGCONT)
 
 
-async def _slow(run: Struck, fault: RankFault) -> None:
+async def _slow(run: FaultTarget, fault: RankFault) -> None:
     loop = asyncio.get_running_loop()
     end, share = loop.time() + fault.for_s, min(1.0, fault.size)
     try:
@@ -95,7 +95,7 @@ async def _slow(run: Struck, fault: RankFault) -> None:
         run.send(fault.rank, signal.SIGCONT)
 
 
-_WAYS: dict[str, Callable[[Struck, RankFault], Awaitable[None]]] = {
+_WAYS: dict[str, Callable[[FaultTarget, RankFault], Awaitable[None]]] = {
     "kill": _kill,
     "pause": _pause,
     "slow": _slow,

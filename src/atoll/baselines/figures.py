@@ -25,7 +25,7 @@ import msgspec
 Span = tuple[float, float]
 
 
-class Step(msgspec.Struct, frozen=True):
+class RankStep(msgspec.Struct, frozen=True):
     """One rank's part in one step, as it said it."""
 
     rank: int
@@ -42,12 +42,12 @@ class Step(msgspec.Struct, frozen=True):
         return self.began + self.compute_s + self.collective_s + self.update_s
 
 
-class Pause(msgspec.Struct, frozen=True):
+class RankPause(msgspec.Struct, frozen=True):
     rank: int
     span: Span
 
 
-class Figures(msgspec.Struct, frozen=True):
+class BaselineFigures(msgspec.Struct, frozen=True):
     goodput: float
     uptime: float
     steps: int
@@ -61,20 +61,25 @@ class Figures(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-def figures(
-    steps: Sequence[Step], starts: dict[int, int], last: int, ranks: int, end: float, pauses: Sequence[Pause] = ()
-) -> Figures:
+def compute_figures(
+    steps: Sequence[RankStep],
+    starts: dict[int, int],
+    last: int,
+    ranks: int,
+    end: float,
+    pauses: Sequence[RankPause] = (),
+) -> BaselineFigures:
     """`starts`: after which step each generation began; `last`: the step of the final model."""
     assert steps, "a run without a step has no figures"
     part = (min(step.began for step in steps), end)
     wall = part[1] - part[0]
     inside = [step for step in steps if step.began < end]
-    useful = kept(inside, starts, last)
+    useful = select_kept(inside, starts, last)
     lost_numbers = {(s.generation, s.step) for s in inside} - {(s.generation, s.step) for s in useful}
     tokens = sum(step.tokens for step in useful)
     stepping = [clipped for span in stepping_spans(useful, pauses) if (clipped := _within(span, part))]
     up = [clipped for span in stepping_spans(inside, pauses) if (clipped := _within(span, part))]
-    return Figures(
+    return BaselineFigures(
         goodput=sum(b - a for a, b in stepping) / (ranks * wall),
         uptime=covered_s(up) / wall,
         steps=len({step.step for step in useful}),
@@ -86,7 +91,7 @@ def figures(
     )
 
 
-def kept(steps: Iterable[Step], starts: dict[int, int], last: int) -> list[Step]:
+def select_kept(steps: Iterable[RankStep], starts: dict[int, int], last: int) -> list[RankStep]:
     """Those that no later generation, and not the final model, went back behind."""
     return [
         step
@@ -96,7 +101,7 @@ def kept(steps: Iterable[Step], starts: dict[int, int], last: int) -> list[Step]
     ]
 
 
-def stepping_spans(steps: Sequence[Step], pauses: Sequence[Pause]) -> list[Span]:
+def stepping_spans(steps: Sequence[RankStep], pauses: Sequence[RankPause]) -> list[Span]:
     """When each rank was stepping: computing, and from the moment the last had come to the collective."""
     travel: dict[tuple[int, int], float] = defaultdict(lambda: float("inf"))
     for step in steps:
@@ -120,7 +125,7 @@ def covered_s(spans: Iterable[Span]) -> float:
     return total
 
 
-def longest_standstill_s(steps: Iterable[Step], part: Span) -> float:
+def longest_standstill_s(steps: Iterable[RankStep], part: Span) -> float:
     ended: dict[int, float] = {}
     for step in steps:
         ended[step.step] = min(step.ended, ended.get(step.step, float("inf")))

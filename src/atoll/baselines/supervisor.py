@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from atoll.baselines.faults import RankFault, strike
-from atoll.baselines.figures import Pause, RankLog, RankMessage, Step, figures
+from atoll.baselines.faults import RankFault, inject_faults
+from atoll.baselines.figures import RankLog, RankMessage, RankPause, RankStep, compute_figures
 from atoll.config import Config
 from atoll.launch.children import BACKOFF_S, Child, cores, describe_exit
 from atoll.launch.local import RUNNER, TRAINING_NICE
@@ -71,9 +71,9 @@ class BaselineRun(ABC):
         self._doomed: set[int] = set()
         """Ranks that are to die: by a fault, or with the others."""
         self._away_until: dict[int, float] = {}
-        self._steps: list[Step] = []
+        self._steps: list[RankStep] = []
         self._starts: dict[int, int] = {}
-        self._pauses: list[Pause] = []
+        self._pauses: list[RankPause] = []
         self._ends: dict[int, RankMessage] = {}
         self._form_at: float | None = None
         self._stopping = False
@@ -102,7 +102,7 @@ class BaselineRun(ABC):
         await self._tend(lambda: len({step.rank for step in self._steps}) == self.world, START_S, "make a first step")
         began = time.monotonic()
         self._say("chaos", f"every rank has made a step: {len(self.faults)} faults follow")
-        blows = asyncio.create_task(strike(self, self.faults))
+        blows = asyncio.create_task(inject_faults(self, self.faults))
         try:
             while time.monotonic() < began + self.seconds:
                 self._look()
@@ -207,7 +207,7 @@ class BaselineRun(ABC):
                 self.ready.add(rank)
             case "step":
                 self._ranks[rank].give_way(TRAINING_NICE)
-                self._steps.append(msgspec.convert({**message, "rank": rank}, Step))
+                self._steps.append(msgspec.convert({**message, "rank": rank}, RankStep))
             case "formed":
                 self._starts[message["generation"]] = message["step"]
                 self._say(
@@ -270,7 +270,7 @@ class BaselineRun(ABC):
 
     def stood_still(self, rank: int, seconds: float) -> None:
         now = time.monotonic()
-        self._pauses.append(Pause(rank, (now - seconds, now)))
+        self._pauses.append(RankPause(rank, (now - seconds, now)))
 
     def say_fault(self, fault: RankFault) -> None:
         self._struck += 1
@@ -279,7 +279,7 @@ class BaselineRun(ABC):
     # ---- what came of it -------------------------------------------------------------------------------------------
 
     def _summary(self, ended_at: float, end: RankMessage) -> Summary:
-        found = figures(self._steps, self._starts, end["step"], self.world, ended_at, self._pauses)
+        found = compute_figures(self._steps, self._starts, end["step"], self.world, ended_at, self._pauses)
         summary = {
             "method": self.method,
             "learners": self.world,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from atoll.chaos.plan import KINDS, Fault, Plan
+from atoll.chaos.plan import KINDS, FaultPlan, PlannedFault
 from atoll.chaos.tcp_relay import TcpRelay
 from atoll.chaos.trouble import Trouble
 from atoll.fabric.local_secrets import publish_secrets, published_secrets, withdraw_secrets
@@ -33,7 +33,7 @@ ROGUES = ("nan", "huge", "stale", "duplicate")
 class Injector:
     """Belongs to one run. Hand `route`, `beside` and `watch` to it."""
 
-    def __init__(self, plan: Plan, trouble: Path) -> None:
+    def __init__(self, plan: FaultPlan, trouble: Path) -> None:
         self.plan, self.trouble = plan, trouble
         self.lines: dict[str, TcpRelay] = {}
         self.done = 0
@@ -122,7 +122,7 @@ class Injector:
             self._look.clear()
             await self._look.wait()
 
-    async def _when(self, number: int, fault: Fault) -> None:
+    async def _when(self, number: int, fault: PlannedFault) -> None:
         if fault.at_s is not None:
             await self._until(fault.at_s)
         if (at_round := fault.at_round) is not None:
@@ -140,7 +140,7 @@ class Injector:
 
     # ---- learners --------------------------------------------------------------------------------------------------
 
-    async def _kill(self, fault: Fault) -> None:
+    async def _kill(self, fault: PlannedFault) -> None:
         child = self.run.learner(fault.targets[0])
         self._kill_child(child)
 
@@ -150,7 +150,7 @@ class Injector:
             child.signal(signal.SIGKILL)
             self._say("killed", f"{child.name} was killed (SIGKILL), as the plan says", {"process": child.name})
 
-    async def _pause(self, fault: Fault) -> None:
+    async def _pause(self, fault: PlannedFault) -> None:
         child = self.run.learner(fault.targets[0])
         await self._stopped(child, fault.for_s)
 
@@ -163,7 +163,7 @@ class Injector:
             if child.process is process:
                 child.signal_all(signal.SIGCONT)
 
-    async def _slow(self, fault: Fault) -> None:
+    async def _slow(self, fault: PlannedFault) -> None:
         """By turns: it runs for its share of every tenth of a second."""
         child, loop = self.run.learner(fault.targets[0]), asyncio.get_running_loop()
         end, share = loop.time() + fault.for_s, min(1.0, fault.size)
@@ -176,11 +176,11 @@ class Injector:
         finally:
             child.signal(signal.SIGCONT)
 
-    async def _restart(self, fault: Fault) -> None:
+    async def _restart(self, fault: PlannedFault) -> None:
         await self._leave_now(fault.targets[0])
         self.run.start_again(fault.targets[0])
 
-    async def _leave(self, fault: Fault) -> None:
+    async def _leave(self, fault: PlannedFault) -> None:
         await self._leave_now(fault.targets[0])
         await asyncio.sleep(fault.for_s)
         self.run.start_again(fault.targets[0])
@@ -190,7 +190,7 @@ class Injector:
         child.signal(signal.SIGTERM)
         await self._until_so(lambda: not child.running)
 
-    async def _join(self, fault: Fault) -> None:
+    async def _join(self, fault: PlannedFault) -> None:
         name = f"learner-{len(self.plan.learners) + self._joined}"
         self._joined += 1
         if self.lines:
@@ -202,7 +202,7 @@ class Injector:
     # ---- lines -----------------------------------------------------------------------------------------------------
 
     async def _on_lines(
-        self, fault: Fault, worse: Callable[[TcpRelay], None], well: Callable[[TcpRelay], None]
+        self, fault: PlannedFault, worse: Callable[[TcpRelay], None], well: Callable[[TcpRelay], None]
     ) -> None:
         lines = [self.lines[name] for name in fault.targets]
         for line in lines:
@@ -213,7 +213,7 @@ class Injector:
             for line in lines:
                 well(line)
 
-    async def _delay(self, fault: Fault) -> None:
+    async def _delay(self, fault: PlannedFault) -> None:
         def set_to(seconds: float) -> Callable[[TcpRelay], None]:
             def change(line: TcpRelay) -> None:
                 line.delay_s, line.jitter_s = seconds, seconds / 2
@@ -222,30 +222,30 @@ class Injector:
 
         await self._on_lines(fault, set_to(fault.size), set_to(0.0))
 
-    async def _bandwidth(self, fault: Fault) -> None:
+    async def _bandwidth(self, fault: PlannedFault) -> None:
         await self._on_lines(fault, lambda line: line.limit(fault.size / 8), lambda line: line.limit(None))
 
-    async def _trickle(self, fault: Fault) -> None:
+    async def _trickle(self, fault: PlannedFault) -> None:
         await self._on_lines(fault, lambda line: line.limit(1.0), _free)
 
-    async def _reset(self, fault: Fault) -> None:
+    async def _reset(self, fault: PlannedFault) -> None:
         await self._on_lines(fault, TcpRelay.reset, lambda line: None)
 
-    async def _silent(self, fault: Fault) -> None:
+    async def _silent(self, fault: PlannedFault) -> None:
         await self._on_lines(fault, lambda line: line.silence(True), lambda line: line.silence(False))
 
     # ---- the syncer and its disk -----------------------------------------------------------------------------------
 
-    async def _syncer_kill(self, fault: Fault) -> None:
+    async def _syncer_kill(self, fault: PlannedFault) -> None:
         self._kill_child(self.run.syncer)
 
-    async def _syncer_pause(self, fault: Fault) -> None:
+    async def _syncer_pause(self, fault: PlannedFault) -> None:
         await self._stopped(self.run.syncer, fault.for_s)
 
-    async def _disk_full(self, fault: Fault) -> None:
+    async def _disk_full(self, fault: PlannedFault) -> None:
         await self._disk(Trouble(full=True), fault.for_s)
 
-    async def _disk_slow(self, fault: Fault) -> None:
+    async def _disk_slow(self, fault: PlannedFault) -> None:
         await self._disk(Trouble(sync_s=fault.size), fault.for_s)
 
     async def _disk(self, trouble: Trouble, seconds: float) -> None:
@@ -257,7 +257,7 @@ class Injector:
 
     # ---- bad contributions -----------------------------------------------------------------------------------------
 
-    async def _rogue(self, fault: Fault) -> None:
+    async def _rogue(self, fault: PlannedFault) -> None:
         """An extra learner that speaks the protocol and gives what it should not."""
         command = [sys.executable, "-m", "atoll.chaos.rogue", str(self.run.out.path), self.run.url, fault.kind]
         with open_log(self.run.out.log("rogue")) as log:
@@ -274,7 +274,7 @@ class Injector:
     def _say(self, kind: str, text: str, data: dict[str, object]) -> None:
         self.run.events.say(kind, text, data)
 
-    _ways: ClassVar[dict[str, Callable[[Injector, Fault], Awaitable[None]]]] = {
+    _ways: ClassVar[dict[str, Callable[[Injector, PlannedFault], Awaitable[None]]]] = {
         "kill": _kill,
         "pause": _pause,
         "slow": _slow,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.chaos.inject import Injector
-from atoll.chaos.plan import Plan
+from atoll.chaos.plan import FaultPlan
 from atoll.chaos.trouble import DISK, NAME
 from atoll.chaos.verdict import Finding, judge
 from atoll.launch.local import WORKLOAD, LocalRun
@@ -25,8 +25,8 @@ Watch = Callable[[RunStatus | None, Sequence[Event]], None]
 
 
 @dataclass
-class Performance:
-    plan: Plan
+class ChaosRun:
+    plan: FaultPlan
     out: RunDir
     script: list[str] = field(default_factory=lambda: list(WORKLOAD))
     watch: Watch = lambda status, events: None
@@ -65,31 +65,31 @@ class Performance:
         return injector
 
 
-def perform(performance: Performance) -> Injector:
+def run_plan(performance: ChaosRun) -> Injector:
     return asyncio.run(performance.run())
 
 
-def in_peace(plan: Plan) -> Plan:
+def without_faults(plan: FaultPlan) -> FaultPlan:
     """The same run, nothing happens to it."""
     return msgspec.structs.replace(plan, fault=(), rates={})
 
 
-def verdict(plan: Plan, out: RunDir, calm: Sequence[RunDir]) -> list[Finding]:
+def judge_run(plan: FaultPlan, out: RunDir, calm: Sequence[RunDir]) -> list[Finding]:
     report = verify_run(out.path)
     return judge(
         plan.verdict,
-        events_of(out),
+        read_events(out),
         verified="" if report.ok else report.problem,
-        logs=tracebacks(out),
-        calm=[events_of(one) for one in calm],
+        logs=find_tracebacks(out),
+        calm=[read_events(one) for one in calm],
     )
 
 
-def events_of(out: RunDir) -> list[Event]:
+def read_events(out: RunDir) -> list[Event]:
     return sorted(parse(out.events.read_bytes().splitlines(keepends=True)), key=lambda event: float(event["at"]))
 
 
-def tracebacks(out: RunDir) -> list[str]:
+def find_tracebacks(out: RunDir) -> list[str]:
     """Logs in which somebody died of an error; not the extra learner's, whose part it is to misbehave."""
     return [f"a traceback in {path.name}" for path in _logs(out.logs) if TRACEBACK in path.read_bytes()]
 

@@ -28,13 +28,13 @@ from typing import Any
 
 import msgspec
 
-from atoll.chaos.verdict import Limits
+from atoll.chaos.verdict import VerdictLimits
 from atoll.config import Changes, Config, convert, merged
 from atoll.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     says: str
     on: str = "learner"
     """learner, syncer, link or run: what it happens to."""
@@ -44,31 +44,33 @@ class Kind:
     """What `size` of a drawn one is taken from; empty: it has none."""
 
 
-KINDS: dict[str, Kind] = {
-    "kill": Kind("SIGKILL; the supervisor starts it again"),
-    "pause": Kind("the whole host stands still (SIGSTOP, then SIGCONT)", lasts=(1.0, 8.0)),
-    "slow": Kind("it gets this share of its processor", lasts=(5.0, 20.0), sizes=(0.5, 0.25)),
-    "restart": Kind("SIGTERM, as a preemption; it is started again"),
-    "leave": Kind("SIGTERM; it stays away for so long, then joins anew", lasts=(10.0, 30.0)),
-    "join": Kind("a learner more than the run is meant for comes, and leaves after so long", lasts=(15.0, 40.0)),
-    "delay": Kind("its link takes so many seconds longer each way", "link", (5.0, 20.0), (0.05, 0.2, 0.5)),
-    "bandwidth": Kind("its link carries so many bit/s", "link", (5.0, 20.0), (1e6, 1e7)),
-    "reset": Kind("its connections break", "link"),
-    "blackhole": Kind("its link takes everything and delivers nothing", "link", (2.0, 10.0)),
-    "partition": Kind("these learners and the syncer do not reach each other", "link", (2.0, 10.0)),
-    "trickle": Kind("its link carries one byte a second", "link", (2.0, 8.0)),
-    "syncer-kill": Kind("SIGKILL of the syncer; the supervisor starts it again", "syncer"),
-    "syncer-pause": Kind("the syncer stands still", "syncer", (0.5, 3.0)),
-    "disk-full": Kind("the journal finds no room", "syncer", (1.0, 4.0)),
-    "disk-slow": Kind("every sync of the journal takes so many seconds longer", "syncer", (3.0, 10.0), (0.05, 0.2)),
-    "nan": Kind("an extra learner gives NaN", "run", (5.0, 15.0)),
-    "huge": Kind("an extra learner gives values a million times too large", "run", (5.0, 15.0)),
-    "stale": Kind("an extra learner gives on a base that is long past", "run", (5.0, 15.0)),
-    "duplicate": Kind("an extra learner gives everything twice", "run", (5.0, 15.0)),
+KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind("SIGKILL; the supervisor starts it again"),
+    "pause": FaultKind("the whole host stands still (SIGSTOP, then SIGCONT)", lasts=(1.0, 8.0)),
+    "slow": FaultKind("it gets this share of its processor", lasts=(5.0, 20.0), sizes=(0.5, 0.25)),
+    "restart": FaultKind("SIGTERM, as a preemption; it is started again"),
+    "leave": FaultKind("SIGTERM; it stays away for so long, then joins anew", lasts=(10.0, 30.0)),
+    "join": FaultKind("a learner more than the run is meant for comes, and leaves after so long", lasts=(15.0, 40.0)),
+    "delay": FaultKind("its link takes so many seconds longer each way", "link", (5.0, 20.0), (0.05, 0.2, 0.5)),
+    "bandwidth": FaultKind("its link carries so many bit/s", "link", (5.0, 20.0), (1e6, 1e7)),
+    "reset": FaultKind("its connections break", "link"),
+    "blackhole": FaultKind("its link takes everything and delivers nothing", "link", (2.0, 10.0)),
+    "partition": FaultKind("these learners and the syncer do not reach each other", "link", (2.0, 10.0)),
+    "trickle": FaultKind("its link carries one byte a second", "link", (2.0, 8.0)),
+    "syncer-kill": FaultKind("SIGKILL of the syncer; the supervisor starts it again", "syncer"),
+    "syncer-pause": FaultKind("the syncer stands still", "syncer", (0.5, 3.0)),
+    "disk-full": FaultKind("the journal finds no room", "syncer", (1.0, 4.0)),
+    "disk-slow": FaultKind(
+        "every sync of the journal takes so many seconds longer", "syncer", (3.0, 10.0), (0.05, 0.2)
+    ),
+    "nan": FaultKind("an extra learner gives NaN", "run", (5.0, 15.0)),
+    "huge": FaultKind("an extra learner gives values a million times too large", "run", (5.0, 15.0)),
+    "stale": FaultKind("an extra learner gives on a base that is long past", "run", (5.0, 15.0)),
+    "duplicate": FaultKind("an extra learner gives everything twice", "run", (5.0, 15.0)),
 }
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kind: str
     target: str | tuple[str, ...] = ()
     """A learner, or several; none for what does not happen to one."""
@@ -95,29 +97,29 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return " ".join(parts + ([f"({self.size:g})"] if self.size else []))
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int = 0
     seconds: float = 60.0
     """Faults begin and are over within this time."""
     settle_s: float = 5.0
     """Before the first drawn fault, and after the last is over."""
     config: Config = Config()
-    fault: tuple[Fault, ...] = ()
+    fault: tuple[PlannedFault, ...] = ()
     rates: dict[str, float] = {}
     """Faults per hour, by kind."""
-    verdict: Limits = Limits()
+    verdict: VerdictLimits = VerdictLimits()
 
     @property
     def learners(self) -> list[str]:
         return [f"learner-{number}" for number in range(self.config.protocol.learners)]
 
-    def faults(self) -> tuple[Fault, ...]:
+    def faults(self) -> tuple[PlannedFault, ...]:
         """Written and drawn, in order of time; those that wait for a round or an event at the end."""
-        found = [*self.fault, *draw(self)]
+        found = [*self.fault, *draw_faults(self)]
         return tuple(sorted(found, key=lambda one: float("inf") if one.at_s is None else one.at_s))
 
 
-def load(path: Path, config: Config | None = None, changes: Changes | None = None) -> Plan:
+def load_plan(path: Path, config: Config | None = None, changes: Changes | None = None) -> FaultPlan:
     """`config`: of a run that goes on already, instead of the plan's own; `changes`: settings on top of those."""
     try:
         document = tomllib.loads(path.read_text())
@@ -125,27 +127,29 @@ def load(path: Path, config: Config | None = None, changes: Changes | None = Non
         raise ConfigError(f"cannot read the plan {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return parse(document, str(path), config, changes)
+    return parse_plan(document, str(path), config, changes)
 
 
-def parse(document: dict[str, Any], origin: str, config: Config | None = None, changes: Changes | None = None) -> Plan:
+def parse_plan(
+    document: dict[str, Any], origin: str, config: Config | None = None, changes: Changes | None = None
+) -> FaultPlan:
     if not isinstance(own := document.get("config", {}), dict):
         raise ConfigError(f"{origin}: config must be a table, with what run.toml holds")
     rest = {key: value for key, value in document.items() if key != "config"}
     try:
-        plan = msgspec.convert(rest, Plan)
+        plan = msgspec.convert(rest, FaultPlan)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{origin}: {error}") from error
     settings = config or convert(merged(own, changes or {}), f"{origin}, table [config]")
     plan = msgspec.structs.replace(plan, config=settings)
-    check(plan, origin)
+    check_plan(plan, origin)
     return plan
 
 
 # ---- drawing ------------------------------------------------------------------------------------------------------
 
 
-def draw(plan: Plan) -> list[Fault]:
+def draw_faults(plan: FaultPlan) -> list[PlannedFault]:
     """By the rates, from the seed. Nobody is hit again before an earlier fault of his is over, and at least half of the
     learners are left alone at any moment."""
     dice = random.Random(f"{plan.seed}/{plan.seconds}/{sorted(plan.rates.items())}")
@@ -156,7 +160,7 @@ def draw(plan: Plan) -> list[Fault]:
         for _ in range(_times(plan.rates[kind] * plan.seconds / 3600, dice))
     )
     busy: dict[str, float] = {}
-    found: list[Fault] = []
+    found: list[PlannedFault] = []
     for at, kind in moments:
         if (fault := _draw_one(plan, dice, at, end, kind, busy)) is not None:
             found.append(fault)
@@ -173,8 +177,8 @@ RECOVERY_S = 12.0
 
 
 def _draw_one(
-    plan: Plan, dice: random.Random, at: float, end: float, kind: str, busy: dict[str, float]
-) -> Fault | None:
+    plan: FaultPlan, dice: random.Random, at: float, end: float, kind: str, busy: dict[str, float]
+) -> PlannedFault | None:
     rule = KINDS[kind]
     length = min(dice.uniform(*rule.lasts), max(rule.lasts[0], end - at)) if rule.lasts[1] else 0.0
     size = dice.choice(rule.sizes) if rule.sizes else 0.0
@@ -193,13 +197,13 @@ def _draw_one(
     gone_s = RECOVERY_S if kind in ("kill", "restart", "leave", "syncer-kill") else 1.0
     for name in (target,) if isinstance(target, str) else target:
         busy[name] = at + length + gone_s
-    return Fault(kind=kind, target=target, at_s=round(at, 3), for_s=round(length, 3), size=size)
+    return PlannedFault(kind=kind, target=target, at_s=round(at, 3), for_s=round(length, 3), size=size)
 
 
 # ---- what a plan must not be --------------------------------------------------------------------------------------
 
 
-def check(plan: Plan, origin: str) -> None:
+def check_plan(plan: FaultPlan, origin: str) -> None:
     if not 1 <= plan.seconds <= 86_400:
         raise ConfigError(f"{origin}: seconds = {plan.seconds:g} must be from 1 to 86400")
     if plan.rates and (plan.settle_s < 0 or 2 * plan.settle_s >= plan.seconds):
@@ -218,7 +222,7 @@ def _known(kind: str, where: str) -> None:
         raise ConfigError(f"{where}: there is no fault {kind!r}; take from {', '.join(KINDS)}")
 
 
-def _check_fault(plan: Plan, fault: Fault, where: str) -> None:
+def _check_fault(plan: FaultPlan, fault: PlannedFault, where: str) -> None:
     _known(fault.kind, where)
     rule, given = KINDS[fault.kind], [fault.at_s, fault.at_round, fault.at_event]
     if sum(one is not None for one in given) != 1:
@@ -234,7 +238,7 @@ def _check_fault(plan: Plan, fault: Fault, where: str) -> None:
     _check_targets(plan, fault, rule, where)
 
 
-def _check_targets(plan: Plan, fault: Fault, rule: Kind, where: str) -> None:
+def _check_targets(plan: FaultPlan, fault: PlannedFault, rule: FaultKind, where: str) -> None:
     if rule.on in ("learner", "link") and fault.kind != "join":
         if not fault.targets:
             raise ConfigError(f"{where}: {fault.kind} needs a target, one of {', '.join(plan.learners)}")
@@ -245,7 +249,7 @@ def _check_targets(plan: Plan, fault: Fault, rule: Kind, where: str) -> None:
         raise ConfigError(f"{where}: {fault.kind} happens to the {rule.on}: leave target out")
 
 
-def _check_survivors(plan: Plan, origin: str) -> None:
+def _check_survivors(plan: FaultPlan, origin: str) -> None:
     """Somebody must be left: a run without learners proves nothing."""
     gone = [
         fault for fault in plan.fault if fault.kind in ("kill", "pause", "leave", "restart") and fault.at_s is not None

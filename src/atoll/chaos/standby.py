@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from atoll.chaos.inject import Injector
-from atoll.chaos.plan import Plan, check
+from atoll.chaos.plan import FaultPlan, check_plan
 from atoll.chaos.trouble import NAME as TROUBLE
 from atoll.config import Config
 from atoll.launch.local import LocalRun
@@ -36,7 +36,7 @@ TAKEN_S = 10.0
 TOLD = ("chaos", "fault", "mended", "spared", "warning", "ending", "finished")
 
 
-class Ready(msgspec.Struct, frozen=True):
+class AttackSupervisor(msgspec.Struct, frozen=True):
     """The supervisor that carries out what a plan says."""
 
     pid: int
@@ -47,7 +47,7 @@ class Standby:
 
     def __init__(self, config: Config, out: RunDir) -> None:
         self._out, self._config = out, config
-        self._injector = Injector(Plan(config=config), out.path / TROUBLE)
+        self._injector = Injector(FaultPlan(config=config), out.path / TROUBLE)
 
     async def run(self, run: LocalRun) -> None:
         """From its beginning to its end."""
@@ -66,7 +66,7 @@ class Standby:
 
     async def beside(self) -> None:
         sign = self._out.path / SIGN
-        write_atomic(sign, msgspec.json.encode(Ready(os.getpid())))
+        write_atomic(sign, msgspec.json.encode(AttackSupervisor(os.getpid())))
         try:
             while True:
                 if (plan := self._take()) is not None:
@@ -75,15 +75,15 @@ class Standby:
         finally:
             sign.unlink(missing_ok=True)
 
-    def _take(self) -> Plan | None:
+    def _take(self) -> FaultPlan | None:
         path = self._out.path / ATTACK
         if not path.exists():
             return None
         events = self._injector.run.events
         try:
-            plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+            plan = msgspec.json.decode(path.read_bytes(), type=FaultPlan)
             plan = msgspec.structs.replace(plan, config=self._config)
-            check(plan, ATTACK)
+            check_plan(plan, ATTACK)
         except (OSError, msgspec.MsgspecError, ConfigError) as error:
             events.say("warning", f"a plan of faults was not understood, and nothing is done: {error}")
             return None
@@ -91,7 +91,7 @@ class Standby:
             path.unlink(missing_ok=True)
         return plan
 
-    async def _attack(self, plan: Plan) -> None:
+    async def _attack(self, plan: FaultPlan) -> None:
         self._injector.plan = plan
         await self._injector.attack()
 
@@ -99,10 +99,10 @@ class Standby:
 # ---- the other side ------------------------------------------------------------------------------------------------
 
 
-def ready(out: RunDir) -> Ready:
+def find_supervisor(out: RunDir) -> AttackSupervisor:
     """Who does what a plan says to the run in this folder."""
     try:
-        found = msgspec.json.decode((out.path / SIGN).read_bytes(), type=Ready)
+        found = msgspec.json.decode((out.path / SIGN).read_bytes(), type=AttackSupervisor)
         os.kill(found.pid, 0)
     except (FileNotFoundError, ProcessLookupError, msgspec.MsgspecError) as error:
         raise ConfigError(f"no run that can be attacked goes on in {out.path}: start it with --breakable") from error
@@ -111,9 +111,9 @@ def ready(out: RunDir) -> Ready:
     return found
 
 
-def order(out: RunDir, plan: Plan) -> Ready:
+def hand_over_plan(out: RunDir, plan: FaultPlan) -> AttackSupervisor:
     """Hand a plan to a run that goes on."""
-    found = ready(out)
+    found = find_supervisor(out)
     path: Path = out.path / ATTACK
     if path.exists():
         raise ConfigError(f"another plan waits in {path} already")
@@ -121,7 +121,7 @@ def order(out: RunDir, plan: Plan) -> Ready:
     return found
 
 
-def follow(out: RunDir, tail: EventTail) -> Iterator[Event]:
+def follow_attack(out: RunDir, tail: EventTail) -> Iterator[Event]:
     """What is done to a run, until that run is over. A plan that nobody takes is taken back."""
     begun, deadline = False, time.monotonic() + TAKEN_S
     while True:
@@ -140,7 +140,7 @@ def follow(out: RunDir, tail: EventTail) -> Iterator[Event]:
 
 def _over(out: RunDir) -> bool:
     try:
-        ready(out)
+        find_supervisor(out)
     except ConfigError:
         return True
     return False

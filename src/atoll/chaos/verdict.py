@@ -15,7 +15,7 @@ from statistics import fmean, median
 import msgspec
 
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import Span, paced_rounds, stays, training_part
+from atoll.observe.timeline import Span, find_stays, find_training_part, select_paced_rounds
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.ledger import FATES
 from atoll.telemetry.events import Event
@@ -24,7 +24,7 @@ SHORT_S = 2.0
 """A gap of this length is always allowed."""
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class VerdictLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """None: not asked for. Shares are fractions."""
 
     goodput: float | None = None
@@ -73,7 +73,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def judge(
-    limits: Limits,
+    limits: VerdictLimits,
     timeline: Sequence[Event],
     *,
     verified: str,
@@ -193,7 +193,7 @@ ROGUE = "rogue-"
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class InjectedFault:
     """A fault, from its beginning to its end."""
 
     what: str
@@ -201,16 +201,17 @@ class Done:
     span: Span
 
 
-def read_faults(timeline: Sequence[Event]) -> list[Done]:
+def read_faults(timeline: Sequence[Event]) -> list[InjectedFault]:
     begun: dict[int, Event] = {}
-    found: list[Done] = []
+    found: list[InjectedFault] = []
     for event in timeline:
         if event["kind"] == "fault":
             begun[event["number"]] = event
         elif event["kind"] == "mended" and (start := begun.pop(event["number"], None)) is not None:
-            found.append(Done(start["what"], tuple(start["targets"]), Span(start["at"], event["at"])))
+            found.append(InjectedFault(start["what"], tuple(start["targets"]), Span(start["at"], event["at"])))
     return found + [
-        Done(start["what"], tuple(start["targets"]), Span(start["at"], OF_ALL_TIME)) for start in begun.values()
+        InjectedFault(start["what"], tuple(start["targets"]), Span(start["at"], OF_ALL_TIME))
+        for start in begun.values()
     ]
 
 
@@ -227,12 +228,12 @@ def find_hindered(timeline: Sequence[Event]) -> dict[str, list[Span]]:
 def measure_participation(timeline: Sequence[Event]) -> float | None:
     """Mean over rounds of members over learners that were live, recovered, not paused and not slowed."""
     there: dict[str, list[Span]] = defaultdict(list)
-    for name, span in stays(timeline, ("recovered",), training_part(timeline).end):
+    for name, span in find_stays(timeline, ("recovered",), find_training_part(timeline).end):
         if not name.startswith(ROGUE):
             there[name].append(span)
     held = find_hindered(timeline)
     shares = []
-    for event in paced_rounds(timeline):
+    for event in select_paced_rounds(timeline):
         able = {name for name, spans in there.items() if _in(event["at"], spans) and not _in(event["at"], held[name])}
         if able:
             members = {member["learner"] for member in event["members"]}
@@ -245,15 +246,15 @@ def measure_steps_per_live_s(timeline: Sequence[Event]) -> float | None:
 
     A learner that leaves has made its last step; it stays for up to P rounds more until its work is collected."""
     there: dict[str, list[Span]] = defaultdict(list)
-    part = training_part(timeline)
-    for name, span in stays(timeline, ("recovered",), part.end):
+    part = find_training_part(timeline)
+    for name, span in find_stays(timeline, ("recovered",), part.end):
         there[name].append(span.within(part))
     held = find_hindered(timeline)
     leaves_at = {
         (event["learner"], event["incarnation"]): event["at"] for event in timeline if event["kind"] == "leaving"
     }
     seen: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
-    for event in paced_rounds(timeline):
+    for event in select_paced_rounds(timeline):
         for member in event["members"]:
             life = member["learner"], member["incarnation"]
             if not life[0].startswith(ROGUE) and event["at"] < leaves_at.get(life, OF_ALL_TIME):
@@ -271,7 +272,7 @@ def measure_steps_per_live_s(timeline: Sequence[Event]) -> float | None:
 
 def measure_gaps(timeline: Sequence[Event]) -> tuple[float | None, float | None]:
     """The longest and the median time between two rounds, outages of the syncer aside."""
-    rounds = [event["at"] for event in paced_rounds(timeline)]
+    rounds = [event["at"] for event in select_paced_rounds(timeline)]
     away = [Span(died, back if back is not None else OF_ALL_TIME) for died, back in find_syncer_deaths(timeline)]
     away += [one.span for one in read_faults(timeline) if one.what in OUTAGES]
     spans = [Span(a, b) for a, b in pairwise(rounds)]

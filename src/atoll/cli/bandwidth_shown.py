@@ -65,7 +65,7 @@ def _freshness(one: BandwidthAnswer) -> str:
 def check_plot(path: Path) -> None:
     from atoll.observe import plots
 
-    plots.check(path)
+    plots.check_plot_path(path)
 
 
 def draw(path: Path, asked: Sequence[BandwidthCase], answers: Sequence[BandwidthAnswer], provenance: str) -> None:
@@ -75,11 +75,11 @@ def draw(path: Path, asked: Sequence[BandwidthCase], answers: Sequence[Bandwidth
     widths = [one.gbit_s for one in answers if one.gbit_s > 0] or [1.0]
     low, high = max(LEAST, min(widths) / 10), min(MOST / 10, max(widths) * 10)
     grid = [low * (high / low) ** (point / (POINTS - 1)) for point in range(POINTS)]
-    picture = plots.Curves(
+    picture = plots.CurveChart(
         title="Compute utilization over the bandwidth between data centers",
         note=provenance,
         lines=tuple(
-            plots.Line(
+            plots.Curve(
                 name=f"{case.method} {case.codec}, {case.run.step_s:g} s, {case.run.datacenters} data centers",
                 points=tuple((width, case.at(width).utilization) for width in grid),
                 family=f"{case.method} {case.codec}",
@@ -89,5 +89,5 @@ def draw(path: Path, asked: Sequence[BandwidthCase], answers: Sequence[Bandwidth
         x_label="bandwidth in Gbit/s",
         y_label="compute utilization",
     )
-    plots.write(picture, path)
+    plots.write_picture(picture, path)
     Console(stderr=True, highlight=False).print(f"drawn: {path}", soft_wrap=True, markup=False)

@@ -10,16 +10,16 @@ from rich.console import Console
 
 from atoll.chaos import performance
 from atoll.chaos import plan as plans
-from atoll.chaos.performance import Performance
-from atoll.chaos.plan import KINDS, Plan
-from atoll.chaos.standby import follow, order
+from atoll.chaos.performance import ChaosRun
+from atoll.chaos.plan import KINDS, FaultPlan
+from atoll.chaos.standby import follow_attack, hand_over_plan
 from atoll.chaos.verdict import Finding
 from atoll.cli.shared import compile_kernels, document_of, short, write_summary
 from atoll.config import Config, convert, parse_settings
 from atoll.launch.local import WORKLOAD, script_arguments
 from atoll.observe import dashboard
 from atoll.observe.figures import table
-from atoll.observe.screen import choose
+from atoll.observe.screen import choose_screen
 from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
@@ -46,7 +46,7 @@ def chaos(
     if going is not None and words:
         raise ConfigError("--run attacks a run by its own settings: change them with `atoll set`, and leave --set out")
     changes = parse_settings(words, WorkloadSettings if script is None else None)
-    found = plans.load(plan, load_settings(going) if going is not None else None, changes)
+    found = plans.load_plan(plan, load_settings(going) if going is not None else None, changes)
     if seed is not None:
         if seed < 0:
             raise ConfigError(f"--seed {seed} is below 0: seeds are 0, 1, 2, …")
@@ -67,15 +67,15 @@ def chaos(
     if not beside and found.verdict.needs_calm:
         peace = RunDir.create(run_dir.path.with_name(f"{run_dir.path.name}-calm"), force=force)
         console.print(f"first in peace: {short(peace.path)}", highlight=False, soft_wrap=True)
-        _perform(performance.in_peace(found), peace, arguments, console)
+        _perform(performance.without_faults(found), peace, arguments, console)
         beside.append(peace)
     console.print(f"now {len(found.faults())} faults: {short(run_dir.path)}", highlight=False, soft_wrap=True)
     _perform(found, run_dir, arguments, console)
-    findings = performance.verdict(found, run_dir, beside)
+    findings = performance.judge_run(found, run_dir, beside)
     _close(found, run_dir, findings, console, json_)
 
 
-def _attack(plan: Plan, out: RunDir, calm: list[RunDir], as_json: bool) -> None:
+def _attack(plan: FaultPlan, out: RunDir, calm: list[RunDir], as_json: bool) -> None:
     if plan.verdict.needs_calm and not calm:
         raise ConfigError(
             "the verdict asks for tokens_per_live_s or loss, which need a calm run: name one by --calm DIR"
@@ -83,23 +83,23 @@ def _attack(plan: Plan, out: RunDir, calm: list[RunDir], as_json: bool) -> None:
     console = Console(stderr=as_json)
     tail = EventTail(out.events)
     tail.read_new()
-    order(out, plan)
+    hand_over_plan(out, plan)
     console.print(f"{len(plan.faults())} faults for {short(out.path)}", highlight=False, soft_wrap=True)
     with console.status("until the run ends; Ctrl-C leaves it alone"):
-        for event in follow(out, tail):
+        for event in follow_attack(out, tail):
             console.print(str(event["text"]), highlight=False, soft_wrap=True, markup=False)
-    _close(plan, out, performance.verdict(plan, out, calm), console, as_json)
+    _close(plan, out, performance.judge_run(plan, out, calm), console, as_json)
 
 
-def _perform(plan: Plan, out: RunDir, arguments: list[str], console: Console) -> None:
-    with choose(console) as view:
-        performance.perform(
-            Performance(plan, out, arguments, watch=view.update, pages=dashboard.NAME, listens=view.listens)
+def _perform(plan: FaultPlan, out: RunDir, arguments: list[str], console: Console) -> None:
+    with choose_screen(console) as view:
+        performance.run_plan(
+            ChaosRun(plan, out, arguments, watch=view.update, pages=dashboard.NAME, listens=view.listens)
         )
-    write_summary(out, summarise(performance.events_of(out)), as_json=False)
+    write_summary(out, summarise(performance.read_events(out)), as_json=False)
 
 
-def _close(plan: Plan, out: RunDir, findings: list[Finding], console: Console, as_json: bool) -> None:
+def _close(plan: FaultPlan, out: RunDir, findings: list[Finding], console: Console, as_json: bool) -> None:
     ok = all(one.ok for one in findings)
     document: dict[str, Any] = {
         "ok": ok,
@@ -126,7 +126,7 @@ def load_settings(out: RunDir) -> Config:
     return convert(document_of(out.settings), str(out.settings))
 
 
-def _print_faults(plan: Plan) -> None:
+def _print_faults(plan: FaultPlan) -> None:
     for fault in plan.faults():
         print(f"{fault.line()}: {KINDS[fault.kind].says}")
     print(f"{len(plan.faults())} faults in {plan.seconds:g} s, seed {plan.seed}")

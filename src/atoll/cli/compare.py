@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from atoll.baselines.compare import METHODS, Method, Outcome, comparable, run_method
+from atoll.baselines.compare import METHODS, Method, MethodOutcome, comparable, run_method
 from atoll.chaos import plan as plans
-from atoll.chaos.plan import Plan
+from atoll.chaos.plan import FaultPlan
 from atoll.cli.lists import names
 from atoll.cli.shared import compile_kernels, short
 from atoll.observe.figures import table
@@ -31,7 +31,7 @@ def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, f
     if checkpoint_every < 0:
         raise ConfigError(f"--checkpoint-every {checkpoint_every} is below 0; 0 makes one every 10 s")
     chosen = list(dict.fromkeys(names("--methods", methods, METHODS)))
-    asked = comparable(plans.load(plan), str(plan))
+    asked = comparable(plans.load_plan(plan), str(plan))
     folder = (out or unused_path(time.localtime())).absolute()
     places = {method: RunDir.create(folder / method, force=force) for method in chosen}
     console = Console(stderr=True)
@@ -53,10 +53,10 @@ def compare(plan: Path, out: Path | None, methods: str, checkpoint_every: int, f
 
 
 def _run_all(
-    plan: Plan, places: dict[Method, RunDir], checkpoint_every: int, console: Console
-) -> tuple[list[Outcome], dict[str, str]]:
+    plan: FaultPlan, places: dict[Method, RunDir], checkpoint_every: int, console: Console
+) -> tuple[list[MethodOutcome], dict[str, str]]:
     """One after another: they would take the processor from each other."""
-    outcomes: list[Outcome] = []
+    outcomes: list[MethodOutcome] = []
     failures: dict[str, str] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -75,7 +75,7 @@ def _run_all(
     return outcomes, failures
 
 
-def _show(plan: Plan, outcomes: list[Outcome], folder: Path) -> None:
+def _show(plan: FaultPlan, outcomes: list[MethodOutcome], folder: Path) -> None:
     console = Console()
     title = f"{plan.config.protocol.learners} learners, {plan.seconds:g} s, {len(plan.faults())} faults"
     columns = ("good-\nput", "uptime", "tokens", "updates", "re-\nstarts", "stood\nstill", "valid.\nloss")
@@ -98,7 +98,7 @@ def _show(plan: Plan, outcomes: list[Outcome], folder: Path) -> None:
     console.print(f"runs and compare.json are in {short(folder)}", highlight=False, soft_wrap=True)
 
 
-def _notes(outcomes: list[Outcome]) -> list[str]:
+def _notes(outcomes: list[MethodOutcome]) -> list[str]:
     left = sorted({kind for one in outcomes for kind in one.left_out})
     nothing = "have nothing to happen to in data-parallel training and were left out of it"
     rest = [f"{', '.join(left)}: {nothing}."] if left else []

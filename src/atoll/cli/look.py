@@ -15,8 +15,8 @@ from atoll.fabric.client import get_json
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.observe.figures import plain
-from atoll.observe.report.reading import read as read_run
-from atoll.observe.screen import Screen
+from atoll.observe.report.reading import read_run as read_run
+from atoll.observe.screen import LiveScreen
 from atoll.observe.story import print_closing, story, verification_rows
 from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
@@ -48,7 +48,7 @@ def status(run: str, watch: bool, json_: bool) -> None:
         asyncio.run(_follow(url))
     else:
         console = Console()
-        with Screen(console) as screen:
+        with LiveScreen(console) as screen:
             screen.update(now)
         if folder is not None and (pids := running_processes(folder.events)):
             line = f"pids: {', '.join(f'{name} {pid}' for name, pid in pids.items())}"
@@ -98,7 +98,7 @@ async def _status(url: str) -> RunStatus:
 
 
 async def _follow(url: str) -> None:
-    with Screen(Console()) as screen:
+    with LiveScreen(Console()) as screen:
         while True:
             try:
                 screen.update(await _status(url))

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll.cli.shared import document_of
 from atoll.config import convert
-from atoll.launch.replay.conductor import Outcome
-from atoll.launch.replay.play import Replay
+from atoll.launch.replay.play import RunReplay
+from atoll.launch.replay.syncer import ReplayOutcome
 from atoll.numerics import kernels
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
@@ -35,11 +35,11 @@ def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs:
     with Progress(*columns, console=console, transient=True, disable=json_ or not console.is_terminal) as bar:
         task = bar.add_task("replay", total=None, said="starting the learners")
 
-        def watch(outcome: Outcome, rounds: int) -> None:
+        def watch(outcome: ReplayOutcome, rounds: int) -> None:
             total = rounds if until is None else until + 1
             bar.update(task, total=total, completed=outcome.through + 1, said="bit-identical so far")
 
-        outcome = Replay(out, config, jobs=jobs, until=until, cut=cut, logs=logs, watch=watch).play()
+        outcome = RunReplay(out, config, jobs=jobs, until=until, cut=cut, logs=logs, watch=watch).play()
     if json_:
         print(json.dumps(_as_json(outcome), indent=2))
     else:
@@ -48,7 +48,7 @@ def replay(directory: Path, until: int | None, cut: int | None, jobs: int, logs:
         sys.exit(1)
 
 
-def _say(outcome: Outcome, console: Console) -> None:
+def _say(outcome: ReplayOutcome, console: Console) -> None:
     for remark in outcome.remarks:
         console.print(f"note: {remark}")
     if rounds := outcome.from_journal:
@@ -77,7 +77,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join("–".join(map(str, part)) for part in parts)
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
+def _as_json(outcome: ReplayOutcome) -> dict[str, object]:
     difference = outcome.difference
     return {
         "identical": difference is None and not outcome.stopped,

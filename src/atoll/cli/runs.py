@@ -17,7 +17,7 @@ from atoll.cli.shared import short
 from atoll.observe.figures import NONE, count, measure, plain, span
 from atoll.observe.summary import summarise
 from atoll.observe.tail import EventTail
-from atoll.observe.timeline import closing_of
+from atoll.observe.timeline import find_closing
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RUNS, RunDir, find_runs
 from atoll.store.writer_lease import is_alive
@@ -80,7 +80,7 @@ def state_of(run: RunDir) -> State:
 
 def _came_to_its_end(run: RunDir) -> bool:
     """Its syncer ended it. Without a summary that is a failure: nobody killed it, and nothing came of it."""
-    return bool(closing_of(list(EventTail(run.events, most_bytes=TAIL_BYTES).new_events())))
+    return bool(find_closing(list(EventTail(run.events, most_bytes=TAIL_BYTES).new_events())))
 
 
 def _figures_of_events(run: RunDir) -> dict[str, Any]:

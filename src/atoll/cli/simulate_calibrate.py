@@ -19,7 +19,7 @@ from atoll.estimate.calibration import Fit
 from atoll.estimate.goodput import Cell, Job
 from atoll.estimate.profile import Profile
 from atoll.observe import clusters
-from atoll.observe.clusters import Measured, measure
+from atoll.observe.clusters import MeasuredRun, measure_run
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
@@ -109,7 +109,7 @@ def _from_run(folder: Path, seeds: int, json_: bool) -> Profile:
         lines = events.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{folder} holds no run: {events} cannot be read ({error.strerror})") from error
-    measured = measure(parse(lines), str(folder))
+    measured = measure_run(parse(lines), str(folder))
     job = Job(measured.profile, "decoupled", measured.learners, measured.learners, 0, measured.wall_s / 3600, rounds=0)
     predicted = run_all([job], seeds)[0]
     if json_:
@@ -119,7 +119,7 @@ def _from_run(folder: Path, seeds: int, json_: bool) -> Profile:
     return measured.profile
 
 
-def _prediction(measured: Measured, predicted: Cell) -> dict[str, Any]:
+def _prediction(measured: MeasuredRun, predicted: Cell) -> dict[str, Any]:
     profile = measured.profile
     return {
         "learners": measured.learners,

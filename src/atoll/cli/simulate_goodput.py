@@ -45,7 +45,7 @@ def goodput(
     one_form(json_, csv_)
     for file in (plot, timeline):
         if file is not None:
-            plots.check(file)  # before the work, not after it
+            plots.check_plot_path(file)  # before the work, not after it
     chosen = profile_of(
         profile, set_, {"slices": slices, "step_s": step_s, "rules.quorum": quorum, "rules.grace": grace}
     )
@@ -69,9 +69,9 @@ def goodput(
     else:
         _print(found, chosen)
     if plot is not None:
-        plots.write(clusters.heat(found, chosen), plot)
+        plots.write_picture(clusters.heat(found, chosen), plot)
     if timeline is not None:
-        plots.write(clusters.lanes(jobs[-1], live(jobs[-1])[1]), timeline)
+        plots.write_picture(clusters.lanes(jobs[-1], live(jobs[-1])[1]), timeline)
 
 
 def profile_of(name: str, set_: list[str], values: dict[str, Any]) -> Profile:

@@ -21,12 +21,12 @@ from atoll.config import Config, convert, converted, merged, parse_settings
 from atoll.launch.children import LIMIT
 from atoll.launch.environment import Assignment, LaunchEnvironment, assign_devices, find_devices, read_environment
 from atoll.launch.local import WORKLOAD, Kill, LocalRun, script_arguments
-from atoll.launch.replay.conductor import Outcome
-from atoll.launch.replay.play import Performance
+from atoll.launch.replay.play import TapeRun
+from atoll.launch.replay.syncer import ReplayOutcome
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.numerics import kernels
 from atoll.observe import dashboard
-from atoll.observe.screen import EventTail, choose
+from atoll.observe.screen import EventTail, choose_screen
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.records import Begun
@@ -252,7 +252,7 @@ def _train(
     if resume is not None:
         tail.skip_to_end()  # what happened before was told then
     standby = Standby(config, out) if options.breakable else None
-    with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose(console) as view:
+    with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose_screen(console) as view:
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
@@ -311,10 +311,10 @@ def _follow(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tape", total=None, said="starting the learners")
 
-        def watch(outcome: Outcome, rounds: int) -> None:
+        def watch(outcome: ReplayOutcome, rounds: int) -> None:
             bar.update(task, total=rounds, completed=outcome.through + 1, said="")
 
-        summary = Performance(tape.absolute(), config, run_dir, watch=watch).run()
+        summary = TapeRun(tape.absolute(), config, run_dir, watch=watch).run()
     write_summary(run_dir, summary, as_json)
     if not as_json:
         Console(highlight=False, soft_wrap=True).print(

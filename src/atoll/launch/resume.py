@@ -40,7 +40,7 @@ from atoll.store.cuts import (
     Manifest,
     check_cut,
     complete_cuts,
-    digest,
+    compute_digest,
     folder_of,
     known_cuts,
     read_manifest,
@@ -225,7 +225,7 @@ def from_cut(
         with staged(new.learners / file.parent.name / UNMERGED) as draft:
             shutil.copyfile(file, draft)
     table = (folder_of(new.cuts, cut) / "syncer.json").read_bytes()
-    write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=digest(table)))
+    write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table)))
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
     remarks = (*checked.remarks(), remark)

@@ -22,7 +22,7 @@ from atoll.estimate.profile import YEAR_S, Elasticity, Failures, Profile, RoundR
 from atoll.observe import plots
 from atoll.observe.figures import table
 from atoll.observe.summary import summarise, work_done
-from atoll.observe.timeline import Span, in_its_own_time, stays, training_part
+from atoll.observe.timeline import Span, find_stays, find_training_part, remove_idle_time
 from atoll.protocol.errors import ConfigError
 from atoll.telemetry.events import Event
 
@@ -100,12 +100,12 @@ def _goodput(cell: Cell) -> str:
     return f"{100 * cell.goodput:.1f}" + (f" ±{100 * half:.1f}" if half is not None else "")
 
 
-def heat(cells: Sequence[Cell], profile: Profile) -> plots.Heat:
+def heat(cells: Sequence[Cell], profile: Profile) -> plots.HeatMap:
     sizes = sorted({cell.chips for cell in cells})
     ways = list(dict.fromkeys((cell.method, cell.learners) for cell in cells))
     by = {(cell.method, cell.learners, cell.chips): cell for cell in cells}
     grid = [[by.get((*way, size)) for size in sizes] for way in ways]
-    return plots.Heat(
+    return plots.HeatMap(
         title="Goodput under failures",
         note=f"constants: {profile.provenance}",
         columns=tuple(short(size) for size in sizes),
@@ -117,10 +117,10 @@ def heat(cells: Sequence[Cell], profile: Profile) -> plots.Heat:
     )
 
 
-def lanes(job: Job, lives: Sequence[Sequence[TimeSpan]]) -> plots.Lanes:
+def lanes(job: Job, lives: Sequence[Sequence[TimeSpan]]) -> plots.LaneChart:
     """Every learner's life, with a mark where it lost slices."""
     many = f", the first {LANES} of {len(lives)} learners" if len(lives) > LANES else ""
-    return plots.Lanes(
+    return plots.LaneChart(
         title=f"{_way(job.method, job.learners)} on {short(job.chips)} chips{many}",
         note=f"constants: {job.profile.provenance}",
         lanes=tuple(_lane(f"learner-{number}", life) for number, life in enumerate(lives[:LANES])),
@@ -128,9 +128,9 @@ def lanes(job: Job, lives: Sequence[Sequence[TimeSpan]]) -> plots.Lanes:
 
 
 def _lane(name: str, life: Sequence[TimeSpan]) -> plots.Lane:
-    stretches = tuple(plots.Stretch(one.start, one.end, one.kind, one.share) for one in life)
+    stretches = tuple(plots.LaneSegment(one.start, one.end, one.kind, one.share) for one in life)
     down = ("scaling down", "outage", "gone")
-    return plots.Lane(name, stretches, tuple(plots.Mark(one.start, one.kind) for one in life if one.kind in down))
+    return plots.Lane(name, stretches, tuple(plots.LaneMark(one.start, one.kind) for one in life if one.kind in down))
 
 
 def _way(method: str, learners: int) -> str:
@@ -160,7 +160,7 @@ def miss_table(misses: Sequence[Miss]) -> Table:
     return made
 
 
-def prediction_table(measured: Measured, predicted: Cell) -> Table:
+def prediction_table(measured: MeasuredRun, predicted: Cell) -> Table:
     profile = measured.profile
     made = table(profile.provenance, "", "measured", "predicted")
     made.add_row("learners", str(measured.learners))
@@ -180,7 +180,7 @@ NEVER_S = 100 * YEAR_S
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     learners: int
     wall_s: float
     deaths: int
@@ -190,10 +190,10 @@ class Measured:
     profile: Profile
 
 
-def measure(events: Iterable[Event], name: str) -> Measured:
-    timeline = in_its_own_time(sorted(events, key=lambda event: float(event["at"])))
+def measure_run(events: Iterable[Event], name: str) -> MeasuredRun:
+    timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
     summary = summarise(timeline)
-    part, settings = training_part(timeline), summary["settings"]
+    part, settings = find_training_part(timeline), summary["settings"]
     lives = _lives(timeline, part)
     stepping_s = sum(span.length for spans in lives.values() for span in spans)
     work = work_done(timeline, int(settings.get("fragments") or 1)).values()
@@ -222,7 +222,7 @@ def measure(events: Iterable[Event], name: str) -> Measured:
             latency_s=0.001,
         ),
     )
-    return Measured(
+    return MeasuredRun(
         learners, part.length, deaths, summary["goodput"], summary["uptime"], summary["participation"], profile
     )
 
@@ -230,7 +230,7 @@ def measure(events: Iterable[Event], name: str) -> Measured:
 def _lives(timeline: list[Event], part: Span) -> dict[str, list[Span]]:
     """Per learner, when it was stepping: in order, within the training part."""
     found: dict[str, list[Span]] = {}
-    for learner, span in stays(timeline, ("recovered",), part.end):
+    for learner, span in find_stays(timeline, ("recovered",), part.end):
         inside = span.within(part)
         if inside.length > 0:
             found.setdefault(learner, []).append(inside)

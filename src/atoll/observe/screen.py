@@ -30,11 +30,11 @@ from atoll.observe.figures import (
     span,
     sparkline,
 )
-from atoll.observe.tail import EventTail, Notebook, PlainLines
+from atoll.observe.tail import EventTail, NotableEvents, PlainLines
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
-__all__ = ["EventTail", "PlainLines", "Screen", "choose"]
+__all__ = ["EventTail", "LiveScreen", "PlainLines", "choose_screen"]
 
 WIDEST = 120
 """Wider than this a table is harder to read, not easier."""
@@ -64,10 +64,10 @@ _PHASES = {"waiting": "cyan", "training": "green", "ending": "yellow", "finished
 Fact = tuple[str, Text]
 
 
-class Screen:
+class LiveScreen:
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._notes = Notebook()
+        self._notes = NotableEvents()
         self._scores: list[float] = []
         self._scored_round: int | None = None
         self._status: RunStatus | None = None
@@ -89,7 +89,7 @@ class Screen:
         """The syncer is there, and shows the run too."""
         self._link = link
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> LiveScreen:
         self._live.start()
         self._live.update(self.render(), refresh=True)
         return self
@@ -118,8 +118,8 @@ class Screen:
         return Group(Text(), *lines) if lines else Text()
 
 
-def choose(console: Console) -> Screen | PlainLines:
-    return Screen(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
+def choose_screen(console: Console) -> LiveScreen | PlainLines:
+    return LiveScreen(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)
 
 
 def _run_panel(status: RunStatus, scores: Sequence[float], width: int) -> Panel:

@@ -22,7 +22,7 @@ from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.protocol.settings import USUAL
-from atoll.store.verify import Report
+from atoll.store.verify import VerifyReport
 from atoll.telemetry.events import Event
 
 WARNING = "Warning: "
@@ -347,7 +347,7 @@ def _course(start: float | None, end: float | None) -> str:
     return NONE if start is None else f"{measure(start)} → {measure(end)}"
 
 
-def verification_rows(report: Report) -> list[tuple[str, str]]:
+def verification_rows(report: VerifyReport) -> list[tuple[str, str]]:
     """What `atoll verify` counted, as a short table."""
     facts = report.facts
     fates = [f"{count(tokens)} {fate.replace('_', ' ')}" for fate, tokens in facts["tokens"].items()]

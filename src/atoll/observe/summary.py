@@ -41,20 +41,20 @@ from statistics import fmean, median
 from typing import Any
 
 from atoll.observe.timeline import (
-    Life,
+    Incarnation,
     Presence,
     Span,
-    closing_of,
-    ending_of,
+    find_closing,
+    find_ending,
+    find_incarnations,
+    find_session_starts,
+    find_stays,
+    find_training_part,
     first_of_kind,
-    in_its_own_time,
-    lives,
-    of_kind,
-    paced_rounds,
-    session_starts,
+    remove_idle_time,
+    select_kinds,
+    select_paced_rounds,
     starts_everything,
-    stays,
-    training_part,
 )
 from atoll.protocol.ledger import FATES
 from atoll.protocol.statistics import Spread, participation, spread
@@ -64,7 +64,7 @@ Summary = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LearnerWork:
     """What one training process did, as it was last heard to say."""
 
     steps: int = 0
@@ -74,24 +74,24 @@ class Work:
 
 def summarise(events: Iterable[Event]) -> Summary:
     # Several processes append to the file: nearly, but not always, in the order of time.
-    timeline = in_its_own_time(sorted(events, key=lambda event: float(event["at"])))
+    timeline = remove_idle_time(sorted(events, key=lambda event: float(event["at"])))
     header = first_of_kind(timeline, "run") or {}
     plan = first_of_kind(timeline, "plan") or {}
     settings: dict[str, Any] = {
         **(header.get("settings") or {}),
         **(plan.get("settings") or {}),
     }  # with P and H as the model made them
-    part = training_part(timeline)
-    rounds = of_kind(timeline, "round")
-    paced = paced_rounds(timeline)
+    part = find_training_part(timeline)
+    rounds = select_kinds(timeline, "round")
+    paced = select_paced_rounds(timeline)
     fragments = int(settings.get("fragments") or 0) or 1 + max((int(r["fragment"]) for r in rounds), default=0)
     presence = Presence.of(timeline, part)
     allocated = max(_learners_meant(header, settings), presence.most_at_once())
     work = work_done(timeline, fragments)
     tokens = tokens_by_fate(timeline, work, fragments)
     gaps = [b["at"] - a["at"] for a, b in pairwise(paced)]
-    closing = closing_of(timeline)
-    ending = ending_of(timeline) or closing
+    closing = find_closing(timeline)
+    ending = find_ending(timeline) or closing
     wall = part.length
     steps = steps_between_syncs(paced)
     causes = {name: closing[name] for name in ("dropped_by_cause",) if closing.get(name) is not None}
@@ -110,16 +110,16 @@ def summarise(events: Iterable[Event]) -> Summary:
         "effective_h_p95": steps.p95,
         "tokens": {**tokens, **causes},
         "rounds": len(rounds),
-        "rounds_passed": len(of_kind(timeline, "passed")),
+        "rounds_passed": len(select_kinds(timeline, "passed")),
         "resumes": resumes(timeline, part),
-        "restarts": len(of_kind(timeline, "restarted")),
-        "kills": len(of_kind(timeline, "killed")),
-        "refusals": len(of_kind(timeline, "refused")),
+        "restarts": len(select_kinds(timeline, "restarted")),
+        "kills": len(select_kinds(timeline, "killed")),
+        "refusals": len(select_kinds(timeline, "refused")),
         "recovery": recoveries(timeline, part),
         "bytes_per_token": _bytes_per_token(timeline, tokens["computed"]),
-        **read_scores(of_kind(timeline, "score")),
+        **read_scores(select_kinds(timeline, "score")),
         **training_losses(rounds, fragments),
-        "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in of_kind(timeline, "score"))),
+        "evaluator_cpu_s": _round(sum(float(e.get("cpu_s") or 0.0) for e in select_kinds(timeline, "score"))),
         "longest_gap_s": _round(max(gaps, default=None)),
         "median_gap_s": _round(median(gaps) if gaps else None),
         "wall_s": _round(wall),
@@ -134,29 +134,29 @@ def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
     return [
         {
             "at_s": _round(max(0.0, timeline[place]["at"] - part.start)),
-            "after": "ended" if closing_of(timeline[:place]) else "killed",
+            "after": "ended" if find_closing(timeline[:place]) else "killed",
         }
-        for place in session_starts(timeline)
+        for place in find_session_starts(timeline)
     ]
 
 
-def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
+def work_done(timeline: Sequence[Event], fragments: int) -> dict[Incarnation, LearnerWork]:
     """Per training process the last counters it was heard to say. Of one whose end nobody saw, because the run was cut
     off, those of its last round; a run of before these were told knows at least what was merged of it."""
-    first: dict[Life, Life] = {}
+    first: dict[Incarnation, Incarnation] = {}
     """A learner out of quarantine, or one that comes back after its account was closed, is a new incarnation, but the
     same process: its counters go on."""
     newest: dict[str, int] = {}
-    merged: dict[Life, Work] = {}
-    heard: dict[Life, Work] = {}
-    told: dict[Life, Work] = {}
+    merged: dict[Incarnation, LearnerWork] = {}
+    heard: dict[Incarnation, LearnerWork] = {}
+    told: dict[Incarnation, LearnerWork] = {}
     for event in timeline:
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
             before = (event["learner"], event["known_as"])
             first[before[0], event["incarnation"]] = first.get(before, before)
-        for life in lives([event]):
+        for life in find_incarnations([event]):
             newest[life[0]] = max(life[1], newest.get(life[0], life[1]))
-            merged.setdefault(first.get(life, life), Work())
+            merged.setdefault(first.get(life, life), LearnerWork())
         match event["kind"]:
             case "quarantined":
                 life = (event["learner"], event["incarnation"])
@@ -165,10 +165,10 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                 for member in event["members"]:
                     life = (member["learner"], member["incarnation"])
                     so_far = merged[first.get(life, life)]
-                    after = Work(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
+                    after = LearnerWork(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
                     merged[first.get(life, life)] = after
                     if "busy_s" in member:
-                        heard[first.get(life, life)] = Work(after.steps, member["total"], member["busy_s"])
+                        heard[first.get(life, life)] = LearnerWork(after.steps, member["total"], member["busy_s"])
                         told.pop(first.get(life, life), None)  # it was only its connection that was lost
             case "lost" | "left":
                 life = (event["learner"], event["incarnation"])
@@ -177,15 +177,15 @@ def work_done(timeline: Sequence[Event], fragments: int) -> dict[Life, Work]:
                 for entry in event.get("learners", ()):
                     life = (entry["learner"], entry.get("incarnation", newest.get(entry["learner"], 1)))
                     told[first.get(life, life)] = _work(entry)
-    return {life: Work(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | heard | told
+    return {life: LearnerWork(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | heard | told
 
 
-def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments: int) -> dict[str, int]:
-    closing = closing_of(timeline)
+def tokens_by_fate(timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], fragments: int) -> dict[str, int]:
+    closing = find_closing(timeline)
     told = closing.get("tokens")
     if told is not None:
         return {name: int(told.get(name, 0)) for name in FATES}  # earlier versions rolled nothing back
-    lost: dict[Life, float] = {}
+    lost: dict[Incarnation, float] = {}
     gone_kinds = {"lost", "left"}  # a courier that sees its training process die takes leave for it
     for event in timeline:
         if event["kind"] == "ending":
@@ -196,8 +196,8 @@ def tokens_by_fate(timeline: Sequence[Event], work: dict[Life, Work], fragments:
             # The same incarnation is back: it was the connection that was lost, not the steps.
             lost.pop((event["learner"], event["incarnation"]), None)
     computed = sum(w.tokens for w in work.values())
-    undone = round(sum(event["fragment_tokens"] for event in of_kind(timeline, "restored")) / fragments)
-    merged = round(_merged_fragment_tokens(of_kind(timeline, "round")) / fragments) - undone
+    undone = round(sum(event["fragment_tokens"] for event in select_kinds(timeline, "restored")) / fragments)
+    merged = round(_merged_fragment_tokens(select_kinds(timeline, "round")) / fragments) - undone
     gone = round(sum(lost.values()))
     rest = max(0, computed - merged - undone - gone)
     # Until the run has said that it is finished, nobody knows what became of the rest.
@@ -233,10 +233,10 @@ def recoveries(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
 
 
 def per_learner(
-    timeline: Sequence[Event], work: dict[Life, Work], part: Span, fates: dict[str, dict[str, Any]]
+    timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], part: Span, fates: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """`fates`: what the ledger says of each of them at the end."""
-    rounds, paced, seen = of_kind(timeline, "round"), paced_rounds(timeline), lives(timeline)
+    rounds, paced, seen = select_kinds(timeline, "round"), select_paced_rounds(timeline), find_incarnations(timeline)
     present, muted_s = rounds_present(timeline), muted_seconds(timeline, part)
     answer: dict[str, dict[str, Any]] = {}
     for learner in sorted({name for name, _ in work}):
@@ -278,8 +278,8 @@ def steps_between_syncs(paced: Iterable[Event]) -> Spread:
 def rounds_present(timeline: Sequence[Event]) -> Counter[str]:
     """Per learner, the rounds that were made while it was there: recovered, and not gone."""
     found: Counter[str] = Counter()
-    moments = [event["at"] for event in of_kind(timeline, "round")]
-    for learner, span in stays(timeline, ("recovered",), moments[-1] if moments else 0.0):
+    moments = [event["at"] for event in select_kinds(timeline, "round")]
+    for learner, span in find_stays(timeline, ("recovered",), moments[-1] if moments else 0.0):
         found[learner] += bisect_right(moments, span.end) - bisect_left(moments, span.start)
     return found
 
@@ -288,7 +288,7 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
     """Per learner, how long it reported but did not answer: from `muted` until it answers again or is gone."""
     found: dict[str, float] = defaultdict(float)
     since: dict[str, float] = {}
-    for event in of_kind(timeline, "muted", "probed", "lost", "left", "quarantined", "started"):
+    for event in select_kinds(timeline, "muted", "probed", "lost", "left", "quarantined", "started"):
         if event["kind"] == "started":
             for learner in list(since) if starts_everything(event) else ():
                 found[learner] += Span(since.pop(learner), event["at"]).within(part).length
@@ -305,12 +305,12 @@ def muted_seconds(timeline: Sequence[Event], part: Span) -> dict[str, float]:
 
 def _bytes_per_token(timeline: Sequence[Event], computed: int) -> float | None:
     """Every term that came to an end told its own; a run that was gone on with has several."""
-    told = [event for event in of_kind(timeline, "finished") if "bytes_in" in event]
+    told = [event for event in select_kinds(timeline, "finished") if "bytes_in" in event]
     return _ratio(sum(event["bytes_in"] + event["bytes_out"] for event in told), computed) if told else None
 
 
-def _work(told: Event) -> Work:
-    return Work(int(told.get("t") or 0), int(told.get("tokens") or 0), float(told.get("busy_s") or 0.0))
+def _work(told: Event) -> LearnerWork:
+    return LearnerWork(int(told.get("t") or 0), int(told.get("tokens") or 0), float(told.get("busy_s") or 0.0))
 
 
 def _longest_run_of_no(there: Sequence[bool]) -> int:

@@ -131,7 +131,7 @@ def is_routine(event: Event) -> bool:
     return kind in ROUTINE
 
 
-class Notebook:
+class NotableEvents:
     """The last few notable events. Scores in a row become one line, the newest."""
 
     def __init__(self, most: int = 6) -> None:
@@ -173,7 +173,7 @@ class PlainLines:
         self._every_s = every_s
         self._now = now
         self._due = float("-inf")
-        self._notes = Notebook()
+        self._notes = NotableEvents()
         self._last = ""
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:

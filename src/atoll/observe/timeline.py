@@ -13,7 +13,7 @@ from math import isnan
 
 from atoll.telemetry.events import Event
 
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 """A learner and its incarnation."""
 
 
@@ -41,8 +41,8 @@ class Presence:
     def of(cls, timeline: Iterable[Event], part: Span) -> Presence:
         events = list(timeline)
         return cls(
-            tuple(span.within(part) for _, span in stays(events, ("joined", "recovered"), part.end)),
-            tuple(span.within(part) for _, span in stays(events, ("recovered",), part.end)),
+            tuple(span.within(part) for _, span in find_stays(events, ("joined", "recovered"), part.end)),
+            tuple(span.within(part) for _, span in find_stays(events, ("recovered",), part.end)),
         )
 
     def alive_s(self) -> float:
@@ -71,7 +71,7 @@ def starts_everything(event: Event) -> bool:
     return event["kind"] == "started" and event.get("process") == "syncer"
 
 
-def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[tuple[str, Span]]:
+def find_stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list[tuple[str, Span]]:
     """Every learner's, from one of these events to the next that says it is gone."""
     found: list[tuple[str, Span]] = []
     open_since: dict[str, tuple[float, int]] = {}
@@ -96,11 +96,11 @@ def stays(events: Sequence[Event], openers: tuple[str, ...], end: float) -> list
     return found + [(name, Span(since, max(since, end))) for name, (since, _) in open_since.items()]
 
 
-def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
+def remove_idle_time(timeline: Sequence[Event]) -> list[Event]:
     """Without the time in which it lay still: from the last event before it was started again until a learner trains. A
     first start does not count either."""
     idle, still_since, before, answer = 0.0, float("nan"), 0.0, []
-    again = set(session_starts(timeline))
+    again = set(find_session_starts(timeline))
     for place, event in enumerate(timeline):
         if place in again and isnan(still_since):
             still_since = before
@@ -112,17 +112,17 @@ def in_its_own_time(timeline: Sequence[Event]) -> list[Event]:
     return answer
 
 
-def session_starts(timeline: Iterable[Event]) -> list[int]:
+def find_session_starts(timeline: Iterable[Event]) -> list[int]:
     """The places of the events with which everything was started again; the first start is none."""
     return [place for place, event in enumerate(timeline) if starts_everything(event)][1:]
 
 
-def ending_of(timeline: Sequence[Event]) -> Event:
+def find_ending(timeline: Sequence[Event]) -> Event:
     """Where its end began; empty: it has not come to that, or went on since."""
     return _last_unless(timeline, "ending", ("reigned", "changed"))
 
 
-def closing_of(timeline: Sequence[Event]) -> Event:
+def find_closing(timeline: Sequence[Event]) -> Event:
     """The event with which it ended; empty: it has not, or went on since."""
     return _last_unless(timeline, "finished", ("reigned", "round", "recovered"))
 
@@ -137,22 +137,22 @@ def _last_unless(timeline: Sequence[Event], kind: str, later: tuple[str, ...]) -
     return {}
 
 
-def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
+def select_kinds(events: Iterable[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event["kind"] in kinds]
 
 
-def training_part(timeline: Sequence[Event]) -> Span:
+def find_training_part(timeline: Sequence[Event]) -> Span:
     start = (
         first_of_kind(timeline, "recovered") or first_of_kind(timeline, "run") or (timeline[0] if timeline else None)
     )
     if start is None:
         return Span(0.0, 0.0)
-    rounds = of_kind(timeline, "round")
-    end = ending_of(timeline) or (rounds[-1] if rounds else timeline[-1])
+    rounds = select_kinds(timeline, "round")
+    end = find_ending(timeline) or (rounds[-1] if rounds else timeline[-1])
     return Span(start["at"], max(start["at"], end["at"]))
 
 
-def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
+def select_paced_rounds(timeline: Sequence[Event]) -> list[Event]:
     """The rounds before the drain."""
     paced, draining = [], False
     for event in timeline:
@@ -163,10 +163,10 @@ def paced_rounds(timeline: Sequence[Event]) -> list[Event]:
     return paced
 
 
-def lives(events: Iterable[Event]) -> set[Life]:
+def find_incarnations(events: Iterable[Event]) -> set[Incarnation]:
     """Every incarnation that joined or was a member."""
-    joined = {(e["learner"], e["incarnation"]) for e in of_kind(events, "joined", "recovered")}
-    return joined | {(m["learner"], m["incarnation"]) for e in of_kind(events, "round") for m in e["members"]}
+    joined = {(e["learner"], e["incarnation"]) for e in select_kinds(events, "joined", "recovered")}
+    return joined | {(m["learner"], m["incarnation"]) for e in select_kinds(events, "round") for m in e["members"]}
 
 
 def first_of_kind(timeline: Iterable[Event], kind: str) -> Event | None:

@@ -48,7 +48,7 @@ from atoll.protocol.records import (
     Started,
 )
 from atoll.protocol.syncer.restoring import undone
-from atoll.store.audit_members import Tallies, Wrong
+from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState
 
 _PLAIN = (
@@ -73,14 +73,14 @@ _PLAIN = (
 """Fields of the history that records alone decide."""
 
 
-class Audit:
+class JournalAudit:
     def __init__(self, begun: Begun, term: int = 1) -> None:
         self.fragments = begun.settings.fragments
         if self.fragments < 1:
-            raise Wrong(f"the run begins with {self.fragments} fragments")
+            raise BadRun(f"the run begins with {self.fragments} fragments")
         self.history = History(begun)
-        self.tallies = Tallies(self.fragments)
-        self.lately = Lately(self.fragments)
+        self.tallies = MemberAudit(self.fragments)
+        self.lately = RecentRounds(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
         self.alarms = 0
@@ -92,11 +92,11 @@ class Audit:
         """Per fragment, the round that made its version."""
 
     @classmethod
-    def restored(cls, cut: CutState, *, under_way: bool) -> Audit:
+    def restored(cls, cut: CutState, *, under_way: bool) -> JournalAudit:
         """Of a run whose records begin with what a cut holds; `under_way`: or of which no older one is there."""
         audit = cls(cut.history.begun, cut.position.term)
         audit.history = History.restore(cut.history)
-        audit.tallies = Tallies.restored(cut.history, under_way=under_way)
+        audit.tallies = MemberAudit.restored(cut.history, under_way=under_way)
         audit.rounds = list(cut.rounds)
         audit.lately.forget(cut.history.committed)
         return audit
@@ -107,7 +107,7 @@ class Audit:
         try:
             self.history.apply(record)
         except (AssertionError, LookupError, ValueError) as error:
-            raise Wrong(f"{type(record).__name__} cannot follow the records before it: {error}") from error
+            raise BadRun(f"{type(record).__name__} cannot follow the records before it: {error}") from error
         if isinstance(record, Merged | Passed):
             self.tallies.forget(self.history.committed)
         if isinstance(record, CutDone):
@@ -116,14 +116,14 @@ class Audit:
     def _check(self, record: AnyRecord) -> None:
         match record:
             case Begun(run):
-                raise Wrong(f"the run begins a second time, as {run}")
+                raise BadRun(f"the run begins a second time, as {run}")
             case Reigned():
                 self._reigned(record)
             case Joined():
                 self.tallies.joined(record)
             case Started(uploader):
                 if self.history.started:
-                    raise Wrong(f"the run starts a second time, from {uploader}")
+                    raise BadRun(f"the run starts a second time, from {uploader}")
             case Merged():
                 self._merged(record)
             case Passed():
@@ -131,7 +131,7 @@ class Audit:
                 self.passed += 1
             case Scored(round):
                 if not 0 <= round <= self.history.committed:
-                    raise Wrong(f"round {round} is scored, with {self.history.committed} rounds committed")
+                    raise BadRun(f"round {round} is scored, with {self.history.committed} rounds committed")
             case Restored():
                 self._restored(record)
             case Reset(fragment):
@@ -159,16 +159,16 @@ class Audit:
     def _played(self, learner: str, incarnation: int, first: int) -> None:
         life = self.history.lives.get(learner)
         if life is None or life.incarnation < incarnation:
-            raise Wrong(f"the tape of {learner} (incarnation {incarnation}) goes on before it has joined")
+            raise BadRun(f"the tape of {learner} (incarnation {incarnation}) goes on before it has joined")
         if first < life.taped:
-            raise Wrong(f"the tape of {learner} goes on at entry {first}, after entry {life.taped - 1}")
+            raise BadRun(f"the tape of {learner} goes on at entry {first}, after entry {life.taped - 1}")
         self.untaped += first - life.taped
 
     def _reigned(self, record: Reigned) -> None:
         if record.term <= self.term:
-            raise Wrong(f"term {record.term} follows term {self.term}: terms only go up")
+            raise BadRun(f"term {record.term} follows term {self.term}: terms only go up")
         if record.round != self.history.committed:
-            raise Wrong(f"term {record.term} goes on from round {record.round}, not {self.history.committed}")
+            raise BadRun(f"term {record.term} goes on from round {record.round}, not {self.history.committed}")
         self.term, self.terms = record.term, self.terms + 1
 
     # ---- rounds -------------------------------------------------------------------------------------------------
@@ -176,25 +176,25 @@ class Audit:
     def _turn(self, record: Merged | Passed) -> None:
         round, fragment, due = record.round, record.fragment, self.history.committed
         if round != due:
-            raise Wrong(f"round {round} comes where round {due} is due")
+            raise BadRun(f"round {round} comes where round {due} is due")
         if fragment != round % self.fragments:
-            raise Wrong(f"round {round} takes fragment {fragment}, its turn is fragment {round % self.fragments}")
+            raise BadRun(f"round {round} takes fragment {fragment}, its turn is fragment {round % self.fragments}")
         if not self.history.started or self.history.finished:
-            raise Wrong(f"round {round} comes {'after the end' if self.history.finished else 'before version 0'}")
+            raise BadRun(f"round {round} comes {'after the end' if self.history.finished else 'before version 0'}")
         self._stepped(f"round {round}", record.step)
         budget = self.history.settings.steps
         if budget and not min(1.0, record.step / budget) <= record.progress <= 1.0:
-            raise Wrong(f"round {round} has a progress of {record.progress} at step {record.step} of {budget}")
+            raise BadRun(f"round {round} has a progress of {record.progress} at step {record.step} of {budget}")
 
     def _stepped(self, what: str, step: float) -> None:
         if not step >= self.history.step:
-            raise Wrong(f"{what} is at step {step:g} of the run, after step {self.history.step:g}")
+            raise BadRun(f"{what} is at step {step:g} of the run, after step {self.history.step:g}")
 
     def _merged(self, record: Merged) -> None:
         self._turn(record)
         before = self.history.versions[record.fragment]
         if record.version != before + 1:
-            raise Wrong(
+            raise BadRun(
                 f"round {record.round} makes fragment {record.fragment} version {record.version}, after {before}"
             )
         self.tallies.merged_round(record, self.history.settings)
@@ -207,9 +207,9 @@ class Audit:
     def _restored(self, record: Restored) -> None:
         due = tuple(version + 1 for version in self.history.versions)
         if record.versions != due or record.at != self.history.committed:
-            raise Wrong(f"a rollback behind {record.at} rounds makes versions {record.versions}, {due} are due")
+            raise BadRun(f"a rollback behind {record.at} rounds makes versions {record.versions}, {due} are due")
         if not 0 <= record.round < record.at or len(record.digests) != self.fragments:
-            raise Wrong(f"the run is rolled back to round {record.round} behind round {record.at - 1}")
+            raise BadRun(f"the run is rolled back to round {record.round} behind round {record.at - 1}")
         self.lately.check(record)
         for one in record.undone:
             self.tallies.merged = [had - gone for had, gone in zip(self.tallies.merged, one.tokens, strict=True)]
@@ -219,44 +219,44 @@ class Audit:
         leases = self.history.leases
         wrong = leases.taken(learner, incarnation, position) if leases else "samples are merged that nobody leased"
         if wrong is not None:
-            raise Wrong(f"round {round}: {wrong}")
+            raise BadRun(f"round {round}: {wrong}")
 
     def _in_range(self, fragment: int) -> None:
         if not 0 <= fragment < self.fragments:
-            raise Wrong(f"fragment {fragment} is reset, the run has {self.fragments}")
+            raise BadRun(f"fragment {fragment} is reset, the run has {self.fragments}")
 
     def _changed(self, record: Changed) -> None:
         ours, theirs = self.history.settings, record.settings
         if (theirs.fragments, theirs.plan) != (ours.fragments, ours.plan):
-            raise Wrong(f"the fragments of a run cannot change: {ours.fragments} became {theirs.fragments}")
+            raise BadRun(f"the fragments of a run cannot change: {ours.fragments} became {theirs.fragments}")
         try:
             msgspec.convert(record.outer, Outer)
         except (msgspec.MsgspecError, AtollError) as error:
-            raise Wrong(f"the outer settings were changed to what cannot be: {error}") from error
+            raise BadRun(f"the outer settings were changed to what cannot be: {error}") from error
 
     def _cut_done(self, record: CutDone) -> None:
         newest = self.history.cuts[-1] if self.history.cuts else -1
         if not newest < record.cut <= self.history.committed:
-            raise Wrong(f"cut {record.cut} is done after cut {newest}, with {self.history.committed} rounds committed")
+            raise BadRun(f"cut {record.cut} is done after cut {newest}, with {self.history.committed} rounds committed")
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
     def _sources(self, wrong: str | None) -> None:
         if self.history.leases is not None:
-            raise Wrong("the data that leases are cut from is named a second time")
+            raise BadRun("the data that leases are cut from is named a second time")
         if wrong is not None:
-            raise Wrong(wrong)
+            raise BadRun(wrong)
 
     def _granted(self, record: Granted) -> None:
         leases = self.history.leases
         if leases is None:
-            raise Wrong(f"{_words(record)} is granted, but no record names the data")
+            raise BadRun(f"{_words(record)} is granted, but no record names the data")
         if not self.tallies.is_open(record.learner, record.incarnation):
             who = f"{record.learner} (incarnation {record.incarnation})"
-            raise Wrong(f"{_words(record)} is granted to {who}, which is not there")
+            raise BadRun(f"{_words(record)} is granted to {who}, which is not there")
         due = leases.next(record.learner, record.incarnation, max(1, record.stop - record.start))
         if record != due:
-            raise Wrong(self._not_due(record, due))
+            raise BadRun(self._not_due(record, due))
 
     def _not_due(self, record: Granted, due: Granted | None) -> str:
         assert self.history.leases is not None
@@ -281,13 +281,13 @@ class Audit:
         totals = self.totals()
         _check_balance("the ledger of all records", totals)
         if list(totals.merged) != self.tallies.merged:
-            raise Wrong(f"the ledger says {totals.merged} tokens are merged, the members make {self.tallies.merged}")
+            raise BadRun(f"the ledger says {totals.merged} tokens are merged, the members make {self.tallies.merged}")
 
     def check_alarms(self) -> None:
         """What learners reported is in no record, but that it did not fit is."""
         if self.alarms:
             more = f" ({self.alarms - 1} more like it)" if self.alarms > 1 else ""
-            raise Wrong(f"the ledger does not balance: {self.alarm}{more}; the syncer said so while the run went on")
+            raise BadRun(f"the ledger does not balance: {self.alarm}{more}; the syncer said so while the run went on")
 
     def unmerged(self) -> list[tuple[str, int, int]]:
         """Learner, incarnation and fragment-tokens in flight of every account that is open, as far as records tell."""
@@ -303,43 +303,45 @@ class Audit:
         for name in _PLAIN:
             if (found := getattr(theirs, name)) != (due := getattr(ours, name)):
                 told = f": {found} instead of {due}" if name in ("versions", "committed") else ""
-                raise Wrong(f"its {name} is not what the records up to there give{told}")
+                raise BadRun(f"its {name} is not what the records up to there give{told}")
         _check_ledger(ours.ledger, theirs.ledger)
         if theirs.leases != ours.leases:
-            raise Wrong(f"its leases are not what the records up to there give: {_first_field(ours, theirs, 'leases')}")
+            raise BadRun(
+                f"its leases are not what the records up to there give: {_first_field(ours, theirs, 'leases')}"
+            )
         if list(cut.rounds) != self.rounds:
-            raise Wrong(f"it says that rounds {list(cut.rounds)} made its versions, the records say {self.rounds}")
+            raise BadRun(f"it says that rounds {list(cut.rounds)} made its versions, the records say {self.rounds}")
 
 
 def _check_balance(whose: str, totals: Totals) -> None:
     for fragment, rest in enumerate(totals.balance()):
         if rest:
-            raise Wrong(f"{whose} does not balance: {rest} tokens of fragment {fragment} have no fate")
+            raise BadRun(f"{whose} does not balance: {rest} tokens of fragment {fragment} have no fate")
 
 
 def _check_ledger(ours: LedgerState, theirs: LedgerState) -> None:
     if theirs.closed != ours.closed:
-        raise Wrong(f"its ledger is not what the records up to there give: {_first_field(ours, theirs, 'closed')}")
+        raise BadRun(f"its ledger is not what the records up to there give: {_first_field(ours, theirs, 'closed')}")
     for learner, told in theirs.by_learner.items():
         if learner not in ours.by_learner or _is_more(told, ours.by_learner[learner]):
-            raise Wrong(f"its ledger is not what the records up to there give: more of {learner} than is known")
+            raise BadRun(f"its ledger is not what the records up to there give: more of {learner} than is known")
     due = {(one.learner, one.incarnation): one for one in ours.open}
     found = {(one.learner, one.incarnation): one for one in theirs.open}
     if due.keys() != found.keys():
-        raise Wrong(
+        raise BadRun(
             f"its ledger has other open accounts than the records up to there: {sorted(due.keys() ^ found.keys())}"
         )
     for (learner, incarnation), account in found.items():
         known = due[learner, incarnation]
         if (account.origin, account.merged) != (known.origin, known.merged) or account.total < known.total:
-            raise Wrong(
+            raise BadRun(
                 f"its ledger is not what the records up to there give: {learner} (incarnation {incarnation}) has "
                 f"{account.merged} merged of {account.total} tokens, {known.merged} of {known.total} by the records"
             )
     try:
         totals = Ledger.restore(theirs).totals()
     except ValueError as error:
-        raise Wrong("its ledger cannot be added up: accounts of other fragments than the run's") from error
+        raise BadRun("its ledger cannot be added up: accounts of other fragments than the run's") from error
     _check_balance("its ledger", totals)
 
 
@@ -365,7 +367,7 @@ def _words(lease: Granted) -> str:
     return f"lease {lease.lease} (samples {lease.start} to {lease.stop} of {where})"
 
 
-class Lately:
+class RecentRounds:
     """Recent rounds, back to the oldest cut that a rollback may return to; older ones are not compared."""
 
     def __init__(self, fragments: int) -> None:
@@ -398,8 +400,10 @@ class Lately:
             held = self._held(record.round)
             differ = [f for f, mark in enumerate(record.digests) if held.get(f, mark) != mark]
             if differ:
-                raise Wrong(f"the run is rolled back to round {record.round}, but fragment {differ[0]} to other values")
+                raise BadRun(
+                    f"the run is rolled back to round {record.round}, but fragment {differ[0]} to other values"
+                )
             if (due := undone(self._merged, record.round, self._fragments)) != record.undone:
-                raise Wrong(f"the rollback to round {record.round} undoes {record.undone}, the members make {due}")
+                raise BadRun(f"the rollback to round {record.round} undoes {record.undone}, the members make {due}")
         self._merged = [one for one in self._merged if one.round < record.round]
         self._digests += [(record.at, fragment, mark) for fragment, mark in enumerate(record.digests)]

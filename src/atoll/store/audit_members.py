@@ -27,20 +27,20 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.weights import limited, under_median
 
 
-class Wrong(AtollError):
+class BadRun(AtollError):
     """Something in a run's files that cannot be; the text names it and its place."""
 
 
-Given = tuple[int, int]
+LastMerged = tuple[int, int]
 """Of a contribution that was merged: the version it went into, and its step."""
 
 
 @dataclass(slots=True)
-class Tally:
+class IncarnationTally:
     """One incarnation."""
 
     origin: int
-    last: list[Given | None]
+    last: list[LastMerged | None]
     merged: list[int]
     total: int = 0
     """Tokens of its process that are known of."""
@@ -50,7 +50,7 @@ class Tally:
     """Leased samples from this position on were issued again."""
 
 
-class Tallies:
+class MemberAudit:
     def __init__(self, fragments: int) -> None:
         self.fragments = fragments
         self.incarnations = 0
@@ -58,7 +58,7 @@ class Tallies:
         self.merged = [0] * fragments
         """Tokens in committed versions, per fragment."""
         self._newest: dict[str, int] = {}
-        self._known: dict[tuple[str, int], Tally] = {}
+        self._known: dict[tuple[str, int], IncarnationTally] = {}
         self._over: deque[tuple[int, tuple[str, int]]] = deque()
         """Those that are over, with the round by which they can be forgotten, in that order."""
         self._unknown_before = 0
@@ -73,7 +73,7 @@ class Tallies:
         return tally is not None and tally.over_by is None
 
     @classmethod
-    def restored(cls, state: State, *, under_way: bool) -> Tallies:
+    def restored(cls, state: State, *, under_way: bool) -> MemberAudit:
         """As a cut holds it. `under_way`: rounds may come that hold contributions of those who are over already."""
         tallies = cls(len(state.versions))
         tallies.merged = list(Ledger.restore(state.ledger).totals().merged)
@@ -82,7 +82,7 @@ class Tallies:
         for account in state.ledger.open:
             given = state.lives[account.learner].merged
             last = [(version, t) if version >= 0 else None for version, t, _ in given]
-            tally = Tally(account.origin or 0, last, list(account.merged), account.total)
+            tally = IncarnationTally(account.origin or 0, last, list(account.merged), account.total)
             tallies._known[account.learner, account.incarnation] = tally
         return tallies
 
@@ -92,18 +92,18 @@ class Tallies:
         newest = self._newest.get(record.learner, 0)
         who = _who(record.learner, record.incarnation)
         if record.incarnation <= newest:
-            raise Wrong(f"{who} joins after incarnation {newest}")
+            raise BadRun(f"{who} joins after incarnation {newest}")
         if self.is_open(record.learner, newest):
-            raise Wrong(f"{who} joins while incarnation {newest} is not over")
+            raise BadRun(f"{who} joins while incarnation {newest} is not over")
         self._newest[record.learner] = record.incarnation
         self.incarnations += 1
-        tally = Tally(record.origin, [None] * self.fragments, [0] * self.fragments, record.origin)
+        tally = IncarnationTally(record.origin, [None] * self.fragments, [0] * self.fragments, record.origin)
         self._known[record.learner, record.incarnation] = tally
 
     def gone(self, record: Gone, committed: int) -> None:
         who = _who(record.learner, record.incarnation)
         if not self.is_open(record.learner, record.incarnation):
-            raise Wrong(f"{who} is gone, but {self._why_not_open(record.learner, record.incarnation)}")
+            raise BadRun(f"{who} is gone, but {self._why_not_open(record.learner, record.incarnation)}")
         tally = self._known[record.learner, record.incarnation]
         self._check_fates(who, tally, record)
         tally.total, tally.again_from = record.total, record.again_from
@@ -111,18 +111,18 @@ class Tallies:
         tally.over_by = committed + self.fragments
         self._over.append((tally.over_by, (record.learner, record.incarnation)))
 
-    def _check_fates(self, who: str, tally: Tally, record: Gone) -> None:
+    def _check_fates(self, who: str, tally: IncarnationTally, record: Gone) -> None:
         if len(record.dropped) != self.fragments or len(record.lost) != self.fragments:
-            raise Wrong(f"{who} is gone with the fates of {len(record.lost)} fragments, the run has {self.fragments}")
+            raise BadRun(f"{who} is gone with the fates of {len(record.lost)} fragments, the run has {self.fragments}")
         if record.missed and (len(record.missed) != self.fragments or any(map(gt, record.missed, record.dropped))):
-            raise Wrong(f"{who} is gone with {record.missed} missed of {record.dropped} dropped")
+            raise BadRun(f"{who} is gone with {record.missed} missed of {record.dropped} dropped")
         if record.total < tally.total:
-            raise Wrong(f"{who} is gone with {record.total} tokens, but a contribution told of {tally.total}")
+            raise BadRun(f"{who} is gone with {record.total} tokens, but a contribution told of {tally.total}")
         computed = record.total - tally.origin
         for fragment, fates in enumerate(zip(tally.merged, record.dropped, record.lost, strict=True)):
             if min(fates) < 0 or sum(fates) != computed:
                 merged, dropped, lost = fates
-                raise Wrong(
+                raise BadRun(
                     f"the ledger does not balance: {who}, fragment {fragment}: {computed} tokens computed, "
                     f"but {merged} merged + {dropped} dropped + {lost} lost make {sum(fates)}"
                 )
@@ -137,9 +137,9 @@ class Tallies:
     def merged_round(self, record: Merged, settings: Settings) -> None:
         names = [share.learner for share in record.members]
         if not names:
-            raise Wrong(f"round {record.round} is merged from nothing")
+            raise BadRun(f"round {record.round} is merged from nothing")
         if names != sorted(set(names)):
-            raise Wrong(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
+            raise BadRun(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
         for share in record.members:
             self._take(record, share)
         _check_weights(record, settings)
@@ -157,11 +157,11 @@ class Tallies:
         ):
             return
         if tally is None or (tally.over_by is not None and record.round >= tally.over_by):
-            raise Wrong(f"{who} is a member, but {self._why_not_open(share.learner, share.incarnation)}")
+            raise BadRun(f"{who} is a member, but {self._why_not_open(share.learner, share.incarnation)}")
         _check_once(who, tally.last[record.fragment], share)
         _check_tokens(who, record.fragment, tally, share)
         if 0 <= tally.again_from < share.position:
-            raise Wrong(
+            raise BadRun(
                 f"{who} is merged up to sample {share.position} of its leases, "
                 f"but those from {tally.again_from} on were issued again"
             )
@@ -176,9 +176,9 @@ class Tallies:
 
 def _check_share(who: str, version: int, share: Share) -> None:
     if share.steps <= 0 or share.tokens <= 0:
-        raise Wrong(f"{who} gave {share.steps} steps and {share.tokens} tokens")
+        raise BadRun(f"{who} gave {share.steps} steps and {share.tokens} tokens")
     if not 0 <= share.base < version:
-        raise Wrong(f"{who} is merged into version {version} on a base of version {share.base}")
+        raise BadRun(f"{who} is merged into version {version} on a base of version {share.base}")
 
 
 def _check_weights(record: Merged, settings: Settings) -> None:
@@ -197,7 +197,7 @@ def _check_weights(record: Merged, settings: Settings) -> None:
     all_of = zip(record.members, plain, within, strict=True)
     share, weight, least = next((share, weight, least) for share, weight, least in all_of if share.weight != least)
     or_less = f", or {least!r} within the limit" if least < weight else ""
-    raise Wrong(
+    raise BadRun(
         f"round {record.round}: {_who(share.learner, share.incarnation)} weighs {share.weight!r}, "
         f"but {share.tokens} tokens in {share.steps} steps weigh {weight!r}{or_less}"
     )
@@ -208,30 +208,32 @@ def _check_limits(record: Merged, settings: Settings) -> None:
         allowed = settings.weight_limits.get(share.learner, settings.weight_limit)
         if not (share.limit == allowed or 1.0 == share.limit <= allowed):
             who = _who(share.learner, share.incarnation)
-            raise Wrong(
+            raise BadRun(
                 f"round {record.round}: {who} may weigh {share.limit:g} times the others, allowed are {allowed:g}"
             )
 
 
-def _check_once(who: str, last: Given | None, share: Share) -> None:
+def _check_once(who: str, last: LastMerged | None, share: Share) -> None:
     version, t = last or (-1, -1)
     if share.t == t:
-        raise Wrong(f"{who} is merged twice: its contribution of step {t} is in version {version} already")
+        raise BadRun(f"{who} is merged twice: its contribution of step {t} is in version {version} already")
     if share.t < t:
-        raise Wrong(f"{who} gave step {share.t}, but its step {t} is in version {version} already")
+        raise BadRun(f"{who} gave step {share.t}, but its step {t} is in version {version} already")
     if share.base < version:
-        raise Wrong(f"{who} has a stale base: version {share.base}, but version {version} already contains its steps")
+        raise BadRun(f"{who} has a stale base: version {share.base}, but version {version} already contains its steps")
 
 
-def _check_tokens(who: str, fragment: int, tally: Tally, share: Share) -> None:
+def _check_tokens(who: str, fragment: int, tally: IncarnationTally, share: Share) -> None:
     merged = tally.merged[fragment] + share.tokens
     if merged > share.total - tally.origin:
-        raise Wrong(
+        raise BadRun(
             f"the ledger does not balance: {who} had trained on {share.total - tally.origin} tokens, "
             f"but {merged} of them are merged in fragment {fragment}"
         )
     if tally.over_by is not None and share.total > tally.total:
-        raise Wrong(f"the ledger does not balance: {who} was closed at {tally.total} tokens, but gave at {share.total}")
+        raise BadRun(
+            f"the ledger does not balance: {who} was closed at {tally.total} tokens, but gave at {share.total}"
+        )
 
 
 def _who(learner: str, incarnation: int) -> str:

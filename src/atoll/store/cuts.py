@@ -50,7 +50,7 @@ class BadCut(AtollError):
     exit_code = 2
 
 
-class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     digest: str
 
@@ -59,7 +59,7 @@ class SyncerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str
     cut: int
     round: int
-    files: dict[str, File]
+    files: dict[str, FileEntry]
 
 
 class LearnerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,7 +140,7 @@ def write_syncer_part(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     sync_path(root)
-    return digest(table)
+    return compute_digest(table)
 
 
 def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str, Bytes]]:
@@ -168,7 +168,7 @@ def open_cut(root: Path, number: int) -> StoredCut:
     folder = folder_of(root, number)
     part, path = _table(folder / "syncer.json", SyncerPart), folder / "state.bin"
     state = _bytes(path)
-    if part.files.get("state.bin") != File(len(state), digest(state)):
+    if part.files.get("state.bin") != FileEntry(len(state), compute_digest(state)):
         raise BadCut(f"{path} is damaged: its digest is not the one in syncer.json")
     try:
         return StoredCut(number, folder, part, msgspec.msgpack.decode(state, type=CutState))
@@ -182,7 +182,7 @@ def open_cut(root: Path, number: int) -> StoredCut:
 def write_manifest(root: Path, manifest: Manifest) -> str:
     text = msgspec.json.format(msgspec.json.encode(manifest))
     write_atomic(folder_of(root, manifest.cut) / "manifest.json", text)
-    return digest(text)
+    return compute_digest(text)
 
 
 def read_manifest(root: Path, cut: int) -> Manifest:
@@ -190,7 +190,7 @@ def read_manifest(root: Path, cut: int) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedCut:
     """A complete cut, as far as it is good."""
 
     manifest: Manifest
@@ -203,11 +203,11 @@ class Checked:
         return [f"cut {cut} is taken without the state of {name}: {wrong}" for name, wrong in self.spoilt.items()]
 
 
-def check_cut(root: Path, learners: Path, cut: int) -> Checked:
+def check_cut(root: Path, learners: Path, cut: int) -> CheckedCut:
     """The syncer's files are as the manifest says, or BadCut; the learners' are looked at one by one."""
     manifest = read_manifest(root, cut)
     table = folder_of(root, cut) / "syncer.json"
-    if digest(_bytes(table)) != manifest.syncer:
+    if compute_digest(_bytes(table)) != manifest.syncer:
         raise BadCut(f"{table} is not the one that the manifest of cut {cut} names")
     read_syncer_part(root, cut)
     spoilt: dict[str, str] = {}
@@ -218,7 +218,7 @@ def check_cut(root: Path, learners: Path, cut: int) -> Checked:
             spoilt[name] = str(error)
     good = {name: part for name, part in manifest.learners.items() if name not in spoilt}
     left_out = {**manifest.left_out, **spoilt}
-    return Checked(msgspec.structs.replace(manifest, learners=good, left_out=left_out), spoilt)
+    return CheckedCut(msgspec.structs.replace(manifest, learners=good, left_out=left_out), spoilt)
 
 
 def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
@@ -227,7 +227,7 @@ def check_learner_part(learners: Path, name: str, part: LearnerPart) -> Path:
             raise BadCut(f"{word[:80]!r} is no name of a file: the cut names it in the state of {name[:80]!r}")
     path = learners / name / part.file
     try:
-        found = digest_of(path)
+        found = digest_file(path)
     except FileNotFoundError:
         raise BadCut(
             f"{path} is missing: the cut names it as the state of {name} (learners started by hand keep theirs)"
@@ -256,11 +256,11 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
     return sorted(old)
 
 
-def digest(data: bytes | memoryview) -> str:
+def compute_digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def digest_of(path: Path) -> str:
+def digest_file(path: Path) -> str:
     found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -268,18 +268,18 @@ def digest_of(path: Path) -> str:
     return found.hexdigest()
 
 
-def _write(path: Path, values: Bytes) -> File:
+def _write(path: Path, values: Bytes) -> FileEntry:
     with staged(path) as draft, draft.open("wb") as file:
         file.write(values.data)
-    return File(values.nbytes, digest(values.data))
+    return FileEntry(values.nbytes, compute_digest(values.data))
 
 
-def _read(path: Path, file: File) -> Bytes:
+def _read(path: Path, file: FileEntry) -> Bytes:
     try:
         values = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise BadCut(f"{path} cannot be read: {error.strerror}") from error
-    if values.nbytes != file.bytes or digest(values.data) != file.digest:
+    if values.nbytes != file.bytes or compute_digest(values.data) != file.digest:
         raise BadCut(f"{path} is damaged: {values.nbytes} bytes lie there, and not the {file.bytes} that were written")
     return values
 

@@ -48,7 +48,7 @@ class Corrupt(AtollError):
     exit_code = 4
 
 
-class File(Protocol):
+class AppendFile(Protocol):
     """A file open for appending."""
 
     def write(self, data: Buffer) -> int:
@@ -63,7 +63,7 @@ class File(Protocol):
 
 
 class Disk(Protocol):
-    def create(self, path: Path) -> File:
+    def create(self, path: Path) -> AppendFile:
         """A new file; FileExistsError if the name is taken. Its name is durable once its folder was synced."""
 
     def read(self, path: Path, offset: int, limit: int) -> bytes:
@@ -161,7 +161,7 @@ def make_durable(path: Path, disk: Disk) -> None:
         raise failed(error, "make durable", path) from error
 
 
-class Growing:
+class GrowingFile:
     """A new file that grows by whole appends."""
 
     def __init__(self, path: Path, disk: Disk) -> None:

@@ -25,7 +25,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import staged
 from atoll.store.cuts import complete_cuts, read_manifest
-from atoll.store.rebuild import Head, at_cut, newest
+from atoll.store.rebuild import ModelHead, load_at_cut, load_newest
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 
 MODEL = "model.safetensors"
@@ -33,7 +33,7 @@ CONFIG = "config.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedModel:
     """What was written, and of which moment of the run it is."""
 
     file: Path
@@ -48,7 +48,9 @@ class Exported:
     remarks: tuple[str, ...] = ()
 
 
-def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False) -> Exported:
+def export_run(
+    path: Path, out: Path, cut: int | None = None, *, force: bool = False, whole: bool = False
+) -> ExportedModel:
     """The newest version, or what a cut holds, to `out`: a `.safetensors` file, or else a folder with the settings too.
 
     `whole`: with frozen parameters and buffers that are not merged.
@@ -56,7 +58,7 @@ def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = F
     """
     run = RunDir(path)
     _check_out(run, out, force)
-    head = newest(run) if cut is None else at_cut(run, cut)
+    head = load_newest(run) if cut is None else load_at_cut(run, cut)
     unmerged, remark = find_unmerged(run, head.cut) if whole else ({}, "")
     file = out if out.suffix == ".safetensors" else out / MODEL
     try:
@@ -68,7 +70,7 @@ def export_run(path: Path, out: Path, cut: int | None = None, *, force: bool = F
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror or error}; choose another place") from error
     versions, remarks = tuple(head.versions), (*head.remarks, *([remark] if remark else []))
-    return Exported(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
+    return ExportedModel(file, head.run, head.round, versions, head.cut, head.replayed, remarks)
 
 
 def export_best(path: Path, out: Path, *, force: bool = False) -> tuple[Path, dict[str, str]]:
@@ -99,7 +101,7 @@ def _check_out(run: RunDir, out: Path, force: bool) -> None:
         raise ConfigError(f"{out} is there already: choose another name, or replace it with --force")
 
 
-def _save(path: Path, head: Head, unmerged: Mapping[str, Stored]) -> None:
+def _save(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor]) -> None:
     """Like every model of ours; its metadata says what it is of."""
     metadata = {"format": "pt", **facts_of_model(head.run, head.round, head.versions)}
     if unmerged:
@@ -116,7 +118,7 @@ PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file."""
 
     file: Path
@@ -126,7 +128,7 @@ class Stored:
     length: int
 
 
-def find_unmerged(run: RunDir, cut: int) -> tuple[dict[str, Stored], str]:
+def find_unmerged(run: RunDir, cut: int) -> tuple[dict[str, StoredTensor], str]:
     """By their names in the model, what is not merged (nothing, where all is), and a remark on it.
 
     ConfigError: no learner's folder here holds it.
@@ -148,7 +150,7 @@ def find_unmerged(run: RunDir, cut: int) -> tuple[dict[str, Stored], str]:
     return tensors, f"frozen parameters and local buffers are those that {learner} began with: cut {cut} has no others"
 
 
-def read_table(path: Path) -> dict[str, Stored]:
+def read_table(path: Path) -> dict[str, StoredTensor]:
     """What a safetensors file holds; ConfigError: it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -156,7 +158,7 @@ def read_table(path: Path) -> dict[str, Stored]:
             entries: dict[str, Any] = json.loads(file.read(length)) if length <= HEADER_LIMIT_BYTES else {}
         entries.pop("__metadata__")
         found = {
-            name: Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
+            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
             for name, entry in entries.items()
             for start, stop in [entry["data_offsets"]]
         }
@@ -165,9 +167,9 @@ def read_table(path: Path) -> dict[str, Stored]:
     return found
 
 
-def save_whole(path: Path, head: Head, unmerged: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+def save_whole(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
     """One safetensors file of both; of a name that is in both, the merged tensor."""
-    whole: dict[str, Stored | FloatArray] = {**unmerged, **head.model.tensors()}
+    whole: dict[str, StoredTensor | FloatArray] = {**unmerged, **head.model.tensors()}
     names = sorted(whole, key=lambda name: (-_item_bytes(whole[name]), name))  # so that each lies at a multiple of it
     text = _header({name: whole[name] for name in names}, metadata)
     with staged(path) as draft, draft.open("wb") as out:
@@ -176,27 +178,27 @@ def save_whole(path: Path, head: Head, unmerged: Mapping[str, Stored], metadata:
             _write(whole[name], out)
 
 
-def _header(whole: Mapping[str, Stored | FloatArray], metadata: Mapping[str, str]) -> bytes:
+def _header(whole: Mapping[str, StoredTensor | FloatArray], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, one in whole.items():
         start, end = end, end + _length(one)
-        dtype = one.dtype if isinstance(one, Stored) else "F32"
+        dtype = one.dtype if isinstance(one, StoredTensor) else "F32"
         entries[name] = {"dtype": dtype, "shape": list(one.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
 
 
-def _length(one: Stored | FloatArray) -> int:
-    return one.length if isinstance(one, Stored) else one.nbytes
+def _length(one: StoredTensor | FloatArray) -> int:
+    return one.length if isinstance(one, StoredTensor) else one.nbytes
 
 
-def _item_bytes(one: Stored | FloatArray) -> int:
+def _item_bytes(one: StoredTensor | FloatArray) -> int:
     return _length(one) // max(1, math.prod(one.shape))
 
 
-def _write(one: Stored | FloatArray, out: BinaryIO) -> None:
-    if not isinstance(one, Stored):
+def _write(one: StoredTensor | FloatArray, out: BinaryIO) -> None:
+    if not isinstance(one, StoredTensor):
         out.write(np.ascontiguousarray(one).data)
         return
     with one.file.open("rb") as file:

@@ -40,7 +40,7 @@ from atoll.store.disk import (
     Corrupt,
     Disk,
     DiskFailed,
-    Growing,
+    GrowingFile,
     LocalDisk,
     NoRoom,
     delete,
@@ -53,7 +53,7 @@ from atoll.store.segments import (
     ORIGIN,
     Position,
     Segment,
-    Tail,
+    TornTail,
     check_format,
     damaged,
     encode_append,
@@ -63,10 +63,10 @@ from atoll.store.segments import (
     segment_path,
 )
 
-__all__ = ["ORIGIN", "Journal", "Position", "Tail", "payload", "read", "seal"]
+__all__ = ["ORIGIN", "Journal", "Position", "TornTail", "payload", "read", "seal"]
 
 Entry = tuple[AnyRecord, memoryview | None]
-OnTail = Callable[[Tail], None]
+OnTail = Callable[[TornTail], None]
 
 _SEGMENT = re.compile(r"segment-(\d{6,})\.log")
 _PAYLOAD = re.compile(r"payload-(\d{6,})-(\d{4,})\.bin")
@@ -82,8 +82,8 @@ class Journal:
         self.file = 0
         """The number of the current payload file. The file is made with its first payload."""
         self._folder, self._after, self._disk = folder, after, disk
-        self._segment = Growing(segment_path(folder, term), disk)
-        self._payloads: Growing | None = None
+        self._segment = GrowingFile(segment_path(folder, term), disk)
+        self._payloads: GrowingFile | None = None
         self._failure = ""
 
     @classmethod
@@ -191,14 +191,14 @@ class Journal:
     def _place(self, record: AnyRecord, data: memoryview) -> AnyRecord:
         assert isinstance(record, Merged | Restored), f"{type(record).__name__} has no payload"
         if self._payloads is None:
-            self._payloads = Growing(payload_path(self._folder, self.position.term, self.file), self._disk)
+            self._payloads = GrowingFile(payload_path(self._folder, self.position.term, self.file), self._disk)
             make_durable(self._folder, self._disk)
         raw = data.cast("B")
         place = Place(self.file, self._payloads.size, raw.nbytes, _digest(raw))
         self._payloads.write(raw)
         return structs.replace(record, payload=place)
 
-    def _files(self) -> list[Growing]:
+    def _files(self) -> list[GrowingFile]:
         return [self._segment] if self._payloads is None else [self._segment, self._payloads]
 
 

@@ -25,8 +25,8 @@ from atoll.numerics.outer import take_outer_step
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset, Restored
-from atoll.store.audit_members import Wrong
-from atoll.store.cuts import BadCut, StoredCut, SyncerPart, digest, known_cuts, open_cut, read_syncer_part
+from atoll.store.audit_members import BadRun
+from atoll.store.cuts import BadCut, StoredCut, SyncerPart, compute_digest, known_cuts, open_cut, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload, payload_path, read
 from atoll.store.rundir import RunDir
@@ -40,7 +40,7 @@ class NotKept(AtollError):
     """An outer gradient is not there: it was trimmed, or never written."""
 
 
-class Rebuilt:
+class RebuiltModel:
     """The whole model at one point of a run."""
 
     def __init__(self, plan: Plan, outer: Outer, arrays: Mapping[str, ByteArray]) -> None:
@@ -64,7 +64,7 @@ class Rebuilt:
         state = {slot: self._slot(slot, fragment) for slot in self._optimizer.slots()}
         delta = np.frombuffer(gradient, dtype=np.float32)
         take_outer_step(self._optimizer, self.plan.fragments[fragment], theta, theta, state, delta)
-        return digest(theta.view(np.uint8).data)
+        return compute_digest(theta.view(np.uint8).data)
 
     def restore(self, packed: bytes) -> tuple[str, ...]:
         """Values and outer state of every fragment, one after the other; the digests of the values."""
@@ -77,7 +77,7 @@ class Rebuilt:
                 start += array.size
         if start != values.size:
             raise ValueError(f"{len(packed)} bytes are more than the values and outer state of this model")
-        return tuple(digest(self._parts(part.index)[0].view(np.uint8).data) for part in self.plan.fragments)
+        return tuple(compute_digest(self._parts(part.index)[0].view(np.uint8).data) for part in self.plan.fragments)
 
     def _parts(self, fragment: int) -> list[FloatArray]:
         slots = sorted(self._optimizer.slots())
@@ -103,7 +103,7 @@ class Rebuilt:
         due = {f"{kind}-{fragment.index:03d}.bin" for kind in kinds for fragment in self.plan.fragments}
         for name in sorted(due | part.files.keys() - {"state.bin"}):
             here, file = self._arrays.get(name.removesuffix(".bin")), part.files.get(name)
-            if here is None or file is None or digest(here.view(np.uint8).data) != file.digest:
+            if here is None or file is None or compute_digest(here.view(np.uint8).data) != file.digest:
                 return name
         return None
 
@@ -116,12 +116,12 @@ class Rebuilt:
         return whole
 
 
-def load(root: Path, cut: StoredCut) -> Rebuilt:
+def load_cut(root: Path, cut: StoredCut) -> RebuiltModel:
     """The model as a cut holds it, every byte checked."""
     _, _, arrays = read_syncer_part(root, cut.number)
     history = cut.state.history
     try:
-        return Rebuilt(plan_of(history), msgspec.convert(history.outer, Outer), arrays)
+        return RebuiltModel(plan_of(history), msgspec.convert(history.outer, Outer), arrays)
     except (ValueError, LookupError, msgspec.MsgspecError, AtollError) as error:
         raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
 
@@ -134,7 +134,7 @@ def plan_of(history: State) -> Plan:
     return plan
 
 
-def replay(model: Rebuilt, folder: Path, position: Position, record: AnyRecord) -> None:
+def replay_record(model: RebuiltModel, folder: Path, position: Position, record: AnyRecord) -> None:
     """What one record does to the model. NotKept: its outer gradient is not there; Corrupt: it gives something else."""
     match record:
         case Merged(round=number, fragment=fragment, digest=mark, payload=place):
@@ -160,7 +160,7 @@ def replay(model: Rebuilt, folder: Path, position: Position, record: AnyRecord) 
             pass
 
 
-def _restore(model: Rebuilt, folder: Path, position: Position, record: Restored) -> None:
+def _restore(model: RebuiltModel, folder: Path, position: Position, record: Restored) -> None:
     what = f"what the run was rolled back to behind round {record.at - 1}"
     if record.payload is None:
         raise NotKept(f"{what} was not kept")
@@ -179,10 +179,10 @@ def _restore(model: Rebuilt, folder: Path, position: Position, record: Restored)
 
 
 @dataclass
-class Head:
+class ModelHead:
     """A model, and what it is of."""
 
-    model: Rebuilt
+    model: RebuiltModel
     run: str
     cut: int
     """The cut it was made from."""
@@ -195,7 +195,7 @@ class Head:
     remarks: list[str] = field(default_factory=list)
 
 
-def at_cut(run: RunDir, number: int) -> Head:
+def load_at_cut(run: RunDir, number: int) -> ModelHead:
     """The model as a named cut holds it."""
     known = known_cuts(run.cuts)
     if number not in known:
@@ -206,7 +206,9 @@ def at_cut(run: RunDir, number: int) -> Head:
     _check_run(run, cut)
     # Cut 0 is taken right before the record that makes it version 0.
     versions = [max(0, version) for version in history.versions]
-    return Head(load(run.cuts, cut), history.begun.run, number, history.committed, versions, cut.state.position)
+    return ModelHead(
+        load_cut(run.cuts, cut), history.begun.run, number, history.committed, versions, cut.state.position
+    )
 
 
 def _check_run(run: RunDir, cut: StoredCut) -> None:
@@ -216,7 +218,7 @@ def _check_run(run: RunDir, cut: StoredCut) -> None:
         raise BadCut(f"{cut.path} is of another run: {cut.part.run}")
 
 
-def newest(run: RunDir) -> Head:
+def load_newest(run: RunDir) -> ModelHead:
     """The newest version of everything: the newest cut that is whole, and all rounds behind it."""
     for _ in range(TRIES - 1):
         before = known_cuts(run.cuts)[:1]
@@ -228,11 +230,11 @@ def newest(run: RunDir) -> Head:
     return _newest(run)
 
 
-def _newest(run: RunDir) -> Head:
+def _newest(run: RunDir) -> ModelHead:
     remarks: list[str] = []
     for number in known_cuts(run.cuts):
         try:
-            head = at_cut(run, number)
+            head = load_at_cut(run, number)
         except BadCut as error:
             remarks.append(f"cut {number} is passed over: {error}")
             continue
@@ -241,12 +243,12 @@ def _newest(run: RunDir) -> Head:
     raise BadCut("; ".join([f"{run.path} holds no cut, so there are no parameters to be had", *remarks]))
 
 
-def _replayed(head: Head, folder: Path) -> Head:
+def _replayed(head: ModelHead, folder: Path) -> ModelHead:
     for position, record in read(folder, start=head.position, disk=LocalDisk()):
         if isinstance(record, Merged) and record.payload is None:
             head.remarks.append(f"round {record.round} and later ones kept no outer gradients: the model is older")
             return head
-        replay(head.model, folder, position, record)
+        replay_record(head.model, folder, position, record)
         head.position = position
         if isinstance(record, Restored):
             head.versions = list(record.versions)
@@ -267,7 +269,7 @@ class ParameterWalk:
         self._newest = cuts[-1].number
         self._at = cuts[0]
         """The cut that was met last."""
-        self.model: Rebuilt | None = load(run.cuts, cuts[0])
+        self.model: RebuiltModel | None = load_cut(run.cuts, cuts[0])
         """None while payloads are missing."""
         self.rounds = 0
         """Made again, each with the digest of its record."""
@@ -287,7 +289,7 @@ class ParameterWalk:
         if self.model is None:
             return
         try:
-            replay(self.model, self._run.journal, position, record)
+            replay_record(self.model, self._run.journal, position, record)
         except NotKept as error:
             self._lose_the_way(record, error)
             return
@@ -301,20 +303,20 @@ class ParameterWalk:
         if self._at.number != self._newest:
             return
         if record.payload is not None:
-            raise Wrong(f"{error}, and no newer cut makes up for it")
+            raise BadRun(f"{error}, and no newer cut makes up for it")
         behind = record.round if isinstance(record, Merged) else record.at
         self._findings.remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
 
     def _meet(self, cut: StoredCut) -> None:
         if self.model is None:
-            self.model = load(self._run.cuts, cut)
+            self.model = load_cut(self._run.cuts, cut)
         elif (name := self.model.differs(cut.part)) is not None:
             path = cut.path / name
-            raise Wrong(f"{path} is not what cut {self._at.number} and the rounds behind it give")
+            raise BadRun(f"{path} is not what cut {self._at.number} and the rounds behind it give")
         self._at = cut
 
 
-def difference(path: Path, model: Rebuilt) -> str | None:
+def difference(path: Path, model: RebuiltModel) -> str | None:
     """What a safetensors file holds that the model does not, or the other way round; None when they are equal."""
     tensors = model.tensors()
     try:

@@ -62,7 +62,7 @@ ORIGIN = Position(0, 0, bytes(16).hex())
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class TornTail:
     """What was cut off: an append that its writer did not finish."""
 
     file: Path
@@ -163,7 +163,7 @@ class Segment:
                 return batch
         return []
 
-    def tail(self) -> Tail | None:
+    def tail(self) -> TornTail | None:
         """What lies behind the last append; with a seal, only the check that the last append ends at it."""
         if self._seal is not None:
             if self.at != self._seal:
@@ -173,7 +173,7 @@ class Segment:
             size = self._disk.size(self.path)
         if size < self.at.offset:
             raise self._damaged(self.at, f"the file ends at byte {size} already")
-        return Tail(self.path, self.at.offset, size - self.at.offset) if size > self.at.offset else None
+        return TornTail(self.path, self.at.offset, size - self.at.offset) if size > self.at.offset else None
 
     def _next_frame(self, at: Position) -> tuple[bytes, bytes, Position] | None:
         """The next body, its closing byte and the position behind it; None at the end and where it was torn."""

@@ -28,15 +28,15 @@ from atoll.numerics.fragments import Fragment, elements, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, Begun, CutDone, Merged, Restored
-from atoll.store.audit import Audit
-from atoll.store.audit_members import Wrong
-from atoll.store.cuts import digest
+from atoll.store.audit import JournalAudit
+from atoll.store.audit_members import BadRun
+from atoll.store.cuts import compute_digest
 from atoll.store.disk import LocalDisk
-from atoll.store.journal import ORIGIN, Position, Tail, read
-from atoll.store.rebuild import ParameterWalk, Rebuilt, difference
+from atoll.store.journal import ORIGIN, Position, TornTail, read
+from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts
 from atoll.store.segments import segment_path
-from atoll.store.verify_cuts import Findings, Progress, Shelf
+from atoll.store.verify_cuts import CutVerifier, Findings, Progress
 from atoll.store.writer_lease import unclaimed_terms
 
 EVERY = 10_000
@@ -46,7 +46,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     ok: bool
     problem: str
     """The first thing that is wrong, and where; empty when nothing is."""
@@ -60,14 +60,14 @@ class Report:
         return {"ok": self.ok, "problem": self.problem, **self.facts, "remarks": list(self.remarks)}
 
 
-def verify_run(path: Path, *, progress: Progress | None = None) -> Report:
+def verify_run(path: Path, *, progress: Progress | None = None) -> VerifyReport:
     """ConfigError where there is no run to verify; all that is wrong with one is in the report."""
     run = RunDir(path)
     if not run.journal.is_dir():
         raise ConfigError(f"{path} holds no run that can be verified: there is no journal/ in it")
     began, left = time.monotonic(), TRIES
     while True:
-        verification = Verification(run, Findings(progress) if progress else Findings())
+        verification = RunVerification(run, Findings(progress) if progress else Findings())
         problem, left = verification.problem(), left - 1
         if not problem or not verification.went_on():
             return verification.report(problem, time.monotonic() - began)
@@ -76,12 +76,12 @@ def verify_run(path: Path, *, progress: Progress | None = None) -> Report:
             return verification.report(text, time.monotonic() - began)
 
 
-class Verification:
+class RunVerification:
     def __init__(self, run: RunDir, findings: Findings) -> None:
         self._run, self._findings = run, findings
-        self._shelf = Shelf(run, findings)
+        self._shelf = CutVerifier(run, findings)
         self._begun: Begun | None = None
-        self._audit: Audit | None = None
+        self._audit: JournalAudit | None = None
         """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
         self._way: ParameterWalk | None = None
         self._end = ORIGIN
@@ -133,8 +133,8 @@ class Verification:
             self._terms.add(position.term)
             try:
                 self._take(position, record)
-            except Wrong as error:
-                raise Wrong(f"{self._place(position)}: {error}") from error
+            except BadRun as error:
+                raise BadRun(f"{self._place(position)}: {error}") from error
             self._end = position
             self._meet_cut(position)
             if self._records % EVERY == 0:
@@ -147,9 +147,9 @@ class Verification:
     def _take(self, position: Position, record: AnyRecord) -> None:
         if self._begun is None:
             if not isinstance(record, Begun):
-                raise Wrong(f"the journal begins with {type(record).__name__}, not with the beginning of a run")
+                raise BadRun(f"the journal begins with {type(record).__name__}, not with the beginning of a run")
             self._begun = record
-            self._audit = None if record.parent else Audit(record, position.term)
+            self._audit = None if record.parent else JournalAudit(record, position.term)
         elif self._audit is not None:
             self._audit.take(record)
         if isinstance(record, CutDone):
@@ -173,7 +173,7 @@ class Verification:
         path = segment_path(self._run.journal, position.term)
         return f"record {self._records} (up to byte {position.offset} of {path})"
 
-    def _tell_tail(self, tail: Tail) -> None:
+    def _tell_tail(self, tail: TornTail) -> None:
         self._torn_bytes += tail.size_bytes
         self._findings.remark(
             f"{tail.file.name} ends in {tail.size_bytes} bytes, from byte {tail.offset} on, "
@@ -183,14 +183,14 @@ class Verification:
     def _tell_nothing(self) -> None:
         """There is nothing to judge."""
         if self._begun is not None:
-            raise Wrong(f"the run was begun from {self._begun.parent}, but no cut in {self._run.cuts} is of it")
+            raise BadRun(f"the run was begun from {self._begun.parent}, but no cut in {self._run.cuts} is of it")
         if self._shelf:
-            raise Wrong(f"{self._run.journal} holds no record, but there are cuts: put back a copy of the journal")
+            raise BadRun(f"{self._run.journal} holds no record, but there are cuts: put back a copy of the journal")
         self._findings.remark("the run has not begun: its journal holds no record")
 
     def _check_claims(self) -> None:
         if missing := unclaimed_terms(self._run.journal):
-            raise Wrong(
+            raise BadRun(
                 f"{self._run.journal / 'terms'} holds no claim of term {missing[0]}, of which there is a segment: "
                 "put back a copy of that folder, or go on with the run, which makes it again"
             )
@@ -201,7 +201,7 @@ class Verification:
             if self._records and term.isdigit() and int(term) not in self._terms:
                 self._findings.remark(f"{path.name} counts for nothing: it is empty, or no later term follows it")
 
-    def _tell_unmerged(self, audit: Audit) -> None:
+    def _tell_unmerged(self, audit: JournalAudit) -> None:
         for learner, incarnation, tokens in audit.unmerged() if audit.history.finished else ():
             self._findings.remark(
                 f"{tokens:,} fragment-tokens of {learner} (incarnation {incarnation}) were in flight at the end: "
@@ -210,18 +210,18 @@ class Verification:
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
-    def _rebuild(self, audit: Audit) -> Rebuilt | None:
+    def _rebuild(self, audit: JournalAudit) -> RebuiltModel | None:
         """The model at the end of what was read; None where it cannot be made."""
         cuts = self._shelf.usable()
         if not audit.history.started and not cuts:
             return None
         if not cuts:
-            raise Wrong(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
+            raise BadRun(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
         self._way = ParameterWalk(self._run, cuts, self._findings)
         self._way.go_to(self._end)
         return self._way.model
 
-    def _check_model(self, audit: Audit, model: Rebuilt | None) -> None:
+    def _check_model(self, audit: JournalAudit, model: RebuiltModel | None) -> None:
         """Whenever it is there, it is the head: it is removed before the first round after an end is durable."""
         path, history = self._run.model, audit.history
         if model is None:
@@ -232,14 +232,14 @@ class Verification:
         elif (wrong := difference(path, model)) is not None:
             said = read_model_facts(path).get("round")
             of = f"it says it is of round {said}, " if said is not None else ""
-            raise Wrong(
+            raise BadRun(
                 f"{path} is not the head of the run: {of}the journal's head is round {history.committed}; {wrong}"
             )
 
     def _check_best(self, begun: Begun) -> None:
         found = check_best(self._run, begun)
         if found.problem:
-            raise Wrong(found.problem)
+            raise BadRun(found.problem)
         if found.unknown:
             name = self._run.best_model.name
             self._findings.remark(
@@ -248,9 +248,9 @@ class Verification:
 
     # ---- what was counted ---------------------------------------------------------------------------------------
 
-    def report(self, problem: str, seconds: float) -> Report:
+    def report(self, problem: str, seconds: float) -> VerifyReport:
         facts = {**self._facts(), "seconds": round(seconds, 3)}
-        return Report(not problem, problem, facts, tuple(self._findings.remarks))
+        return VerifyReport(not problem, problem, facts, tuple(self._findings.remarks))
 
     def _facts(self) -> dict[str, Any]:
         audit = self._audit
@@ -330,7 +330,7 @@ def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
                 values = np.zeros(part.size, dtype=np.float32)
                 for tensor, start in zip(part.tensors, part.offsets, strict=True):
                     values[start : start + elements(tensor)] = file.get_tensor(tensor.name_in_model).ravel()
-                if digest(values.view(np.uint8).data) != due[part.index]:
+                if compute_digest(values.view(np.uint8).data) != due[part.index]:
                     return f"fragment {part.index} has other values than the journal's digest"
     except (SafetensorError, OSError, ValueError) as error:
         return f"it cannot be read: {error}"

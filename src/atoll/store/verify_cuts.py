@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.protocol.records import Begun, CutDone
-from atoll.store.audit import Audit
-from atoll.store.audit_members import Wrong
+from atoll.store.audit import JournalAudit
+from atoll.store.audit_members import BadRun
 from atoll.store.cuts import (
     BadCut,
     StoredCut,
     check_cut,
     complete_cuts,
-    digest_of,
+    digest_file,
     folder_of,
     known_cuts,
     open_cut,
@@ -53,7 +53,7 @@ class Findings:
         self.remarks.append(text)
 
 
-class Shelf:
+class CutVerifier:
     def __init__(self, run: RunDir, findings: Findings) -> None:
         self._run, self._findings = run, findings
         self.complete = complete_cuts(run.cuts)
@@ -89,7 +89,7 @@ class Shelf:
         if record.cut >= min(self.complete, default=0):
             self._done[record.cut] = record
 
-    def begin(self, begun: Begun, position: Position, *, origin: bool) -> Audit | None:
+    def begin(self, begun: Begun, position: Position, *, origin: bool) -> JournalAudit | None:
         """A run that was begun from a cut of another goes on from what its own first cut holds, if that is here."""
         cut = self._at(begun.run, position)
         if cut is None:
@@ -97,10 +97,10 @@ class Shelf:
         if origin:
             self._origin = cut.number
         try:
-            audit = Audit.restored(cut.state, under_way=not origin)
+            audit = JournalAudit.restored(cut.state, under_way=not origin)
             audit.check_totals()
-        except (Wrong, LookupError, ValueError) as error:
-            raise Wrong(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
+        except (BadRun, LookupError, ValueError) as error:
+            raise BadRun(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
         return audit
 
     def _at(self, run: str, position: Position) -> StoredCut | None:
@@ -111,14 +111,14 @@ class Shelf:
         self._met.add(cut.number)
         return cut
 
-    def meet(self, audit: Audit, position: Position) -> None:
+    def meet(self, audit: JournalAudit, position: Position) -> None:
         """The journal has been read up to here: if a cut was taken here, it holds what the records give."""
         if (cut := self._at(audit.history.run, position)) is None:
             return
         try:
             audit.check_cut(cut.state)
-        except Wrong as error:
-            raise Wrong(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
+        except BadRun as error:
+            raise BadRun(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
@@ -156,9 +156,9 @@ class Shelf:
         part, at = cut.part, cut.state.position
         theirs = part.run if part.run != run else cut.state.history.begun.run
         if theirs != run:
-            raise Wrong(f"cut {number} ({cut.path}) is of another run: {theirs}, this one is {run}")
+            raise BadRun(f"cut {number} ({cut.path}) is of another run: {theirs}, this one is {run}")
         if part.cut != number:
-            raise Wrong(f"{cut.path / 'syncer.json'} is of cut {part.cut}, and lies in the folder of cut {number}")
+            raise BadRun(f"{cut.path / 'syncer.json'} is of cut {part.cut}, and lies in the folder of cut {number}")
         if number not in self._met:
             raise BadCut(
                 f"cut {number} ({cut.path / 'state.bin'}) goes on at byte {at.offset} of term {at.term}, "
@@ -169,15 +169,15 @@ class Shelf:
         path = folder_of(self._run.cuts, number) / "manifest.json"
         manifest, record = read_manifest(self._run.cuts, number), self._done.get(number)
         if manifest.run != run:
-            raise Wrong(f"{path} is of another run: {manifest.run}, this one is {run}")
+            raise BadRun(f"{path} is of another run: {manifest.run}, this one is {run}")
         if record is None and number not in (0, self._origin):
             self._findings.remark(f"cut {number} has a manifest and no record: its syncer was stopped in between")
-        elif record is not None and digest_of(path) != record.manifest:
+        elif record is not None and digest_file(path) != record.manifest:
             raise BadCut(f"{path} is damaged: its digest is not the one in the record of cut {number}")
         elif record is not None and set(record.learners) != set(manifest.learners):
-            raise Wrong(f"{path} names other learners than its record does")
+            raise BadRun(f"{path} names other learners than its record does")
         if (manifest.cut, manifest.round) != (number, self._stored[number].part.round):
-            raise Wrong(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
+            raise BadRun(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
         for remark in check_cut(self._run.cuts, self._run.learners, number).remarks():
             self._findings.remark(remark)
 
@@ -189,7 +189,7 @@ class Shelf:
         for number in due:
             if number not in self.complete:
                 folder = folder_of(self._run.cuts, number)
-                raise Wrong(f"cut {number} is missing: the journal says it is complete, {folder} does not hold it")
+                raise BadRun(f"cut {number} is missing: the journal says it is complete, {folder} does not hold it")
 
     def went_on(self) -> bool:
         """Whether the run has completed a cut since these were listed: it may have removed some of them."""

@@ -57,7 +57,7 @@ class WriterLease:
     """The right to write a run, as long as nobody claims a higher term."""
 
     def __init__(self, folder: Path, term: int, lock: int | None, reason: str) -> None:
-        """Use `acquire`, or a `Turn`."""
+        """Use `acquire`, or a `StandbyTurn`."""
         self.term, self.reason = term, reason
         self._folder, self._lock = folder, lock
         with _writing(folder / "alive"):
@@ -88,7 +88,7 @@ class WriterLease:
         self._alive = self._lock = None
 
 
-class Turn:
+class StandbyTurn:
     """A standby's wait for its turn: `look` now and then."""
 
     def __init__(self, folder: Path, stale_s: float) -> None:

@@ -27,7 +27,7 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
 from atoll.store.disk import Disk
 from atoll.store.rundir import RunDir, facts_of_model, read_model_facts, save_model
-from atoll.store.writer_lease import Deposed, Turn, WriterLease, acquire
+from atoll.store.writer_lease import Deposed, StandbyTurn, WriterLease, acquire
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.run_store import RunStore
 from atoll.syncer.service import SyncerService
@@ -118,7 +118,7 @@ def import_named(option: str, name: str) -> Any:
 
 def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
     """Until the syncer that serves this run is gone, or has not moved for a while."""
-    turn = Turn(out.journal, STALE_S)
+    turn = StandbyTurn(out.journal, STALE_S)
     waiting()
     while (lease := turn.look(time.monotonic())) is None:
         time.sleep(LOOK_S)

@@ -28,7 +28,7 @@ from atoll.protocol.history import History
 from atoll.protocol.syncer.restoring import undone
 from atoll.store.cuts import BadCut, CutState, known_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, Disk
-from atoll.store.journal import ORIGIN, Position, Tail, payload, read
+from atoll.store.journal import ORIGIN, Position, TornTail, payload, read
 from atoll.store.rundir import RunDir
 from atoll.syncer.parameters import Parameters
 
@@ -163,7 +163,7 @@ def _parameters(history: History) -> Parameters:
     return Parameters(plan, outer_of(history))
 
 
-def _torn(tail: Tail) -> str:
+def _torn(tail: TornTail) -> str:
     return f"{tail.file.name} ended in {tail.size_bytes} bytes of an append that was never acknowledged: cut off"
 
 

@@ -37,7 +37,7 @@ from atoll.store.cuts import (
     LearnerPart,
     Manifest,
     complete_cuts,
-    digest,
+    compute_digest,
     folder_of,
     prune,
     read_manifest,
@@ -117,7 +117,7 @@ class RunStore:
             manifest = read_manifest(self._out.cuts, cut)
         except BadCut:
             return []
-        mark = digest((folder_of(self._out.cuts, cut) / "manifest.json").read_bytes())
+        mark = compute_digest((folder_of(self._out.cuts, cut) / "manifest.json").read_bytes())
         return [CutDone(cut, cut, tuple(sorted(manifest.learners)), mark)]
 
     @property
@@ -182,7 +182,9 @@ class RunStore:
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
         try:
-            manifest = Manifest(run, done.cut, done.cut, digest(table.read_bytes()), learners, dict(done.left_out))
+            manifest = Manifest(
+                run, done.cut, done.cut, compute_digest(table.read_bytes()), learners, dict(done.left_out)
+            )
             mark = write_manifest(self._out.cuts, manifest)
             prune(self._out.cuts, self._keep, done.spared)
         except OSError as error:

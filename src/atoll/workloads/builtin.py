@@ -15,7 +15,7 @@ import atoll
 from atoll.protocol.errors import AtollError
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import Pace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         unit="nats per byte",
     )
 
-    dataset, pace = Windows(text, settings.block), Pace(settings.pace_s)
+    dataset, pace = Windows(text, settings.block), StepPace(settings.pace_s)
     declared = settings.batch * settings.block
     with atoll.Learner(model, optimizer, data=text.digest, tokens_per_step=declared) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):

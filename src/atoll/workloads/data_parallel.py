@@ -27,7 +27,7 @@ from atoll.protocol.errors import AtollError, ConfigError
 from atoll.workloads.gpt import Gpt
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import Pace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizer, sample, set_learning_rate, validation_loss
 
 Report = Callable[[dict[str, object]], None]
 PEER_DEADLINE = timedelta(seconds=120)
@@ -76,7 +76,7 @@ def train_step(
     batch: Tensor,
     world: int,
     clip: float,
-    pace: Pace | None = None,
+    pace: StepPace | None = None,
 ) -> Tensor:
     gradients.clear()
     loss: Tensor = model(batch)
@@ -107,7 +107,7 @@ def _train(
 ) -> None:
     dataset = Windows(text, settings.block)
     optimizer = build_optimizer(model, settings)
-    gradients, pace = FlatGradients(model), Pace(settings.pace_s)
+    gradients, pace = FlatGradients(model), StepPace(settings.pace_s)
     indices = batch_indices(len(dataset), settings.batch, seed, rank)
     tokens_per_step = settings.batch * settings.block * world
     scored_s = 0.0

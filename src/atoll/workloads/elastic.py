@@ -42,7 +42,7 @@ from atoll.store.atomic import write_atomic
 from atoll.workloads.data_parallel import FlatGradients, batch_indices
 from atoll.workloads.settings import WorkloadSettings, read_run
 from atoll.workloads.text import Text, Windows
-from atoll.workloads.training import Pace, build_model, build_optimizer, set_learning_rate, validation_loss
+from atoll.workloads.training import StepPace, build_model, build_optimizer, set_learning_rate, validation_loss
 
 PEER_DEADLINE = timedelta(seconds=30)
 """A collective that takes longer has failed. Deaths are noticed at once, by closed connections."""
@@ -56,7 +56,7 @@ STEP = "step"
 """Of the run, in a checkpoint."""
 
 
-class Trained:
+class TrainedState:
     """Everything a rank has learned, as named tensors: sent to a new rank, and kept in a checkpoint.
 
     Parameters, both moments of AdamW and its step count. The optimizer's part is made before its first step, so that
@@ -104,7 +104,7 @@ class GroupBroken(Exception):
     """Somebody of the group is gone, or there is a newer one."""
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int = 0
     ranks: tuple[int, ...] = ()
     stop: bool = False
@@ -112,23 +112,23 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """At the end: the rank that scores the model."""
 
 
-class Orders:
+class OrderReader:
     """Lines of standard input, read beside the training; the newest counts."""
 
     def __init__(self, lines: Iterable[bytes]) -> None:
-        self._heard: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[GroupOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(lines,), name="orders", daemon=True).start()
 
     def _read(self, lines: Iterable[bytes]) -> None:
         for line in lines:
-            self._heard.put(msgspec.json.decode(line, type=Order))
-        self._heard.put(Order(stop=True, scores=-1))  # nobody is left to give orders
+            self._heard.put(msgspec.json.decode(line, type=GroupOrder))
+        self._heard.put(GroupOrder(stop=True, scores=-1))  # nobody is left to give orders
 
     @property
     def waiting(self) -> bool:
         return not self._heard.empty()
 
-    def newest(self) -> Order:
+    def newest(self) -> GroupOrder:
         """Waits for one; of several that wait, the last."""
         order = self._heard.get()
         while self.waiting and not order.stop:
@@ -153,7 +153,7 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnvironment:
     """What the launcher told this rank by its environment."""
 
     rank: int
@@ -166,14 +166,16 @@ class Place:
 
 
 class Rank:
-    def __init__(self, settings: WorkloadSettings, seed: int, place: Place, orders: Orders, say: Say) -> None:
+    def __init__(
+        self, settings: WorkloadSettings, seed: int, place: RankEnvironment, orders: OrderReader, say: Say
+    ) -> None:
         self.settings, self.place, self.orders, self.say = settings, place, orders, say
         self.text = Text.load(settings.data)
         self.dataset = Windows(self.text, settings.block)
         self.model = build_model(settings, seed)
         self.optimizer = build_optimizer(self.model, settings)
-        self.trained = Trained(self.model, self.optimizer)
-        self.gradients, self.pace = FlatGradients(self.model), Pace(settings.pace_s)
+        self.trained = TrainedState(self.model, self.optimizer)
+        self.gradients, self.pace = FlatGradients(self.model), StepPace(settings.pace_s)
         self.batches = Batches(batch_indices(len(self.dataset), settings.batch, seed, place.rank))
         self.step = self.trained.load(place.checkpoint) if place.checkpoint is not None else 0
         self._saved_at = time.monotonic()
@@ -190,7 +192,7 @@ class Rank:
                 self.say({"kind": "broken", "generation": order.generation, "text": str(error)})
         self._end(order)
 
-    def _share(self, order: Order) -> None:
+    def _share(self, order: GroupOrder) -> None:
         """Everybody takes the state of the first of those who have made the most steps."""
         if len(order.ranks) > 1:
             made = torch.zeros(len(order.ranks), dtype=torch.int64)
@@ -213,7 +215,7 @@ class Rank:
             }
         )
 
-    def _train(self, order: Order) -> None:
+    def _train(self, order: GroupOrder) -> None:
         self.pace.begin()
         began = time.monotonic()
         set_learning_rate(self.optimizer, self.step / self.place.steps, self.settings)
@@ -252,7 +254,7 @@ class Rank:
             self._saved_at = time.monotonic()
             self.say({"kind": "saved", "step": self.step})
 
-    def _end(self, order: Order) -> None:
+    def _end(self, order: GroupOrder) -> None:
         words: dict[str, object] = {"kind": "end", "step": self.step, "digest": self.trained.digest()}
         if order.scores == self.place.rank:
             words["validation_loss"] = validation_loss(self.model, self.text, self.settings.eval_windows)
@@ -268,7 +270,7 @@ def collective() -> Iterator[None]:
 
 
 @contextmanager
-def group(order: Order, place: Place, newer: Callable[[], bool]) -> Iterator[None]:
+def group(order: GroupOrder, place: RankEnvironment, newer: Callable[[], bool]) -> Iterator[None]:
     """The gloo group of a generation. Nobody begins to form it before all are there, so that a death in the meantime,
     of which the launcher tells, holds nobody up."""
     if len(order.ranks) == 1:
@@ -296,7 +298,7 @@ def rank_main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves nowhere does no harm
     settings, seed = read_run(Path(os.environ["ATOLL_RUN_TOML"]))
     checkpoint = os.environ.get("ATOLL_CHECKPOINT")
-    place = Place(
+    place = RankEnvironment(
         rank=int(os.environ["RANK"]),
         steps=int(os.environ["ATOLL_STEPS"]),
         groups=Path(os.environ["ATOLL_GROUPS"]),
@@ -304,7 +306,7 @@ def rank_main() -> None:
         checkpoint_every=int(os.environ.get("ATOLL_CHECKPOINT_EVERY", "0")),
     )
     with open(0, "rb", buffering=0, closefd=False) as lines:  # unbuffered: no lock is held when the process ends
-        Rank(settings, seed, place, Orders(lines), lambda words: print(json.dumps(words), flush=True)).run()
+        Rank(settings, seed, place, OrderReader(lines), lambda words: print(json.dumps(words), flush=True)).run()
 
 
 if __name__ == "__main__":

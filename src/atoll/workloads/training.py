@@ -54,7 +54,7 @@ def learning_rate(progress: float, peak: float, warmup: float = 0.03, floor: flo
     return peak * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fall)))
 
 
-class Pace:
+class StepPace:
     """Makes every step last at least `pace_s`: many learners on few cores then run at one speed, and a death speeds
     nobody up. Call `begin` when a step begins and `rest` before it ends."""
 

@@ -99,8 +99,8 @@ def _lay(fuse: Fuse) -> None:
         return _effect(effect)
 
     _around(fuse, service.SyncerService, "_carry_out", carried_out)
-    _around(fuse, disk.Growing, "write", lambda self, data: f"{self.path.name.partition('-')[0]}.write")
-    _around(fuse, disk.Growing, "datasync", lambda self: f"{self.path.name.partition('-')[0]}.sync")
+    _around(fuse, disk.GrowingFile, "write", lambda self, data: f"{self.path.name.partition('-')[0]}.write")
+    _around(fuse, disk.GrowingFile, "datasync", lambda self: f"{self.path.name.partition('-')[0]}.sync")
     _around(fuse, cuts, "write_atomic", lambda path, data: path.name)
     _around(fuse, journal.Journal, "trim", lambda self, term, file: "trim")
     _around(fuse, process, "save_model", lambda path, tensors, facts: "model")

@@ -17,7 +17,7 @@ from tests.system.conftest import Event, Run
 from atoll.protocol.records import AnyRecord, Merged, Passed
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
-from atoll.store.verify import Report, verify_run
+from atoll.store.verify import VerifyReport, verify_run
 
 SLOW = 3.0
 """How much longer than promised things may take here: other tests run beside these."""
@@ -115,7 +115,7 @@ def check_kept_stepping(run: Run, outages: list[Outage], learners: set[str] | No
             assert longest < SLOW * STILL_S, f"{learner} stood still for {longest:.1f} s after {outage.point}"
 
 
-def check_files(run: Run) -> Report:
+def check_files(run: Run) -> VerifyReport:
     report = verify_run(run.out)
     assert report.ok, report.problem
     tokens = report.facts["fragment_tokens"]

@@ -22,8 +22,8 @@ from atoll.config import Config
 from atoll.launch.children import Child, cores
 from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
-from atoll.launch.replay.conductor import Conductor, Outcome
-from atoll.launch.replay.score import Act, Decision, Part, Score, read_score
+from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RunRecording, read_recording
+from atoll.launch.replay.syncer import ReplayOutcome, ReplaySyncer
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
@@ -47,7 +47,7 @@ def _key(record: Merged | Restored) -> Key:
 
 
 @dataclass(frozen=True)
-class Replay:
+class RunReplay:
     out: RunDir
     config: Config
     jobs: int = 0
@@ -56,9 +56,9 @@ class Replay:
     cut: int | None = None
     logs: Path | None = None
     """Where what the scripts print goes; None: nowhere that lasts."""
-    watch: Callable[[Outcome, int], None] = lambda outcome, rounds: None
+    watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
-    def play(self) -> Outcome:
+    def play(self) -> ReplayOutcome:
         score, terms = self._read()
         if self.until is not None and not 0 <= self.until < score.rounds:
             raise ConfigError(f"--until {self.until}: the tape has rounds 0 to {score.rounds - 1}")
@@ -67,7 +67,7 @@ class Replay:
             logs.mkdir(parents=True, exist_ok=True)
             return self._conductor(score, terms, logs).play()
 
-    def _read(self) -> tuple[Score, dict[Key, int]]:
+    def _read(self) -> tuple[RunRecording, dict[Key, int]]:
         """The score, and the terms of all records that have a payload: it lies there."""
         terms: dict[Key, int] = {}
 
@@ -80,9 +80,9 @@ class Replay:
         first = next(read(self.out.journal, disk=LocalDisk()), None)
         if first is None or not isinstance(first[1], Begun):
             raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
-        return read_score(lines()), terms
+        return read_recording(lines()), terms
 
-    def _conductor(self, score: Score, terms: dict[Key, int], logs: Path) -> Conductor:
+    def _conductor(self, score: RunRecording, terms: dict[Key, int], logs: Path) -> ReplaySyncer:
         begun = score.begun
         if begun.parent and self.cut is None:
             newest = min(complete_cuts(self.out.cuts), default=None)
@@ -103,7 +103,7 @@ class Replay:
             except Corrupt:
                 return None
 
-        conductor = Conductor(
+        conductor = ReplaySyncer(
             score,
             parts,
             decisions,
@@ -119,8 +119,8 @@ class Replay:
         return conductor
 
     def _beginning(
-        self, score: Score, parameters: Parameters
-    ) -> tuple[list[Decision], list[tuple[Part, list[Act]]], dict[str, Path]]:
+        self, score: RunRecording, parameters: Parameters
+    ) -> tuple[list[Decision], list[tuple[ProcessRecording, list[RecordedAction]]], dict[str, Path]]:
         """What is to be played: all of it, or what came after a cut."""
         if self.cut is None:
             return score.decisions, [(part, self._acts(part)) for part in score.parts], {}
@@ -141,7 +141,7 @@ class Replay:
             or (isinstance(one, Merged | Passed) and one.round >= history.committed)
             or (isinstance(one, Restored) and one.at >= history.committed)
         )
-        parts: list[tuple[Part, list[Act]]] = []
+        parts: list[tuple[ProcessRecording, list[RecordedAction]]] = []
         states: dict[str, Path] = {}
         for part in score.parts:
             saved = checked.manifest.learners.get(part.learner)
@@ -154,14 +154,14 @@ class Replay:
                 part.missing = part.missing or checked.spoilt[part.learner]
         return score.decisions[first:], parts, states
 
-    def _acts(self, part: Part) -> list[Act]:
+    def _acts(self, part: ProcessRecording) -> list[RecordedAction]:
         began = part.began
         if began is not None and began.state and not (self.out.learners / part.learner / began.state).exists():
             part.missing = part.missing or f"the state it went on from, {began.state}, is not there any more"
             return []
         return part.acts()
 
-    def _launch(self, part: Part, path: str, logs: Path, states: dict[str, Path]) -> Child:
+    def _launch(self, part: ProcessRecording, path: str, logs: Path, states: dict[str, Path]) -> Child:
         began, state, env = part.began, states.get(part.session), {}
         if state is None and began is not None and began.state:
             state = self.out.learners / part.learner / began.state
@@ -171,7 +171,9 @@ class Replay:
         return start_script(part, path, self.out, self.config, logs, env)
 
 
-def start_script(part: Part, path: str, out: RunDir, config: Config, logs: Path, more: dict[str, str]) -> Child:
+def start_script(
+    part: ProcessRecording, path: str, out: RunDir, config: Config, logs: Path, more: dict[str, str]
+) -> Child:
     """A training process that is told what to do by whoever listens at `path`."""
     threads = str(part.began.threads) if part.began is not None else "1"
     env = {
@@ -197,7 +199,7 @@ def start_script(part: Part, path: str, out: RunDir, config: Config, logs: Path,
     return child
 
 
-def _remarks(score: Score) -> list[str]:
+def _remarks(score: RunRecording) -> list[str]:
     """What cannot be promised."""
     remarks = [f"{part.name}: {part.missing}" for part in score.parts if part.missing]
     machines = {part.began.device: part.began for part in score.parts if part.began is not None}
@@ -214,12 +216,12 @@ def _remarks(score: Score) -> list[str]:
 
 
 @dataclass
-class Performance:
+class TapeRun:
     tape: Path
     config: Config
     out: RunDir
     jobs: int = 0
-    watch: Callable[[Outcome, int], None] = lambda outcome, rounds: None
+    watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def run(self) -> dict[str, Any]:
         """Its summary. RunFailed when the tape could not be followed to its end."""
@@ -230,7 +232,7 @@ class Performance:
         began = time.monotonic()
         lines = read_tape(self.tape)
         write_atomic(self.out.settings, self.config.toml())
-        score = read_score(lines)
+        score = read_recording(lines)
         conductor = self._conductor(score)
         outcome = conductor.play()
         if outcome.stopped:
@@ -248,12 +250,12 @@ class Performance:
             "wall_s": round(time.monotonic() - began, 3),
         }
 
-    def _conductor(self, score: Score) -> Conductor:
+    def _conductor(self, score: RunRecording) -> ReplaySyncer:
         def stage(tensors: tuple[TensorSpec, ...]) -> Parameters:
             self._tensors, self._plan = tensors, _plan(score.begun, tensors)
             return Parameters(self._plan, self.config.outer)
 
-        return Conductor(
+        return ReplaySyncer(
             score,
             [(part, part.acts()) for part in score.parts],
             score.decisions,
@@ -265,7 +267,7 @@ class Performance:
             watch=lambda outcome: self.watch(outcome, score.rounds),
         )
 
-    def _write(self, lines: Sequence[AnyRecord], conductor: Conductor) -> None:
+    def _write(self, lines: Sequence[AnyRecord], conductor: ReplaySyncer) -> None:
         """The journal of this run, in one term."""
         lease = acquire(self.out.journal)
         journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
@@ -274,7 +276,7 @@ class Performance:
         journal.close()
         lease.release()
 
-    def _own(self, line: AnyRecord, outcome: Outcome) -> AnyRecord:
+    def _own(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
         if isinstance(line, Begun):
             outer = msgspec.to_builtins(self.config.outer)
             named = {"tensors": self._tensors, "fingerprint": self._plan.fingerprint, "outer": outer}

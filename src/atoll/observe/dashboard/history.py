@@ -47,14 +47,14 @@ QUIET = {"round", "again", "started", "run", "plan", "initial", "finishing", "co
 """Kinds of events that have no line of their own: they come too often, or are shown otherwise."""
 
 
-class History:
+class DashboardHistory:
     def __init__(self, began: float | None = None) -> None:
         """`began`: when the first parameters were there; None: an event will tell."""
-        self.lanes = Lanes()
+        self.lanes = LearnerLanes()
         self.rounds: deque[list[Any]] = deque(maxlen=ROUNDS)
         self.notes: deque[list[Any]] = deque(maxlen=NOTES)
-        self.scores = Series(SCORES)
-        self.samples = Series(SAMPLES)
+        self.scores = BoundedSeries(SCORES)
+        self.samples = BoundedSeries(SAMPLES)
         self._began = began
         self._news: dict[str, list[Any]] = {"rounds": [], "notes": [], "scores": [], "samples": []}
         self._traffic: tuple[float, int, int] | None = None
@@ -101,7 +101,7 @@ class History:
             return None, None
         return (status.bytes_in - before[1]) / (at - before[0]), (status.bytes_out - before[2]) / (at - before[0])
 
-    def _series(self, name: str, series: Series, point: Point) -> None:
+    def _series(self, name: str, series: BoundedSeries, point: Point) -> None:
         if series.add(point):
             self._news[name].append(point)
 
@@ -216,7 +216,7 @@ Mark = tuple[int, float, str, str, float]
 """Lane, moment, kind, words, seconds it lasts."""
 
 
-class Lanes:
+class LearnerLanes:
     def __init__(self) -> None:
         self.names = [SYNCER]
         self.changes: list[deque[tuple[float, str]]] = [deque(maxlen=CHANGES)]
@@ -329,7 +329,7 @@ Point: TypeAlias = list[float | int | None]
 """Its moment, then its figures."""
 
 
-class Series:
+class BoundedSeries:
     def __init__(self, most: int) -> None:
         assert most >= 2
         self.points: list[Point] = []

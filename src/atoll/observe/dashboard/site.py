@@ -31,7 +31,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from atoll.fabric.authorizer import NOBODY, VISITOR, Rejected
 from atoll.fabric.control_channel import Outbox
-from atoll.observe.dashboard.history import History
+from atoll.observe.dashboard.history import DashboardHistory
 from atoll.observe.tail import EventTail
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import parse
@@ -71,7 +71,7 @@ class Dashboard:
     sockets = frozenset({"/v1/live"})
 
     def __init__(self, events: Path) -> None:
-        self.history = History(beginning(events))
+        self.history = DashboardHistory(beginning(events))
         self.viewers = Viewers()
         self._tail = EventTail(events, most_bytes=BACK_BYTES, near_bytes=NEAR_BYTES)
         self._figures: Callable[[], RunStatus] | None = None

@@ -276,7 +276,7 @@ class RoundTrip:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class MeasuredTransfer:
     bytes: int
     seconds: float
     cpu_s: float = 0.0
@@ -305,7 +305,7 @@ async def _trip(session: aiohttp.ClientSession, url: str) -> RoundTrip:
         return RoundTrip(took, None)
 
 
-async def measure_download(session: aiohttp.ClientSession, url: str) -> Transfer:
+async def measure_download(session: aiohttp.ClientSession, url: str) -> MeasuredTransfer:
     async def get(count: int) -> None:
         async with asked(session, "GET", f"{url}/v1/probe/{count}", BODY_DEADLINE_S) as response:
             while await next_chunk(response.content):
@@ -314,7 +314,7 @@ async def measure_download(session: aiohttp.ClientSession, url: str) -> Transfer
     return await _measured(get)
 
 
-async def measure_upload(session: aiohttp.ClientSession, url: str) -> Transfer:
+async def measure_upload(session: aiohttp.ClientSession, url: str) -> MeasuredTransfer:
     block = memoryview(os.urandom(1 << 20))
 
     async def put(count: int) -> None:
@@ -327,14 +327,14 @@ async def measure_upload(session: aiohttp.ClientSession, url: str) -> Transfer:
     return await _measured(put)
 
 
-async def _measured(move: Callable[[int], Awaitable[None]]) -> Transfer:
+async def _measured(move: Callable[[int], Awaitable[None]]) -> MeasuredTransfer:
     count = FIRST_BYTES
     while True:
         begun, cpu = time.perf_counter(), time.process_time()
         await move(count)
         took = time.perf_counter() - begun
         if took >= ENOUGH_S or count >= LONGEST:
-            return Transfer(count, took, time.process_time() - cpu)
+            return MeasuredTransfer(count, took, time.process_time() - cpu)
         count = choose_next_size(count, took, LONGEST)
 
 
@@ -371,7 +371,7 @@ def judge_clock(found: Sequence[RoundTrip]) -> Check:
     return Check("syncer's clock", "ok", value, figures=figures)
 
 
-def judge_bandwidth(name: str, moved: Transfer) -> Check:
+def judge_bandwidth(name: str, moved: MeasuredTransfer) -> Check:
     rate = moved.bits_per_s
     told = f"{rate / 1e6:,.0f}" if rate >= SLOW_BITS_PER_S else f"{rate / 1e6:.2g}"
     value = f"{told} Mbit/s ({size(moved.bytes)} in {span(moved.seconds)})"

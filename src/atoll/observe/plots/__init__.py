@@ -9,28 +9,39 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from atoll.observe.plots.pictures import Course, Curves, Heat, Lane, Lanes, Line, Mark, Picture, Stretch, Trail
+from atoll.observe.plots.pictures import (
+    Curve,
+    CurveChart,
+    HeatMap,
+    Lane,
+    LaneChart,
+    LaneMark,
+    LaneSegment,
+    Picture,
+    TimeChart,
+    TimeSeries,
+)
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 
 __all__ = [
-    "Course",
-    "Curves",
-    "Heat",
+    "Curve",
+    "CurveChart",
+    "HeatMap",
     "Lane",
-    "Lanes",
-    "Line",
-    "Mark",
+    "LaneChart",
+    "LaneMark",
+    "LaneSegment",
     "Picture",
-    "Stretch",
-    "Trail",
-    "check",
-    "write",
+    "TimeChart",
+    "TimeSeries",
+    "check_plot_path",
+    "write_picture",
 ]
 
 
-def check(path: Path) -> None:
-    """Raise ConfigError now where `write` could not write later: worth a call before a long simulation."""
+def check_plot_path(path: Path) -> None:
+    """Raise ConfigError now where `write_picture` could not write later: worth a call before a long simulation."""
     if path.suffix not in (".html", ".png"):
         raise ConfigError(f"--plot {path}: write FILE.html or FILE.png")
     if os.path.isdir(path):  # a name may be too long to ask pathlib
@@ -41,8 +52,8 @@ def check(path: Path) -> None:
         raise ConfigError(f"--plot {path}: the folder {path.parent} may not be written to; name another one")
 
 
-def write(picture: Picture, path: Path) -> None:
-    check(path)
+def write_picture(picture: Picture, path: Path) -> None:
+    check_plot_path(path)
     data = _page(picture) if path.suffix == ".html" else _image(picture)
     try:
         write_atomic(path, data)

@@ -18,16 +18,16 @@ from typing import Any
 from atoll.observe.figures import clock, percent
 from atoll.observe.plots.pictures import (
     KINDS,
-    Course,
-    Curves,
+    CurveChart,
     Drawable,
-    Heat,
+    HeatMap,
     Kind,
     Lane,
-    Lanes,
-    Mark,
+    LaneChart,
+    LaneMark,
+    LaneSegment,
     Picture,
-    Stretch,
+    TimeChart,
     fitted,
     noted,
 )
@@ -36,7 +36,7 @@ from atoll.observe.plots.style import (
     HEAT,
     KIND_COLOURS,
     LIGHT,
-    Ground,
+    ColourScheme,
     decimal_ticks,
     digits,
     heat_range,
@@ -59,20 +59,20 @@ def render(picture: Picture) -> bytes:
     return page(drawn(picture))
 
 
-def drawn(picture: Drawable) -> Drawn:
+def drawn(picture: Drawable) -> DrawnFigure:
     match picture:
-        case Heat():
-            return Drawn(picture.title, picture.note, *_heat(picture))
-        case Curves():
-            return Drawn(picture.title, picture.note, *_curves(picture))
-        case Course():
-            return Drawn(picture.title, picture.note, *_course(picture))
-        case Lanes():
+        case HeatMap():
+            return DrawnFigure(picture.title, picture.note, *_heat(picture))
+        case CurveChart():
+            return DrawnFigure(picture.title, picture.note, *_curves(picture))
+        case TimeChart():
+            return DrawnFigure(picture.title, picture.note, *_course(picture))
+        case LaneChart():
             shown, grain_s = fitted(picture)
-            return Drawn(picture.title, noted(picture.note, grain_s), *_lanes(shown))
+            return DrawnFigure(picture.title, noted(picture.note, grain_s), *_lanes(shown))
 
 
-def _heat(picture: Heat) -> tuple[list[Json], Json]:
+def _heat(picture: HeatMap) -> tuple[list[Json], Json]:
     rows, columns = range(len(picture.rows)), range(len(picture.columns))
     values = [[picture.value(row, column) for column in columns] for row in rows]
     low, high = heat_range([value for row in values for value in row if value is not None])
@@ -102,14 +102,14 @@ def _cell(row: int, column: int, value: float | None, low: float, high: float) -
     return {"x": column, "y": row, "text": percent(value), "font": font, "showarrow": False}
 
 
-def _told(picture: Heat, row: int, column: int) -> str:
+def _told(picture: HeatMap, row: int, column: int) -> str:
     value, spread = picture.value(row, column), picture.spread(row, column)
     figure = percent(None) if value is None else f"{100 * value:.2f} %"
     about = "" if value is None or spread is None else f" ± {100 * spread:.2f} %"
     return f"{escape(picture.rows[row])}<br>{escape(picture.columns[column])}<br><b>{figure}{about}</b>"
 
 
-def _curves(picture: Curves) -> tuple[list[Json], Json]:
+def _curves(picture: CurveChart) -> tuple[list[Json], Json]:
     low, high = x_range(picture.lines)
     ticks = decimal_ticks(low, high)
     figures = f"<br>{escape(picture.x_label)}: %{{x:.3~g}}<br>{escape(picture.y_label)}: <b>%{{y:.1f}} %</b>"
@@ -136,7 +136,7 @@ def _curves(picture: Curves) -> tuple[list[Json], Json]:
     return traces, layout
 
 
-def _course(picture: Course) -> tuple[list[Json], Json]:
+def _course(picture: TimeChart) -> tuple[list[Json], Json]:
     unit = unit_of(picture.last_s)
     scale, suffix = (100.0, " %") if picture.shares else (1.0, "")
     figure = f"%{{y:.1f}}{suffix}" if picture.shares else "%{y:.4~g}"
@@ -171,7 +171,7 @@ def _course(picture: Course) -> tuple[list[Json], Json]:
     return traces, layout
 
 
-def _lanes(picture: Lanes) -> tuple[list[Json], Json]:
+def _lanes(picture: LaneChart) -> tuple[list[Json], Json]:
     lane_px = 34 if len(picture.lanes) <= 16 else 15
     traces = [trace for kind in KINDS for full in (True, False) if (trace := _stretches(picture, kind, full))]
     height = lane_px * max(1, len(picture.lanes)) + 150
@@ -188,7 +188,7 @@ def _lanes(picture: Lanes) -> tuple[list[Json], Json]:
     return [*traces, *_marks(picture, lane_px)], layout
 
 
-def _stretches(picture: Lanes, kind: Kind, full: bool) -> Json | None:
+def _stretches(picture: LaneChart, kind: Kind, full: bool) -> Json | None:
     """All of one kind in one trace; stepping has a second one for those in which slices are missing."""
     unit = unit_of(picture.end_s)
     found = [
@@ -216,12 +216,12 @@ def _stretches(picture: Lanes, kind: Kind, full: bool) -> Json | None:
     }
 
 
-def _when(lane: Lane, stretch: Stretch) -> str:
+def _when(lane: Lane, stretch: LaneSegment) -> str:
     slices = f"<br>{percent(stretch.share)} of its slices" if stretch.share < 1.0 else ""
     return f"{escape(lane.name)}, {clock(stretch.start_s)} – {clock(stretch.end_s)}{slices}"
 
 
-def _marks(picture: Lanes, lane_px: int) -> list[Json]:
+def _marks(picture: LaneChart, lane_px: int) -> list[Json]:
     """A trace for every name, in the order in which they first come."""
     found = [(index, lane, mark) for index, lane in enumerate(picture.lanes) for mark in lane.marks]
     kinds = dict.fromkeys((mark.name, mark.good) for _, _, mark in sorted(found, key=lambda one: one[2].at_s))
@@ -234,7 +234,7 @@ def _marks(picture: Lanes, lane_px: int) -> list[Json]:
     ]
 
 
-def _marked(picture: Lanes, found: list[tuple[int, Lane, Mark]], symbol: str, lane_px: int) -> Json:
+def _marked(picture: LaneChart, found: list[tuple[int, Lane, LaneMark]], symbol: str, lane_px: int) -> Json:
     unit = unit_of(picture.end_s)
     return {
         "type": "scatter",
@@ -341,7 +341,7 @@ NO_SCRIPT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnFigure:
     """A picture as plotly understands it."""
 
     title: str
@@ -350,19 +350,19 @@ class Drawn:
     layout: dict[str, Any]
 
 
-def page(drawn: Drawn) -> bytes:
+def page(drawn: DrawnFigure) -> bytes:
     """One picture."""
     body = f"<h1>{escape(drawn.title)}</h1>\n<p>{escape(drawn.note)}</p>\n{place(drawn, 'figure')}\n{NO_SCRIPT}"
     return frame(drawn.title, "", body, [(drawn, "figure")])
 
 
-def place(drawn: Drawn, name: str) -> str:
+def place(drawn: DrawnFigure, name: str) -> str:
     """Where a figure of this name will be."""
     height = drawn.layout["height"]
     return f'<div class="scroll"><div id="{name}" class="figure" style="min-height: {height}px"></div></div>'
 
 
-def frame(title: str, style: str, body: str, figures: Sequence[tuple[Drawn, str]]) -> bytes:
+def frame(title: str, style: str, body: str, figures: Sequence[tuple[DrawnFigure, str]]) -> bytes:
     """A page around `body`, which is HTML already and has a place for each of the figures by their names."""
     from plotly.offline import get_plotlyjs
 
@@ -378,7 +378,7 @@ def frame(title: str, style: str, body: str, figures: Sequence[tuple[Drawn, str]
     return text.encode()
 
 
-def _figure(drawn: Drawn, name: str) -> str:
+def _figure(drawn: DrawnFigure, name: str) -> str:
     return _SCRIPT.substitute(
         name=name,
         paper_px=PAPER_PX,
@@ -388,11 +388,11 @@ def _figure(drawn: Drawn, name: str) -> str:
     )
 
 
-def _colours(ground: Ground) -> str:
+def _colours(ground: ColourScheme) -> str:
     return f"--paper: {ground.paper}; --ink: {ground.ink}; --faint: {ground.faint_ink}; --line: {ground.grid}"
 
 
-def _dressed(layout: dict[str, Any], ground: Ground) -> dict[str, Any]:
+def _dressed(layout: dict[str, Any], ground: ColourScheme) -> dict[str, Any]:
     """The layout in the colours of a scheme."""
     lines = {"gridcolor": ground.grid, "zerolinecolor": ground.grid}
     label = {"bgcolor": ground.paper, "font": {"color": ground.ink}}

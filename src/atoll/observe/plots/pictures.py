@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
+class HeatMap:
     """A table of shares, each cell in the colour of its share."""
 
     title: str
@@ -47,7 +47,7 @@ class Heat:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     name: str
     points: tuple[tuple[float, float], ...]
     """(x, share) from left to right, x above 0; a share that is NaN leaves a gap."""
@@ -60,18 +60,18 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
+class CurveChart:
     """Shares over a logarithmic axis."""
 
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     x_label: str
     y_label: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LaneSegment:
     """A time in which a learner did one thing."""
 
     start_s: float
@@ -82,7 +82,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LaneMark:
     """Something that happened to a learner: a failure."""
 
     at_s: float
@@ -98,13 +98,13 @@ class Lane:
     """One learner in time."""
 
     name: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[LaneSegment, ...]
     """In order of time, without overlaps; nothing is drawn where there is none."""
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[LaneMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class LaneChart:
     """What each learner did, one lane under the other."""
 
     title: str
@@ -118,7 +118,7 @@ class Lanes:
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class TimeSeries:
     """One figure as it changes in time."""
 
     name: str
@@ -133,12 +133,12 @@ class Trail:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TimeChart:
     """Figures over time, on plain axes; drawn on pages only."""
 
     title: str
     note: str
-    trails: tuple[Trail, ...]
+    trails: tuple[TimeSeries, ...]
     y_label: str
     shares: bool = False
     """The values run from 0 to 1 and are shown in percent."""
@@ -150,9 +150,9 @@ class Course:
         return max([self.end_s, *(at_s for trail in self.trails for at_s, _ in trail.points)])
 
 
-Picture: TypeAlias = Heat | Curves | Lanes
+Picture: TypeAlias = HeatMap | CurveChart | LaneChart
 """What stands alone, as a page or an image."""
-Drawable: TypeAlias = Picture | Course
+Drawable: TypeAlias = Picture | TimeChart
 """What may stand on a page among others."""
 
 
@@ -171,7 +171,7 @@ FINEST = 4000
 """The first grain that is tried, as a part of the whole time: about a quarter of a pixel."""
 
 
-def fitted(picture: Lanes, most: int = MOST) -> tuple[Lanes, float]:
+def fitted(picture: LaneChart, most: int = MOST) -> tuple[LaneChart, float]:
     """The picture with `most` stretches and marks at the most, and its grain in seconds: 0 if it shows everything."""
     lanes = tuple(replace(lane, stretches=merged(lane.stretches)) for lane in picture.lanes)
     grain_s, shown = 0.0, lanes
@@ -190,9 +190,9 @@ def noted(note: str, grain_s: float) -> str:
     return f"{told}Stretches under {span(grain_s)} are drawn together." if grain_s else note
 
 
-def merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
+def merged(stretches: Iterable[LaneSegment]) -> tuple[LaneSegment, ...]:
     """Without empty ones, and without borders between two that are the same."""
-    kept: list[Stretch] = []
+    kept: list[LaneSegment] = []
     for stretch in stretches:
         if stretch.end_s <= stretch.start_s:
             continue
@@ -202,10 +202,10 @@ def merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     return tuple(kept)
 
 
-def pooled(stretches: Iterable[Stretch], grain_s: float) -> list[Stretch]:
+def pooled(stretches: Iterable[LaneSegment], grain_s: float) -> list[LaneSegment]:
     """Short ones side by side become one of about a grain."""
-    kept: list[Stretch] = []
-    pool: list[Stretch] = []
+    kept: list[LaneSegment] = []
+    pool: list[LaneSegment] = []
     for stretch in stretches:
         long = stretch.end_s - stretch.start_s >= grain_s
         if pool and (long or stretch.start_s > pool[-1].end_s or stretch.end_s - pool[0].start_s > grain_s):
@@ -215,9 +215,9 @@ def pooled(stretches: Iterable[Stretch], grain_s: float) -> list[Stretch]:
     return [*kept, _sum(pool)] if pool else kept
 
 
-def gathered(marks: Sequence[Mark], grain_s: float) -> tuple[Mark, ...]:
+def gathered(marks: Sequence[LaneMark], grain_s: float) -> tuple[LaneMark, ...]:
     """One mark for all of a grain."""
-    groups: list[list[Mark]] = []
+    groups: list[list[LaneMark]] = []
     for mark in sorted(marks, key=lambda mark: mark.at_s):
         if groups and mark.at_s - groups[-1][0].at_s < grain_s:
             groups[-1].append(mark)
@@ -230,11 +230,11 @@ def _crowded(lanes: Sequence[Lane], most: int) -> bool:
     return max(sum(len(lane.stretches) for lane in lanes), sum(len(lane.marks) for lane in lanes)) > most
 
 
-def _same(one: Stretch, next_one: Stretch) -> bool:
+def _same(one: LaneSegment, next_one: LaneSegment) -> bool:
     return one.end_s == next_one.start_s and (one.kind, one.share) == (next_one.kind, next_one.share)
 
 
-def _sum(pool: Sequence[Stretch]) -> Stretch:
+def _sum(pool: Sequence[LaneSegment]) -> LaneSegment:
     """The kind that took most of the time; if that is stepping, the share that was stepping over the whole of it."""
     if len(pool) == 1:
         return pool[0]
@@ -244,10 +244,10 @@ def _sum(pool: Sequence[Stretch]) -> Stretch:
     kind = max(took, key=lambda kind: took[kind])
     start_s, end_s = pool[0].start_s, pool[-1].end_s
     stepped_s = sum((s.end_s - s.start_s) * s.share for s in pool if s.kind == "stepping")
-    return Stretch(start_s, end_s, kind, stepped_s / (end_s - start_s) if kind == "stepping" else 1.0)
+    return LaneSegment(start_s, end_s, kind, stepped_s / (end_s - start_s) if kind == "stepping" else 1.0)
 
 
-def _first_of(group: Sequence[Mark]) -> Mark:
+def _first_of(group: Sequence[LaneMark]) -> LaneMark:
     if len(group) == 1:
         return group[0]
     within = span(group[-1].at_s - group[0].at_s)

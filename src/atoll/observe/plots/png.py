@@ -7,7 +7,17 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from atoll.observe.figures import percent
-from atoll.observe.plots.pictures import KINDS, MOST_IN_IMAGE, Curves, Heat, Kind, Lanes, Picture, fitted, noted
+from atoll.observe.plots.pictures import (
+    KINDS,
+    MOST_IN_IMAGE,
+    CurveChart,
+    HeatMap,
+    Kind,
+    LaneChart,
+    Picture,
+    fitted,
+    noted,
+)
 from atoll.observe.plots.style import (
     HEAT,
     KIND_COLOURS,
@@ -66,11 +76,11 @@ def render(picture: Picture) -> bytes:
 
 def _figure(picture: Picture) -> Figure:
     match picture:
-        case Heat():
+        case HeatMap():
             return _heat(picture)
-        case Curves():
+        case CurveChart():
             return _curves(picture)
-        case Lanes():
+        case LaneChart():
             return _lanes(*fitted(picture, MOST_IN_IMAGE))
 
 
@@ -91,7 +101,7 @@ def _sheet(title: str, note: str, body_in: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _heat(picture: Heat) -> Figure:
+def _heat(picture: HeatMap) -> Figure:
     from matplotlib.colors import LinearSegmentedColormap
 
     figure, axes = _sheet(picture.title, picture.note, 0.42 * len(picture.rows) + 0.8)
@@ -118,7 +128,7 @@ def _heat(picture: Heat) -> Figure:
     return figure
 
 
-def _curves(picture: Curves) -> Figure:
+def _curves(picture: CurveChart) -> Figure:
     figure, axes = _sheet(picture.title, picture.note, max(4.4, 0.2 * len(picture.lines) + 0.6))
     for line, stroke in zip(picture.lines, strokes(picture.lines), strict=True):
         xs, ys = [x for x, _ in line.points], [100 * y for _, y in line.points]
@@ -136,7 +146,7 @@ def _curves(picture: Curves) -> Figure:
     return figure
 
 
-def _lanes(picture: Lanes, grain_s: float) -> Figure:
+def _lanes(picture: LaneChart, grain_s: float) -> Figure:
     unit, roomy = unit_of(picture.end_s), len(picture.lanes) <= 16
     body_in = (0.32 if roomy else 0.15) * len(picture.lanes) + 1.2
     figure, axes = _sheet(picture.title, noted(picture.note, grain_s), body_in)
@@ -161,7 +171,7 @@ def _lanes(picture: Lanes, grain_s: float) -> Figure:
     return figure
 
 
-def _stretches(axes: Axes, picture: Lanes, kind: Kind, full: bool) -> bool:
+def _stretches(axes: Axes, picture: LaneChart, kind: Kind, full: bool) -> bool:
     """All of one kind at once; stepping has a second turn for those in which slices are missing."""
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba

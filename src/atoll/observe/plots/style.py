@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.observe.plots.pictures import Kind, Line, Trail
+from atoll.observe.plots.pictures import Curve, Kind, TimeSeries
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def step_of(end_s: float, most: int = 12) -> float:
     return next((step for step in steps if end_s / unit.seconds / step <= most), end_s / unit.seconds / most)
 
 
-def x_range(lines: Sequence[Line]) -> tuple[float, float]:
+def x_range(lines: Sequence[Curve]) -> tuple[float, float]:
     """The ends of a logarithmic axis."""
     xs = [x for line in lines for x, _ in line.points]
     low, high = min(xs, default=0.1), max(xs, default=100.0)
@@ -98,7 +98,7 @@ HEAT = ("#F8ECD0", "#BFDCC4", "#6DB6BB", "#2A81A6", "#12507F")
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ColourScheme:
     """What lies behind and around the data."""
 
     paper: str
@@ -107,8 +107,8 @@ class Ground:
     grid: str
 
 
-LIGHT = Ground(paper="#FFFFFF", ink="#1C2126", faint_ink="#59626B", grid="#E3E7EB")
-DARK = Ground(paper="#14181C", ink="#E4E8EC", faint_ink="#9AA4AE", grid="#30373E")
+LIGHT = ColourScheme(paper="#FFFFFF", ink="#1C2126", faint_ink="#59626B", grid="#E3E7EB")
+DARK = ColourScheme(paper="#14181C", ink="#E4E8EC", faint_ink="#9AA4AE", grid="#30373E")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Stroke:
     dash: str
 
 
-def strokes(lines: Sequence[Line | Trail]) -> list[Stroke]:
+def strokes(lines: Sequence[Curve | TimeSeries]) -> list[Stroke]:
     """A colour per family and a dash within it; lines without a family differ in both. 30 pairs, then they repeat."""
     families = list(dict.fromkeys(_family(line) for line in lines))
     taken: set[Stroke] = set()
@@ -133,7 +133,7 @@ def strokes(lines: Sequence[Line | Trail]) -> list[Stroke]:
     return chosen
 
 
-def _family(line: Line | Trail) -> tuple[str, str]:
+def _family(line: Curve | TimeSeries) -> tuple[str, str]:
     return (line.family, "" if line.family else line.name)
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll.observe.report.page import render
-from atoll.observe.report.reading import Run, read
+from atoll.observe.report.reading import ReportedRun, read_run
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 
-__all__ = ["NAME", "Run", "read", "render", "write_report"]
+__all__ = ["NAME", "ReportedRun", "read_run", "render", "write_report"]
 
 NAME = "report.html"
 
 
-def write_report(folder: Path, out: Path | None = None) -> tuple[Run, Path]:
+def write_report(folder: Path, out: Path | None = None) -> tuple[ReportedRun, Path]:
     """What was read, and where the page is."""
-    run = read(folder)
+    run = read_run(folder)
     path = out or folder / NAME
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name a file in it, as in {path / NAME}")

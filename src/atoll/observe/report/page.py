@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from atoll.observe.figures import plain
-from atoll.observe.plots import Course, Lane, Lanes, Mark, Stretch, Trail
-from atoll.observe.plots.html import NO_SCRIPT, Drawn, drawn, frame, place
+from atoll.observe.plots import Lane, LaneChart, LaneMark, LaneSegment, TimeChart, TimeSeries
+from atoll.observe.plots.html import NO_SCRIPT, DrawnFigure, drawn, frame, place
 from atoll.observe.plots.pictures import Drawable, Kind
 from atoll.observe.report import sections
-from atoll.observe.report.reading import Run, faults, mended
+from atoll.observe.report.reading import ReportedRun, find_faults, find_recoveries
 from atoll.observe.report.sections import STYLE, Html, join, note, paragraph, text
-from atoll.observe.timeline import Span, of_kind, stays
+from atoll.observe.timeline import Span, find_stays, select_kinds
 
 HEADLINES = {
     "going on": "This run has not ended: it is going on, and the page shows it as it was when it was made.",
@@ -34,7 +34,7 @@ class Section:
     picture: Drawable | None = None
 
 
-def render(run: Run) -> bytes:
+def render(run: ReportedRun) -> bytes:
     told = _sections(run)
     figures = {one.name: drawn(one.picture) for one in told if one.picture is not None}
     contents = "".join(f'<a href="#{one.name}">{one.title}</a>' for one in told)
@@ -44,21 +44,21 @@ def render(run: Run) -> bytes:
     return frame(title, STYLE, body, [(drawing, f"figure-{name}") for name, drawing in figures.items()])
 
 
-def _header(run: Run, title: str) -> Html:
+def _header(run: ReportedRun, title: str) -> Html:
     reason = plain(str(run.summary["reason"] or ""))
     head = f"<header><h1>{text(title)}</h1><p>{text(plain(run.path.name))}</p></header>"
     told = [paragraph(f"{sections.sentence(reason)}.")] if reason and run.state == "ended" else []
     return join([Html(head), *told, *([note(HEADLINES[run.state], run.missing)] if run.missing else [])])
 
 
-def _section(section: Section, drawing: Drawn | None) -> Html:
+def _section(section: Section, drawing: DrawnFigure | None) -> Html:
     figure = "" if drawing is None else place(drawing, f"figure-{section.name}")
     words = paragraph(section.words) if section.words else ""
     head = f'<section id="{section.name}" class="{section.name}"><h2>{section.title}</h2>'
     return Html(f"{head}{words}{figure}{section.body}</section>")
 
 
-def _sections(run: Run) -> list[Section]:
+def _sections(run: ReportedRun) -> list[Section]:
     lanes, losses, rounds = draw_lanes(run), draw_losses(run), draw_participation(run)
     found = [Section("summary", "Summary", sections.summary(run))]
     if lanes.lanes:
@@ -87,42 +87,42 @@ MOST_POINTS = 300
 """Of a line: more cannot be told apart on a screen."""
 
 
-def draw_lanes(run: Run) -> Lanes:
-    alive = _by_learner(stays(run.timeline, ("joined", "recovered"), run.part.start + run.end_s))
-    stepping = _by_learner(stays(run.timeline, ("recovered",), run.part.start + run.end_s))
+def draw_lanes(run: ReportedRun) -> LaneChart:
+    alive = _by_learner(find_stays(run.timeline, ("joined", "recovered"), run.part.start + run.end_s))
+    stepping = _by_learner(find_stays(run.timeline, ("recovered",), run.part.start + run.end_s))
     marks = _marks(run)
     names = sorted(alive, key=_in_order)
     shown = tuple(
         Lane(name, _stretches(run, name, alive[name], stepping.get(name, [])), marks.get(name, ())) for name in names
     )
     others = tuple(Lane(name, (), marks[name]) for name in sorted(marks.keys() - alive.keys()))
-    return Lanes("", "", shown + others)
+    return LaneChart("", "", shown + others)
 
 
-def draw_losses(run: Run) -> Course:
-    scored = [(run.at_s(e), float(e["loss"])) for e in of_kind(run.timeline, "score") if e.get("loss") is not None]
-    scored += [(run.at_s(e), float(e["validation_loss"])) for e in of_kind(run.timeline, "validation")]
+def draw_losses(run: ReportedRun) -> TimeChart:
+    scored = [(run.at_s(e), float(e["loss"])) for e in select_kinds(run.timeline, "score") if e.get("loss") is not None]
+    scored += [(run.at_s(e), float(e["validation_loss"])) for e in select_kinds(run.timeline, "validation")]
     scored = [(max(0.0, at_s), loss) for at_s, loss in scored]  # the first may be of before the first step
-    trails = [Trail("validation, global model", tuple(scored), dots=True)]
+    trails = [TimeSeries("validation, global model", tuple(scored), dots=True)]
     own: dict[str, list[tuple[float, float]]] = {}
-    for event in of_kind(run.timeline, "round"):
+    for event in select_kinds(run.timeline, "round"):
         for member in event["members"]:
             if member.get("loss") is not None:
                 own.setdefault(member["learner"], []).append((run.at_s(event), float(member["loss"])))
-    trails += [Trail(f"training, {name}", _thinned(own[name])) for name in sorted(own, key=_in_order)]
-    return Course("", "", tuple(trails), "loss", end_s=run.end_s)
+    trails += [TimeSeries(f"training, {name}", _thinned(own[name])) for name in sorted(own, key=_in_order)]
+    return TimeChart("", "", tuple(trails), "loss", end_s=run.end_s)
 
 
-def draw_participation(run: Run) -> Course:
+def draw_participation(run: ReportedRun) -> TimeChart:
     """Members of those who live, and those who live of those the run is meant for."""
-    rounds = [event for event in of_kind(run.timeline, "round") if event.get("live")]
+    rounds = [event for event in select_kinds(run.timeline, "round") if event.get("live")]
     many = group(len(rounds))
     shares = [(run.at_s(r), len(r["members"]) / r["live"]) for r in rounds]
     meant = max([int(run.summary["settings"].get("learners") or 0), *(r["live"] for r in rounds)], default=1)
     here = [(run.at_s(r), r["live"] / meant) for r in rounds]
     name = "members of live" if many == 1 else f"members of live, mean of {many} rounds"
-    trails = (Trail(name, _means(shares, many)), Trail("live of all", _changes(here), steps=True))
-    return Course("", "", trails, "share of learners", shares=True, end_s=run.end_s)
+    trails = (TimeSeries(name, _means(shares, many)), TimeSeries("live of all", _changes(here), steps=True))
+    return TimeChart("", "", trails, "share of learners", shares=True, end_s=run.end_s)
 
 
 def group(rounds: int) -> int:
@@ -130,8 +130,8 @@ def group(rounds: int) -> int:
     return max(1, -(-rounds // MOST_POINTS))
 
 
-def _stretches(run: Run, name: str, alive: Sequence[Span], stepping: Sequence[Span]) -> tuple[Stretch, ...]:
-    begun = [e["at"] for e in of_kind(run.timeline, "started", "restarted") if e.get("process") == name]
+def _stretches(run: ReportedRun, name: str, alive: Sequence[Span], stepping: Sequence[Span]) -> tuple[LaneSegment, ...]:
+    begun = [e["at"] for e in select_kinds(run.timeline, "started", "restarted") if e.get("process") == name]
     end = run.part.end
     found: list[tuple[Span, Kind]] = []
     left: float | None = None
@@ -146,7 +146,7 @@ def _stretches(run: Run, name: str, alive: Sequence[Span], stepping: Sequence[Sp
     zero = run.part.start
     whole = Span(zero, zero + run.end_s)
     cut = [(span.within(whole), kind) for span, kind in found]
-    return tuple(Stretch(span.start - zero, span.end - zero, kind) for span, kind in cut if span.length > 0)
+    return tuple(LaneSegment(span.start - zero, span.end - zero, kind) for span, kind in cut if span.length > 0)
 
 
 def _away(left: float | None, until: float, begun: Sequence[float]) -> list[tuple[Span, Kind]]:
@@ -157,15 +157,15 @@ def _away(left: float | None, until: float, begun: Sequence[float]) -> list[tupl
     return [*gone, (Span(start, until), "joining")]
 
 
-def _marks(run: Run) -> dict[str, tuple[Mark, ...]]:
-    found: dict[str, list[Mark]] = {}
-    for fault in faults(run.timeline):
+def _marks(run: ReportedRun) -> dict[str, tuple[LaneMark, ...]]:
+    found: dict[str, list[LaneMark]] = {}
+    for fault in find_faults(run.timeline):
         for whom in fault.whom or (THE_RUN,):
-            found.setdefault(whom, []).append(Mark(fault.at - run.part.start, fault.text, fault.kind))
-    for event, names in mended(run.timeline):
+            found.setdefault(whom, []).append(LaneMark(fault.at - run.part.start, fault.text, fault.kind))
+    for event, names in find_recoveries(run.timeline):
         for whom in names or (THE_RUN,):
             found.setdefault(whom, []).append(
-                Mark(run.at_s(event), str(event.get("text", "")), event["kind"], good=True)
+                LaneMark(run.at_s(event), str(event.get("text", "")), event["kind"], good=True)
             )
     return {whom: tuple(sorted(marks, key=lambda mark: mark.at_s)) for whom, marks in found.items()}
 

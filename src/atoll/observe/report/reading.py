@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from atoll.observe.summary import Summary, summarise
-from atoll.observe.timeline import Span, closing_of, in_its_own_time, session_starts, training_part
+from atoll.observe.timeline import Span, find_closing, find_session_starts, find_training_part, remove_idle_time
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
 from atoll.telemetry.events import Event, parse
@@ -27,7 +27,7 @@ SILENT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportedRun:
     path: Path
     timeline: tuple[Event, ...]
     """In order of time, without the time in which the run lay still."""
@@ -50,7 +50,7 @@ class Run:
         return float(event["at"]) - self.part.start
 
 
-def read(folder: Path, now: float | None = None) -> Run:
+def read_run(folder: Path, now: float | None = None) -> ReportedRun:
     """ConfigError where no run lies."""
     place = RunDir(folder.absolute())
     try:
@@ -64,7 +64,7 @@ def read(folder: Path, now: float | None = None) -> Run:
     events = list(parse(lines))
     torn = sum(1 for line in lines if line.strip()) - len(events)
     under_way = bool(lines) and not lines[-1].endswith(b"\n")
-    timeline = tuple(in_its_own_time(sorted(events, key=lambda event: float(event["at"]))))
+    timeline = tuple(remove_idle_time(sorted(events, key=lambda event: float(event["at"]))))
     state = _state(place, timeline, told, time.time() if now is None else now)
     summary = _figures(timeline, told)
     if state != "ended":
@@ -74,7 +74,7 @@ def read(folder: Path, now: float | None = None) -> Run:
         *_torn_words(torn - 1 if state == "going on" and under_way else torn),
         *([] if settings else ["There is no run.toml."]),
     ]
-    return Run(place.path, timeline, summary, settings, state, tuple(missing), training_part(timeline))
+    return ReportedRun(place.path, timeline, summary, settings, state, tuple(missing), find_training_part(timeline))
 
 
 def _figures(timeline: Sequence[Event], told: dict[str, Any]) -> Summary:
@@ -93,7 +93,7 @@ def _leave_out_what_only_the_end_tells(summary: Summary) -> None:
 
 def _state(place: RunDir, timeline: Sequence[Event], told: dict[str, Any], now: float) -> State:
     has_syncer = any(event["kind"] in ("run", "reigned", "round", "finished") for event in timeline)
-    if closing_of(timeline) or (told and not has_syncer):
+    if find_closing(timeline) or (told and not has_syncer):
         return "ended"
     moved = [path.stat().st_mtime for path in (place.journal / "alive", place.events) if path.exists()]
     return "going on" if now - max(moved, default=0.0) < SILENT_S else "cut off"
@@ -140,7 +140,7 @@ SYNCER = "syncer"
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ReportedFault:
     at: float
     kind: str
     """The kind of its event; of an injected one, what it was."""
@@ -150,7 +150,7 @@ class Fault:
     """Until the last of them contributed again; None: never."""
 
 
-def faults(timeline: Sequence[Event]) -> list[Fault]:
+def find_faults(timeline: Sequence[Event]) -> list[ReportedFault]:
     """What hit a run, whom, when, and how long it was until they contributed again.
 
     One fault may be in several events: an injected kill is a `fault`, the process is `killed` and has `exited`, and the
@@ -162,10 +162,10 @@ def faults(timeline: Sequence[Event]) -> list[Fault]:
     injected: dict[int, tuple[str, ...]] = {}
     """Those that are not over yet, and whom they hit."""
     found = []
-    again = set(session_starts(timeline))
+    again = set(find_session_starts(timeline))
     for place, event in enumerate(timeline):
         kind, whom = event["kind"], targets(event)
-        if place in again and not closing_of(timeline[:place]):
+        if place in again and not find_closing(timeline[:place]):
             found.append(
                 replace(_fault(timeline, place, "killed whole"), text="everything was killed; it was gone on with")
             )
@@ -185,7 +185,7 @@ def faults(timeline: Sequence[Event]) -> list[Fault]:
     return found
 
 
-def mended(timeline: Sequence[Event]) -> list[tuple[Event, tuple[str, ...]]]:
+def find_recoveries(timeline: Sequence[Event]) -> list[tuple[Event, tuple[str, ...]]]:
     """What came back or was over, and whom it concerned."""
     hit = {event.get("number", 0): targets(event) for event in timeline if event["kind"] == "fault"}
     back = [(event, targets(event)) for event in timeline if event["kind"] == "restarted"]
@@ -199,13 +199,13 @@ def targets(event: Event) -> tuple[str, ...]:
     return tuple(map(str, several)) if several else (str(one),) if one else ()
 
 
-def _fault(timeline: Sequence[Event], place: int, kind: str) -> Fault:
+def _fault(timeline: Sequence[Event], place: int, kind: str) -> ReportedFault:
     event = timeline[place]
     whom = targets(event)
     waits = [_again(timeline, place, name) for name in whom or (SYNCER,)]
     known = [seconds for seconds in waits if seconds is not None]
     seconds = max(known) if len(known) == len(waits) else None
-    return Fault(event["at"], kind, whom, str(event.get("text", "")), seconds)
+    return ReportedFault(event["at"], kind, whom, str(event.get("text", "")), seconds)
 
 
 def _again(timeline: Sequence[Event], place: int, name: str) -> float | None:

@@ -11,10 +11,10 @@ from html import escape
 from typing import Any, NewType
 
 from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain, span
-from atoll.observe.report.reading import Run, faults
+from atoll.observe.report.reading import ReportedRun, find_faults
 from atoll.observe.story import ADVICE, WARNING, last_sample, story
 from atoll.observe.summary import Summary
-from atoll.observe.timeline import of_kind
+from atoll.observe.timeline import select_kinds
 from atoll.telemetry.events import versions
 
 MOST_FAULTS = 500
@@ -32,7 +32,7 @@ CAUSES = {
 }
 
 
-def summary(run: Run) -> Html:
+def summary(run: ReportedRun) -> Html:
     figures, tokens = run.summary, run.summary["tokens"]
     meant = figures["settings"].get("sync_every") or 0
     steps = sum(learner["steps"] for learner in figures["per_learner"].values())
@@ -70,7 +70,7 @@ def _steps_between(figures: Summary, meant: int) -> str:
     return asked if mean is None else f"{asked}; mean {decimal(mean, 1)}, p95 {decimal(p95, 0)}"
 
 
-def _story(run: Run) -> list[Html]:
+def _story(run: ReportedRun) -> list[Html]:
     if not run.summary["rounds"] or not run.summary["per_learner"]:
         return []
     sentences = [plain(one) for one in story(run.summary, run.timeline)]
@@ -80,7 +80,7 @@ def _story(run: Run) -> list[Html]:
     return [*honest, *([note("Worth a look", warnings)] if warnings else [])]
 
 
-def learners(run: Run) -> Html:
+def learners(run: ReportedRun) -> Html:
     columns = (
         *("learner", "steps", "tokens", "merged share", "stepping", "rounds", "participation", "muted", "incarnations"),
         "longest absence",
@@ -103,15 +103,15 @@ def learners(run: Run) -> Html:
     return table(columns, rows) if rows else paragraph("No learner joined.")
 
 
-def sample(run: Run) -> Html:
+def sample(run: ReportedRun) -> Html:
     written = last_sample(run.timeline)
     if not written:
         return Html("")
     return join([heading("What the model last wrote"), verbatim(plain(written.strip("\n").expandtabs(4), keep="\n"))])
 
 
-def fault_table(run: Run) -> Html:
-    found = faults(run.timeline)
+def fault_table(run: ReportedRun) -> Html:
+    found = find_faults(run.timeline)
     if not found:
         return paragraph("Nothing hit this run.")
     kinds = Counter(fault.kind for fault in found)
@@ -131,7 +131,7 @@ def fault_table(run: Run) -> Html:
     return join([paragraph(f"{told}.{left_out}"), table(columns, rows, words=(1, 2, 4))])
 
 
-def ledger(run: Run) -> Html:
+def ledger(run: ReportedRun) -> Html:
     tokens = {**dict.fromkeys(FATES, 0), **run.summary["tokens"]}
     computed = tokens["computed"]
     rows = [
@@ -145,12 +145,12 @@ def ledger(run: Run) -> Html:
     return join([table(("fate", "tokens", "share", ""), rows, words=(0, 3)), _fragments(run)])
 
 
-def _fragments(run: Run) -> Html:
+def _fragments(run: ReportedRun) -> Html:
     """Per fragment: a token counts once for each fragment it was merged into."""
     merged: Counter[int] = Counter()
     rounds: Counter[int] = Counter()
     version: dict[int, int] = {}
-    for event in of_kind(run.timeline, "round"):
+    for event in select_kinds(run.timeline, "round"):
         merged[event["fragment"]] += sum(member["tokens"] for member in event["members"])
         rounds[event["fragment"]] += 1
         version[event["fragment"]] = event["version"]
@@ -171,18 +171,18 @@ def _fragments(run: Run) -> Html:
     return join([paragraph(told), folded("Every fragment", table(columns, rows))])
 
 
-def settings(run: Run) -> Html:
+def settings(run: ReportedRun) -> Html:
     shown = [verbatim(run.settings)] if run.settings else [paragraph("There is no run.toml.")]
     made = {key: run.summary["settings"].get(key) for key in ("fragments", "sync_every", "cut_every")}
     if run.summary["parameters"]:
         parameters = f"The model has {run.summary['parameters']:,} parameters. Filled in from it: "
         shown.insert(0, paragraph(parameters + ", ".join(f"{key} = {value}" for key, value in made.items()) + "."))
-    changes = [plain(str(event.get("text", ""))) for event in of_kind(run.timeline, "changed")]
+    changes = [plain(str(event.get("text", ""))) for event in select_kinds(run.timeline, "changed")]
     return join([*shown, *(paragraph(f"Changed on the way: {text}") for text in changes)])
 
 
-def built_with(run: Run) -> Html:
-    told = next((event["versions"] for event in of_kind(run.timeline, "run") if event.get("versions")), None)
+def built_with(run: ReportedRun) -> Html:
+    told = next((event["versions"] for event in select_kinds(run.timeline, "run") if event.get("versions")), None)
     words = (
         "As the syncer said when the run began."
         if told

@@ -27,8 +27,8 @@ import numpy as np
 
 from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
-from atoll.launch.replay.actor import Actor, House, State
-from atoll.launch.replay.score import Act, Copied, Decision, Part, Score
+from atoll.launch.replay.process import ReplayedProcess, ReplayServices, SharedState
+from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
 from atoll.mailbox.channel import Channel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
@@ -42,7 +42,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Difference:
+class VersionDifference:
     """The first version that is not what it was."""
 
     round: int
@@ -52,14 +52,14 @@ class Difference:
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     through: int = -1
     """The last round of which every version was the same."""
     compared: int = 0
     """Versions."""
     from_journal: list[int] = field(default_factory=list)
     """Rounds that were not made again."""
-    difference: Difference | None = None
+    difference: VersionDifference | None = None
     stopped: str = ""
     """Why it ended before it was to."""
     remarks: list[str] = field(default_factory=list)
@@ -72,24 +72,24 @@ class Outcome:
         return hashlib.blake2b(marks.encode(), digest_size=16).hexdigest()
 
 
-class Conductor:
+class ReplaySyncer:
     def __init__(
         self,
-        score: Score,
-        parts: Sequence[tuple[Part, list[Act]]],
+        score: RunRecording,
+        parts: Sequence[tuple[ProcessRecording, list[RecordedAction]]],
         decisions: Sequence[Decision],
         *,
         stage: Callable[[tuple[TensorSpec, ...]], Parameters],
         begun: bool,
-        launch: Callable[[Part, str], Child],
+        launch: Callable[[ProcessRecording, str], Child],
         gradient: Callable[[Merged | Restored], memoryview | None],
         jobs: int,
         until: int | None = None,
-        watch: Callable[[Outcome], None] = lambda outcome: None,
+        watch: Callable[[ReplayOutcome], None] = lambda outcome: None,
     ) -> None:
         """`stage` makes the parameters, once the first training process has said what its model is; `begun`: those of a
         cut, and not of the first learner."""
-        self.outcome = Outcome()
+        self.outcome = ReplayOutcome()
         self._score, self._stage, self._begun = score, stage, begun
         self._tensors: tuple[TensorSpec, ...] | None = None
         self._decisions, self._at = list(decisions), 0
@@ -103,10 +103,12 @@ class Conductor:
         self._needed = Counter((act.fragment, act.version) for act in adoptions)
         """How many parts are still to adopt a version."""
         self._versions: dict[tuple[int, int], FloatArray] = {}
-        self._copied = {(act.round, part.learner) for part, acts in parts for act in acts if isinstance(act, Copied)}
+        self._copied = {
+            (act.round, part.learner) for part, acts in parts for act in acts if isinstance(act, RecordedCopy)
+        }
         self._given: dict[tuple[int, str], FloatArray] = {}
-        self._states: dict[str, State] = {}
-        self._actors: list[Actor] = []
+        self._states: dict[str, SharedState] = {}
+        self._actors: list[ReplayedProcess] = []
         self._reasons: dict[str, str] = {}
         if begun:
             self._furnish(score.begun.tensors)
@@ -114,7 +116,7 @@ class Conductor:
     def _furnish(self, tensors: tuple[TensorSpec, ...]) -> None:
         settings = self._score.begun.settings
         self._tensors, self._parameters = tensors, self._stage(tensors)
-        self._house = House(
+        self._house = ReplayServices(
             plan=self._parameters.plan,
             settings=settings,
             codec=make_codec(settings.codec),
@@ -135,7 +137,7 @@ class Conductor:
 
     # ---- the course of it -------------------------------------------------------------------------------------------
 
-    def play(self) -> Outcome:
+    def play(self) -> ReplayOutcome:
         with tempfile.TemporaryDirectory(prefix="atoll-replay-") as folder:
             path = str(Path(folder) / "socket")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, selectors.DefaultSelector() as look:
@@ -199,10 +201,10 @@ class Conductor:
         for part, acts in list(self._waiting):
             if working < self._jobs and self._is_due(part, acts):
                 self._waiting.remove((part, acts))
-                self._actors.append(Actor(part, acts, self._launch(part, path)))
+                self._actors.append(ReplayedProcess(part, acts, self._launch(part, path)))
                 working += 1
 
-    def _is_due(self, part: Part, acts: list[Act]) -> bool:
+    def _is_due(self, part: ProcessRecording, acts: list[RecordedAction]) -> bool:
         """Not while an earlier process of this learner plays, nor before there is something for it to take."""
         if any(actor.part.learner == part.learner for actor in self._actors):
             return False
@@ -211,7 +213,7 @@ class Conductor:
         for act in acts:
             if isinstance(act, tape.Adopted):
                 return (act.fragment, act.version) in self._versions
-            if isinstance(act, tape.Owned | Copied):
+            if isinstance(act, tape.Owned | RecordedCopy):
                 return True
         return True
 
@@ -235,7 +237,7 @@ class Conductor:
         actor.hear(frames[1:])
         look.register(channel.sock, selectors.EVENT_READ, actor)
 
-    def _hear(self, actor: Actor, look: selectors.BaseSelector) -> None:
+    def _hear(self, actor: ReplayedProcess, look: selectors.BaseSelector) -> None:
         actor.receive()
         if actor.channel.closed:
             look.unregister(actor.channel.sock)
@@ -349,7 +351,7 @@ class Conductor:
         for fragment, (found, due) in enumerate(zip(made, record.digests, strict=True)):
             if found != due:
                 names = tuple(tensor.name for tensor in self._parameters.plan.fragments[fragment].tensors)
-                self.outcome.difference = Difference(record.at, fragment, record.versions[fragment], names)
+                self.outcome.difference = VersionDifference(record.at, fragment, record.versions[fragment], names)
                 return False
         self.outcome.compared += len(made)
         self._keep_current(range(len(made)))
@@ -362,7 +364,7 @@ class Conductor:
         whole = np.ones(len(self._parameters.plan.fragments[record.fragment].tensors), np.float32)
         return [np.frombuffer(share.factors, np.float32) if share.factors else whole for share in record.members]
 
-    def _difference(self, record: Merged) -> Difference:
+    def _difference(self, record: Merged) -> VersionDifference:
         part = self._parameters.plan.fragments[record.fragment]
         names = [tensor.name for tensor in part.tensors]
         mine = self._parameters.marks(record.fragment)
@@ -371,7 +373,7 @@ class Conductor:
                 name for n, name in enumerate(names) if mine[4 * n : 4 * n + 4] != record.marks[4 * n : 4 * n + 4]
             ]
             names = differ or names
-        return Difference(record.round, record.fragment, record.version, tuple(names))
+        return VersionDifference(record.round, record.fragment, record.version, tuple(names))
 
     def _keep_current(self, fragments: Sequence[int]) -> None:
         for fragment in fragments:
@@ -386,7 +388,7 @@ class Conductor:
         if self._needed[fragment, version] <= 0:
             self._versions.pop((fragment, version), None)
 
-    def _take(self, copy: Copied, learner: str, delta: FloatArray) -> None:
+    def _take(self, copy: RecordedCopy, learner: str, delta: FloatArray) -> None:
         self._given[copy.round, learner] = delta
 
     def _own(self, values: list[FloatArray]) -> None:
@@ -399,10 +401,10 @@ class Conductor:
         self._keep_current(range(len(values)))
         self._pack(0)
 
-    def _lend(self, part: Part, t: int, state: State) -> None:
+    def _lend(self, part: ProcessRecording, t: int, state: SharedState) -> None:
         tickets = [ticket for ticket, (lender, at) in self._score.lent.items() if lender is part and at == t]
         for ticket in tickets:
-            self._states[ticket] = State(os.dup(state.fd), state.size)
+            self._states[ticket] = SharedState(os.dup(state.fd), state.size)
         os.close(state.fd)
 
     def _remark(self, text: str) -> None:

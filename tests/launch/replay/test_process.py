@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.launch.replay.actor import Actor, House
-from atoll.launch.replay.score import Part
+from atoll.launch.replay.process import ReplayedProcess, ReplayServices
+from atoll.launch.replay.recording import ProcessRecording
 from atoll.mailbox.channel import Channel, RunProgress, decode_to_training
 from atoll.protocol.records import Played, Stretch, decode, encode
 from atoll.protocol.settings import Settings
@@ -35,8 +35,8 @@ class Journal:
 
 def told(entry: Informed, progress: dict[int, float]) -> RunProgress:
     near, theirs = Channel.pair()
-    actor = Actor(Part("a", "session", 1), [entry], cast(Any, None))
-    actor._channel, actor._shared, actor._box = near, cast(House, Journal(progress)), cast(Any, object())
+    actor = ReplayedProcess(ProcessRecording("a", "session", 1), [entry], cast(Any, None))
+    actor._channel, actor._shared, actor._box = near, cast(ReplayServices, Journal(progress)), cast(Any, object())
     assert actor._do(entry) is None
     far = Channel(theirs)
     [frame] = map(decode_to_training, far.receive())

@@ -17,7 +17,7 @@ import numpy as np
 
 from atoll.courier.body import as_held
 from atoll.launch.children import LAST_S, Child
-from atoll.launch.replay.score import Act, Copied, Part
+from atoll.launch.replay.recording import ProcessRecording, RecordedAction, RecordedCopy
 from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
     BASE,
@@ -57,7 +57,7 @@ OVER = "the replay is over"
 
 
 @dataclass(frozen=True)
-class State:
+class SharedState:
     """A learner's state for newcomers, in memory of its own."""
 
     fd: int
@@ -65,7 +65,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class House:
+class ReplayServices:
     """What all actors share."""
 
     plan: Plan
@@ -74,12 +74,12 @@ class House:
     version: Callable[[int, int], FloatArray | None]
     """A fragment's values as of a version; None: not there yet."""
     adopted: Callable[[int, int], None]
-    given: Callable[[Copied, str, FloatArray], None]
+    given: Callable[[RecordedCopy, str, FloatArray], None]
     """A contribution: the copy it is of, whose, and Δ."""
     owned: Callable[[list[FloatArray]], None]
     """The first parameters."""
-    state: Callable[[str], State | None]
-    lent: Callable[[Part, int, State], None]
+    state: Callable[[str], SharedState | None]
+    lent: Callable[[ProcessRecording, int, SharedState], None]
     leases: Callable[[int], Range]
     progress: Callable[[int], float]
     """How much of the budget was spent, by the rounds behind the run …"""
@@ -88,10 +88,10 @@ class House:
     remark: Callable[[str], None]
 
 
-class Actor:
-    def __init__(self, part: Part, acts: list[Act], child: Child) -> None:
+class ReplayedProcess:
+    def __init__(self, part: ProcessRecording, acts: list[RecordedAction], child: Child) -> None:
         self.part, self.child = part, child
-        self._shared: House | None = None
+        self._shared: ReplayServices | None = None
         self._acts = acts
         self._next = 0
         self._channel: Channel | None = None
@@ -108,7 +108,7 @@ class Actor:
         self._supplies: list[Supplies] = []
         self._copies: dict[tuple[int, int], tuple[int, int, int]] = {}
         """carry: fragment and step → slot, steps and tokens of a copy that may be carried on from."""
-        self._reading: Copied | None = None
+        self._reading: RecordedCopy | None = None
         self._free = 0
         self._end_by = inf
 
@@ -130,15 +130,15 @@ class Actor:
         return self._end_by < inf
 
     @property
-    def next_act(self) -> Act | None:
+    def next_act(self) -> RecordedAction | None:
         return self._acts[self._next] if self._next < len(self._acts) else None
 
     @property
-    def _house(self) -> House:
+    def _house(self) -> ReplayServices:
         assert self._shared is not None
         return self._shared
 
-    def connect(self, channel: Channel, start: Start, house: House) -> None:
+    def connect(self, channel: Channel, start: Start, house: ReplayServices) -> None:
         self._channel, self._shared = channel, house
         if not start.boxed:
             settings, plan = self._house.settings, self._house.plan
@@ -187,12 +187,12 @@ class Actor:
 
     # ---- acts -----------------------------------------------------------------------------------------------------
 
-    def _do(self, act: Act) -> str | None:
+    def _do(self, act: RecordedAction) -> str | None:
         """None: done, or under way with an answer to wait for."""
         assert self._box is not None
         send = self.channel.send
         match act:
-            case Copied():
+            case RecordedCopy():
                 return self._copy(act)
             case tape.Adopted():
                 return self._adopt(act)
@@ -228,7 +228,7 @@ class Actor:
         progress, step = self._house.progress(act.committed), self._house.global_step(act.committed)
         return RunProgress(act.committed, progress, step)
 
-    def _copy(self, act: Copied) -> str | None:
+    def _copy(self, act: RecordedCopy) -> str | None:
         assert self._box is not None
         held = int(self._box.adopted[act.fragment])
         if held != act.base:
@@ -319,7 +319,7 @@ class Actor:
             case StateCopy(size=size, reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
-                self._house.lent(self.part, frame.t, State(self.channel.take_descriptor(), size))
+                self._house.lent(self.part, frame.t, SharedState(self.channel.take_descriptor(), size))
             case StateTaken(reason=reason):
                 assert not reason, reason
                 self._waits_for = ""

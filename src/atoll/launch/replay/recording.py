@@ -31,7 +31,7 @@ from atoll.protocol.records import (
 from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
 
 
-class Copied(msgspec.Struct, frozen=True):
+class RecordedCopy(msgspec.Struct, frozen=True):
     """A copy that went into a round."""
 
     t: int
@@ -41,12 +41,12 @@ class Copied(msgspec.Struct, frozen=True):
     steps: int
 
 
-Act = AnyEntry | Copied
+RecordedAction = AnyEntry | RecordedCopy
 Decision = Started | Merged | Passed | Reset | Restored | Changed
 
 
 @dataclass
-class Part:
+class ProcessRecording:
     """One training process."""
 
     learner: str
@@ -54,7 +54,7 @@ class Part:
     number: int
     """Which of the learner's processes it is, from 1."""
     entries: list[AnyEntry] = field(default_factory=list)
-    copies: list[Copied] = field(default_factory=list)
+    copies: list[RecordedCopy] = field(default_factory=list)
     missing: str = ""
     """Why it cannot be played to its end, if so."""
     joined_at: int = 0
@@ -75,7 +75,7 @@ class Part:
         """Whether it joined when this many rounds were behind the run."""
         return self.joined_at >= rounds
 
-    def acts(self, after: int = -1) -> list[Act]:
+    def acts(self, after: int = -1) -> list[RecordedAction]:
         """All it does, in order; with `after`, from the entry behind the mark of that cut on, and before that what it
         knew of the run at the mark: that is no part of the state it saved."""
         if after < 0:
@@ -89,19 +89,19 @@ class Part:
 
 
 @dataclass
-class Score:
+class RunRecording:
     begun: Begun
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ProcessRecording] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     leases: dict[int, Range] = field(default_factory=dict)
-    lent: dict[str, tuple[Part, int]] = field(default_factory=dict)
+    lent: dict[str, tuple[ProcessRecording, int]] = field(default_factory=dict)
     """Ticket → whose state it stands for, and after which step the copy was made."""
     rounds: int = 0
     progress: dict[int, float] = field(default_factory=dict)
     """How much of the budget was spent, by the rounds behind the run …"""
     global_steps: dict[int, int] = field(default_factory=dict)
     """… and the run's step."""
-    of: dict[tuple[str, int], Part] = field(default_factory=dict)
+    of: dict[tuple[str, int], ProcessRecording] = field(default_factory=dict)
     """Learner and incarnation → its training process."""
 
     def begin_at(self, history: History) -> None:
@@ -119,18 +119,18 @@ class Score:
             part.index = numbers[part.learner]
 
 
-def read_score(records: Iterable[AnyRecord]) -> Score:
+def read_recording(records: Iterable[AnyRecord]) -> RunRecording:
     lines = iter(records)
     begun = next(lines)
     assert isinstance(begun, Begun), "a journal begins with the beginning of a run"
-    score = Score(begun)
+    score = RunRecording(begun)
     for record in lines:
         _take(score, record)
     score.number_parts()
     return score
 
 
-def _take(score: Score, record: AnyRecord) -> None:
+def _take(score: RunRecording, record: AnyRecord) -> None:
     match record:
         case Joined(learner, incarnation, session):
             score.of[learner, incarnation] = _part(score, learner, session)
@@ -139,7 +139,7 @@ def _take(score: Score, record: AnyRecord) -> None:
                 _add(score.of[one.learner, one.incarnation], one.first, one.entries)
         case Merged():
             for share in record.members:
-                copy = Copied(share.t, record.round, record.fragment, share.base, share.steps)
+                copy = RecordedCopy(share.t, record.round, record.fragment, share.base, share.steps)
                 score.of[share.learner, share.incarnation].copies.append(copy)
             _decided(score, record)
         case Passed():
@@ -155,38 +155,38 @@ def _take(score: Score, record: AnyRecord) -> None:
             pass
 
 
-def _decided(score: Score, record: Merged | Passed) -> None:
+def _decided(score: RunRecording, record: Merged | Passed) -> None:
     score.decisions.append(record)
     score.rounds = record.round + 1
     score.progress[score.rounds], score.global_steps[score.rounds] = record.progress, int(record.step)
 
 
-def _add(part: Part, first: int, entries: tuple[AnyEntry, ...]) -> None:
+def _add(part: ProcessRecording, first: int, entries: tuple[AnyEntry, ...]) -> None:
     if first > len(part.entries) and not part.missing:
         part.missing = f"its tape lacks entries {len(part.entries)} to {first - 1}"
     if not part.missing:
         part.entries.extend(entries)
 
 
-def _part(score: Score, learner: str, session: str) -> Part:
+def _part(score: RunRecording, learner: str, session: str) -> ProcessRecording:
     mine = [part for part in score.parts if part.learner == learner]
     for part in mine:
         if part.session == session:
             return part
-    part = Part(learner, session, len(mine) + 1, joined_at=score.rounds)
+    part = ProcessRecording(learner, session, len(mine) + 1, joined_at=score.rounds)
     score.parts.append(part)
     return part
 
 
-def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Copied]) -> list[Act]:
+def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[RecordedCopy]) -> list[RecordedAction]:
     """Copies between the entries; those that were made before them are left out."""
-    held = Held()
+    held = HeldVersions()
     for entry in before:
         held.take(entry)
     since = before[-1].t if before else 0
     waiting = deque(sorted((copy for copy in copies if copy.t >= since), key=lambda copy: (copy.t, copy.round)))
-    acts: list[Act] = []
-    now: list[Copied] = []
+    acts: list[RecordedAction] = []
+    now: list[RecordedCopy] = []
     """Copies of the step that is being looked at."""
     for entry in entries:
         if now and now[0].t < entry.t:
@@ -202,7 +202,7 @@ def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Copi
     return [*acts, *now, *waiting]
 
 
-class Held:
+class HeldVersions:
     """The versions in a model, by fragment."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Held:
             self._versions.clear()
             self._others = 0 if isinstance(entry, Owned) else -1
 
-    def is_base_of(self, copy: Copied, before: Adopted | Forgot) -> bool:
+    def is_base_of(self, copy: RecordedCopy, before: Adopted | Forgot) -> bool:
         """Whether a copy of this very step was made before that entry took its base away."""
         touched = isinstance(before, Forgot) or before.fragment == copy.fragment
         return touched and self._versions.get(copy.fragment, self._others) == copy.base
