@@ -41,7 +41,7 @@ def test_every_choice_can_be_loaded_and_says_what_it_is(choice: Choice) -> None:
     ("text", "said"),
     [
         ('[outer]\nmerge = "median"', "merge = 'median' is not known: use one of mean, rda, rda-row"),
-        ('[outer]\noptimizer = "adam"', "optimizer = 'adam' is not known: use one of nesterov, sgd"),
+        ('[outer]\noptimizer = "adam"', "outer_optimizer = 'adam' is not known: use one of nesterov, sgd"),
         ('[protocol]\ncodec = "int3"', "codec = 'int3' is not known: use one of bf16, fp32"),
         ('[protocol]\nplan = "random"', "plan = 'random' is not known: use one of balanced, layer, tensor"),
         ('[protocol]\nadopt = "ignore"', "adopt = 'ignore' is not known: use one of blend, carry, overwrite"),

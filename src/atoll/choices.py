@@ -21,7 +21,7 @@ from atoll.protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One kind of choice: the setting that names it, and the package that holds its modules."""
+    """One kind of choice: the setting that names it, as `--set` writes it, and the package that holds its modules."""
 
     setting: str
     package: str
@@ -45,7 +45,7 @@ class Choice:
 
 
 MERGE = Choice("merge", "atoll.numerics.merges")
-OUTER_OPTIMIZER = Choice("optimizer", "atoll.numerics.outers")
+OUTER_OPTIMIZER = Choice("outer_optimizer", "atoll.numerics.outers")
 CODEC = Choice("codec", "atoll.numerics.codecs")
 PLAN = Choice("plan", "atoll.numerics.plans")
 ADOPT = Choice("adopt", "atoll.learner.adoption")

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import pytest
 
 from atoll import cli
-from atoll.cli.rows import significant
+from atoll.cli.lists import significant
 
 Ask: TypeAlias = Callable[[str], str]
 

@@ -122,6 +122,8 @@ class Command:
     """Its own, of a group. They also get the group's options."""
     suggest: Callable[[str], str] | None = None
     """What to do instead of an option that is not there; empty: nothing is known."""
+    appendix: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
+    """A last table of its help: the heading, and rows."""
 
     @property
     def summary(self) -> str:
@@ -243,9 +245,13 @@ def render(command: Command, path: str) -> str:
     tables: dict[str, list[tuple[str, str]]] = {}
     for one in command.parameters:
         tables.setdefault(one.panel if one.flags else "Arguments", []).append(one.columns())
-    tables.setdefault(next(reversed(tables), "Options"), []).append((", ".join(HELP), "Show this text."))
+    panel = next((one.panel for one in reversed(command.parameters) if one.flags), "Options")
+    tables.setdefault(panel, []).append((", ".join(HELP), "Show this text."))
     for sub in command.commands:
         tables.setdefault(sub.panel, []).append((sub.name, sub.summary))
+    if command.appendix is not None:
+        title, rows = command.appendix()
+        tables[title] = rows
     column = min(COLUMN, max((len(left) for rows in tables.values() for left, _ in rows), default=0) + 4)
     for title, rows in tables.items():
         parts.append("\n".join([heading(f"{title}:"), *(line for row in rows for line in _row(*row, column, width))]))

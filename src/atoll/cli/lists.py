@@ -1,4 +1,4 @@
-"""Lists and numbers as people write them on a command line: `1,5`, `150k,1.2M`, `5e9`, `7B`.
+"""What calculators read and print: lists and numbers as people write them (`1,5`, `150k,1.2M`, `7B`), rows as CSV.
 
 k, M and B stand for thousand, million and billion. Only what is no number, or not a finite one, is refused here:
 whoever uses the numbers knows what signs and sizes make sense.
@@ -6,10 +6,14 @@ whoever uses the numbers knows what signs and sizes make sense.
 
 from __future__ import annotations
 
+import csv
 import math
+import sys
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from atoll.protocol.errors import ConfigError
 
@@ -71,3 +75,33 @@ def _whole(option: str, text: str, value: Decimal) -> int:
     if value != value.to_integral_value():
         raise ConfigError(f"{option} {text!r}: {float(value):g} is no whole number")
     return int(value)
+
+
+# ---- what they print ------------------------------------------------------------------------------------------------
+
+
+def one_form(json_: bool, csv_: bool) -> None:
+    if json_ and csv_:
+        raise ConfigError("--json and --csv exclude each other: take one of them")
+
+
+def print_json(document: object) -> None:
+    print(msgspec.json.encode(document).decode())
+
+
+def print_csv(rows: Sequence[msgspec.Struct | dict[str, Any]]) -> None:
+    """A header and a line for each row; nothing stands where a row has no such figure."""
+    lines = [row if isinstance(row, dict) else msgspec.structs.asdict(row) for row in rows]
+    table = csv.DictWriter(
+        sys.stdout, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n"
+    )
+    table.writeheader()
+    table.writerows(lines)
+
+
+def significant(value: float) -> str:
+    """Two significant digits, or more where they are whole: 0.58, 1.2, 49, 132."""
+    if not value:
+        return "0"
+    decimals = max(0, 1 - math.floor(math.log10(abs(float(f"{value:.1e}")))))
+    return f"{value:.{decimals}f}"

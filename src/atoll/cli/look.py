@@ -1,4 +1,4 @@
-"""Commands that look at a run, check it, or change its settings: status, dashboard, verify, export, set, drain."""
+"""Commands that look at a run, check it, or change it: status, dashboard, verify, export, set, drain, report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from atoll.fabric.client import get_json
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
 from atoll.observe.figures import plain
-from atoll.observe.report.reading import read_run as read_run
+from atoll.observe.report import write_report
+from atoll.observe.report.reading import read_run
 from atoll.observe.screen import LiveScreen
 from atoll.observe.story import print_closing, story, verification_rows
 from atoll.observe.tail import EventTail
@@ -170,3 +171,17 @@ def set_(run: str, words: list[str]) -> None:
             f"no syncer answers at {without_secrets(url)}: settings change while a run goes on, or with --resume"
         ) from error
     Console().print(f"changed: {changed}" if changed else "everything was like that already", highlight=False)
+
+
+def report(run: Path, out: Path | None, json_: bool) -> None:
+    console = Console(stderr=json_)
+    with console.status("drawing"):
+        found, path = write_report(run, out)
+    if json_:
+        told = {"report": str(path), "state": found.state, "missing": found.missing, "summary": found.summary}
+        print(msgspec.json.format(msgspec.json.encode(told)).decode())
+        return
+    state = (
+        "" if found.state == "ended" else f" (the run {'is going on' if found.state == 'going on' else 'was cut off'})"
+    )
+    console.print(f"the report{state} is in {short(path)}", soft_wrap=True, highlight=False, markup=False)

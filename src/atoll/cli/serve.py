@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
-from atoll.cli.cert import own_address
-from atoll.cli.keys import Last, join_link, pins_of, remember
+from atoll.cli.keys import Last, join_link, own_address, pins_of, remember
 from atoll.cli.shared import close, document_of, setting_words, settings_of, short
 from atoll.config import Config, Service, convert, merged, parse_settings
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address

@@ -7,8 +7,7 @@ from itertools import product
 import msgspec
 from rich.console import Console
 
-from atoll.cli.lists import counts, names, number, numbers
-from atoll.cli.rows import one_form, print_csv, print_json
+from atoll.cli.lists import counts, names, number, numbers, one_form, print_csv, print_json
 from atoll.estimate.bandwidth import BITS
 from atoll.estimate.upsizing import (
     METHODS,

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll.cli.command import Command, argument, flag, option
-from atoll.cli.declared.shared import ASK, LOOK, TRUST, find_run, find_run_or_address, setting_option, suggest_setting
+from atoll.cli.declared.shared import (
+    ASK,
+    LOOK,
+    TRUST,
+    find_run,
+    find_run_or_address,
+    list_choices,
+    setting_option,
+    suggest_setting,
+)
 
 LOOKING = (
     Command(
@@ -67,7 +76,7 @@ LOOKING = (
         Example:
           atoll report atoll-runs/first
         """,
-        "report:report",
+        "look:report",
         (
             argument("run", "A run's folder.", find_run, metavar="RUN", required=True),
             option("--out", "The page; default DIR/report.html.", Path, metavar="FILE.html"),
@@ -170,6 +179,7 @@ LOOKING = (
         ),
         script=True,
         suggest=suggest_setting,
+        appendix=list_choices,
     ),
     Command(
         "compare",

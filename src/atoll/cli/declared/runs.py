@@ -9,8 +9,10 @@ from atoll.cli.declared.shared import (
     JOIN,
     LEARNERS,
     TRAIN,
+    describe_choices,
     find_run,
     find_run_or_address,
+    list_choices,
     setting_option,
     suggest_setting,
 )
@@ -78,6 +80,7 @@ RUNS = (
         ),
         script=True,
         suggest=suggest_setting,
+        appendix=list_choices,
     ),
     Command(
         "export",
@@ -148,6 +151,7 @@ RUNS = (
             ),
         ),
         suggest=suggest_setting,
+        appendix=list_choices,
     ),
     Command(
         "learn",
@@ -214,6 +218,9 @@ RUNS = (
         JOIN,
         """Change settings of a run while it goes on; they are journaled.
 
+        The same words as after --set of atoll train, for what may change: learners, steps, tokens, quorum, merge,
+        outer_lr, grace, guard, cut_every and more. adopt, codec, plan and outer_optimizer stay as the run began.
+
         Example:
           atoll set atoll-runs/first quorum=2 outer_lr=0.5
         """,
@@ -222,6 +229,7 @@ RUNS = (
             argument("run", "A run's folder, or the address of its syncer.", find_run_or_address, required=True),
             argument("words", "What changes, as key=value.", many=True, metavar="KEY=VALUE", required=True),
         ),
+        appendix=describe_choices,
     ),
     Command(
         "cert",
@@ -233,7 +241,7 @@ RUNS = (
           atoll cert --ca --host syncer.example.org && atoll cert --learner learner-0
           atoll cert --next && atoll tokens link     (and once learners have the new link: atoll cert --renew)
         """,
-        "cert:cert",
+        "keys:cert",
         (
             option("--out", "Where the keys go.", Path, metavar="DIR", default=Path("atoll-keys")),
             option("--host", "A name or address the syncer is reached by; several times for more.", many=True),

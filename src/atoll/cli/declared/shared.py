@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from atoll.choices import CHOICES
 from atoll.cli.command import Parameter, option
 
 TRAIN, JOIN, LOOK, TRUST, ASK = (
@@ -35,6 +36,15 @@ def setting_option(panel: str) -> Parameter:
     """`atoll set` takes the same words."""
     text = "Any setting, as in quorum=2; several times for several."
     return option("--set", text, name="words", many=True, metavar="KEY=VALUE", panel=panel)
+
+
+def list_choices() -> tuple[str, list[tuple[str, str]]]:
+    return "Settings that are a choice", [(one.setting, ", ".join(one.names())) for one in CHOICES]
+
+
+def describe_choices() -> tuple[str, list[tuple[str, str]]]:
+    rows = [(f"{one.setting}={name}", one.describe(name)) for one in CHOICES for name in one.names()]
+    return "Settings that are a choice", rows
 
 
 def suggest_setting(flag: str) -> str:

@@ -173,7 +173,7 @@ SIMULATORS = (
           atoll simulate calibrate --table mine.csv --free step_s,elasticity.outage_s --write mine.toml
           atoll simulate calibrate --from-run atoll-runs/first
         """,
-        "simulate_calibrate:calibrate",
+        "simulate_goodput:calibrate",
         (
             option(
                 "--table",
@@ -242,7 +242,7 @@ SIMULATORS = (
           atoll simulate tape mixed.tape --learners 4 --step-s 1,1,2,4 --fault kill:learner-1@40+20
           atoll train --tape mixed.tape --out atoll-runs/mixed
         """,
-        "tape:tape",
+        "simulate:tape",
         (
             argument("out", "The file to write.", Path, metavar="FILE", required=True),
             option("--learners", "M: how many learners.", int, default=4),
