@@ -4,11 +4,9 @@ processes that start with less in them (startup/)."""
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
 from hypothesis import HealthCheck, settings
 
 # Before any test imports numpy or torch; processes that a test starts inherit it.
@@ -20,9 +18,6 @@ if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
-
-# What typer reads from the signatures of all commands, twice for every command that a test calls, it reads once.
-typer.main.get_params_from_function = cache(typer.main.get_params_from_function)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
