@@ -42,7 +42,7 @@ from atoll.config import convert
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.transfer import body_headers, body_session, put_body
-from atoll.fabric.wire import Limits, decode_from_syncer, digest, encode
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, digest, encode
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import PROTOCOL, FromLearner, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
 from atoll.store.keys import KeyDir
@@ -64,7 +64,7 @@ PAGE, TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 def dialled(address: SyncerAddress) -> dict[str, Any]:
     """How a syncer is dialled."""
-    settings = {"autoping": False, "max_msg_size": Limits().control_bytes, "compress": 0}
+    settings = {"autoping": False, "max_msg_size": FabricLimits().control_bytes, "compress": 0}
     url = f"{address.urls[0]}/v1/control"
     return {"url": url, "headers": address.headers_for(url), "ssl": address.context() or True, **settings}
 
@@ -156,14 +156,14 @@ class Talker:
         """Have the run's first parameters: the first that came gives them."""
         assert self.welcome is not None
         if self.welcome.upload:
-            async with body_session(address, Limits()) as bodies:
+            async with body_session(address, FabricLimits()) as bodies:
                 for part in make_plan(TENSORS, FRAGMENTS).fragments:
                     data = np.ones(part.size, dtype=np.float32).view(np.uint8).data
                     path, headers = (
                         f"{address.urls[0]}/v1/initial/{self.name}/{part.index}",
                         body_headers(self.session, digest(data)),
                     )
-                    await put_body(bodies, path, data, headers, WAIT_S, Limits())
+                    await put_body(bodies, path, data, headers, WAIT_S, FabricLimits())
         if min(self.welcome.versions) < 0:
             await self._until(Started)
 

@@ -22,7 +22,7 @@ import torch
 from overhead import Loop, start_syncer
 
 import atoll
-from atoll.learner.courier_process import Recorder
+from atoll.learner.courier_process import TapeRecorder
 from atoll.protocol import records
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
@@ -35,17 +35,17 @@ FRAME_BYTES = 21
 def measure(loop: Loop, learner: atoll.Learner, blocks: int, steps: int) -> dict[str, Any]:
     batches = learner.batches(loop.dataset, batch_size=loop.settings.batch)
     rates: dict[str, list[float]] = {"with": [], "without": []}
-    add = Recorder.add
+    add = TapeRecorder.add
     for block in range(2 * blocks + 2):
         name = "without" if (block + block // 2) % 2 else "with"
-        Recorder.add = add if name == "with" else lambda self, entry: None  # type: ignore[method-assign]
+        TapeRecorder.add = add if name == "with" else lambda self, entry: None  # type: ignore[method-assign]
         began = time.perf_counter()
         for _ in range(steps):
             loss = loop.step(next(batches))
             learner.step(tokens=loop.tokens, loss=loss)
         if block >= 2:  # everything has been used once before
             rates[name].append(steps * loop.tokens / (time.perf_counter() - began))
-    Recorder.add = add  # type: ignore[method-assign]
+    TapeRecorder.add = add  # type: ignore[method-assign]
     return {
         "parameters": sum(p.numel() for p in loop.model.parameters()),
         "step_ms": 1e3 * loop.tokens / median(rates["without"]),

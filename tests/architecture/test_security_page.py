@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.fabric import test_abuse, test_abuse_learners
 
-from atoll.fabric.wire import KIB, MIB, Limits
+from atoll.fabric.wire import KIB, MIB, FabricLimits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 TABLES = {
@@ -41,8 +41,8 @@ def test_every_test_that_is_named_is_there() -> None:
 
 
 def test_every_limit_is_there_with_its_number() -> None:
-    limits = Limits()
-    for name in Limits.__struct_fields__:
+    limits = FabricLimits()
+    for name in FabricLimits.__struct_fields__:
         assert f"| `{name}` | {shown(name, getattr(limits, name))} |" in PAGE
 
 

@@ -21,15 +21,15 @@ from atoll.learner.boundary import Boundary
 from atoll.learner.peer_state import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
-    Box,
-    Channel,
+    CourierChannel,
     DrainOrder,
     Frame,
     Kept,
+    MailboxReady,
     RunProgress,
     SaveOrder,
     Start,
-    Step,
+    StepReport,
     StopOrder,
     Welcomed,
     decode_to_training,
@@ -142,10 +142,10 @@ class Training:
 
     def hire(self) -> None:
         """Start a courier; after the first one, hand it the memory."""
-        self.channel, theirs = Channel.pair()
+        self.channel, theirs = CourierChannel.pair()
         loop = asyncio.get_running_loop()
         loop.add_reader(self.channel.sock, self._readable.set)
-        self.courier = Courier(Channel(theirs), direct=self.direct)
+        self.courier = Courier(CourierChannel(theirs), direct=self.direct)
         self.task = asyncio.ensure_future(self.courier.run())
         self.send(
             Start(**{f: getattr(self.start, f) for f in Start.__struct_fields__ if f != "boxed"}, boxed=self.boxed)
@@ -153,7 +153,7 @@ class Training:
         if self.box is not None and self.boundary is not None:
             self.boundary.drop_orders()
             self.peers.courier_died()
-            self.send(Box(self.boundary.settings, self.stepped(), waits=self.peers.waits), self.box.fd)
+            self.send(MailboxReady(self.boundary.settings, self.stepped(), waits=self.peers.waits), self.box.fd)
 
     @property
     def boxed(self) -> bool:
@@ -213,7 +213,7 @@ class Training:
         plan = make_plan(self.start.tensors, frame.settings.fragments)
         self.box = Mailbox.create(plan, frame.settings)
         self.boundary = Boundary(self.box, frame.settings, self.parameters, self)  # type: ignore[arg-type]
-        self.send(Box(frame.settings, self.stepped()), self.box.fd)
+        self.send(MailboxReady(frame.settings, self.stepped()), self.box.fd)
 
     async def until(self, true: Callable[[], bool], idle: bool = True) -> None:
         """Serve the courier, between steps, until something is true."""
@@ -246,7 +246,7 @@ class Training:
         self.listen()
         self.boundary.adopt_ready(self.t)
         self.boundary.make_copies(self.t)
-        self.send(Step(self.stepped(), self.boundary.epoch))
+        self.send(StepReport(self.stepped(), self.boundary.epoch))
 
     def learn(self) -> None:
         """A step of the small model."""
@@ -256,7 +256,7 @@ class Training:
 
     def stop(self) -> None:
         assert self.boundary is not None
-        self.send(Step(self.stepped(stopped=True), self.boundary.epoch))
+        self.send(StepReport(self.stepped(stopped=True), self.boundary.epoch))
 
     def versions(self) -> list[int]:
         assert self.box is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.courier import body as module
-from atoll.courier.body import Bodies
+from atoll.courier.body import FragmentTransfers
 from atoll.fabric.wire import digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
@@ -66,7 +66,7 @@ class Place:
         self.events: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
         self.takes = True
         start = Start("learner-0", "session", "", TENSORS)
-        self.bodies = Bodies(self.box, self.link, settings, start, self._tell, tasks)  # type: ignore[arg-type]
+        self.bodies = FragmentTransfers(self.box, self.link, settings, start, self._tell, tasks)  # type: ignore[arg-type]
 
     def _tell(self, event: fx.LearnerEvent) -> None:
         self.events.put_nowait(event)

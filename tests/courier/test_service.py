@@ -10,7 +10,15 @@ from tests.courier.conftest import WAIT_S, Run, Stage, Training
 
 from atoll.courier import service
 from atoll.courier.service import Courier
-from atoll.mailbox.channel import Bye, Channel, Copy, DrainOrder, RunProgress, StopOrder, decode_to_training
+from atoll.mailbox.channel import (
+    CopyMade,
+    CourierChannel,
+    DrainOrder,
+    Goodbye,
+    RunProgress,
+    StopOrder,
+    decode_to_training,
+)
 from atoll.protocol import effects as fx
 from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Refused
@@ -66,8 +74,8 @@ async def test_how_far_the_run_is_comes_as_one_thing(stage: Stage) -> None:
 
 async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(stage: Stage) -> None:
     """What waits for it must not grow with the rounds: a step may take hours."""
-    near, theirs = Channel.pair()
-    courier = Courier(Channel(theirs))
+    near, theirs = CourierChannel.pair()
+    courier = Courier(CourierChannel(theirs))
     courier._machine = Learner("learner-0", "session", ())
     while not courier._channel.clogged:
         courier._channel.send(DrainOrder("x" * 10_000))
@@ -174,7 +182,7 @@ async def test_a_goodbye_is_passed_on_even_if_the_socket_closes_at_once(stage: S
     training = stage.training(run)
     await training.join()
     training.step(0.5)
-    training.send(Bye("it was interrupted"))
+    training.send(Goodbye("it was interrupted"))
     training.hang_up()
     async with asyncio.timeout(WAIT_S):
         await training.task
@@ -253,7 +261,7 @@ async def test_to_come_too_late_is_no_mistake(stage: Stage) -> None:
 async def test_a_courier_in_the_wrong_ends_with_its_error(stage: Stage) -> None:
     training = stage.training(await stage.run())
     training.hire()
-    training.send(Copy(0, 0, 0, 0, 0, 0, 0, 0))
+    training.send(CopyMade(0, 0, 0, 0, 0, 0, 0, 0))
     with pytest.raises(AssertionError):
         async with asyncio.timeout(WAIT_S):
             await training.task

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.courier.body import Incoming, Outgoing
+from atoll.courier.body import IncomingSlots, OutgoingSlots
 
 
-def made(slots: Outgoing, fragment: int, t: int) -> int:
+def made(slots: OutgoingSlots, fragment: int, t: int) -> int:
     slot = slots.take(urgent=True)
     assert slot is not None
     slots.made(fragment, t, slot, steps=t, tokens=10 * t)
@@ -17,13 +17,13 @@ def made(slots: Outgoing, fragment: int, t: int) -> int:
 
 
 def test_a_slot_is_given_to_one_at_a_time() -> None:
-    slots = Outgoing([0, 1, 2])
+    slots = OutgoingSlots([0, 1, 2])
     assert {slots.take(urgent=False) for _ in range(3)} == {0, 1, 2}
     assert slots.take(urgent=True) is None
 
 
 def test_a_copy_ordered_ahead_takes_no_slot_from_one_at_hand() -> None:
-    slots = Outgoing([0, 1])
+    slots = OutgoingSlots([0, 1])
     made(slots, 0, 1)
     made(slots, 1, 1)
     assert slots.take(urgent=False) is None
@@ -31,12 +31,12 @@ def test_a_copy_ordered_ahead_takes_no_slot_from_one_at_hand() -> None:
 
 
 def test_slots_are_reserved_by_need_as_long_as_there_is_memory() -> None:
-    slots = Outgoing([0], reserve=lambda slot: slot < 3)
+    slots = OutgoingSlots([0], reserve=lambda slot: slot < 3)
     assert [slots.take(urgent=False) for _ in range(4)] == [0, 1, 2, None]
 
 
 def test_the_newest_copy_goes_out() -> None:
-    slots = Outgoing([0, 1, 2])
+    slots = OutgoingSlots([0, 1, 2])
     made(slots, 0, 1)
     newest = made(slots, 0, 2)
     made(slots, 1, 3)
@@ -46,14 +46,14 @@ def test_the_newest_copy_goes_out() -> None:
 
 
 def test_a_copy_that_was_not_sent_is_free_once_dropped() -> None:
-    slots = Outgoing([0])
+    slots = OutgoingSlots([0])
     made(slots, 0, 1)
     slots.drop(0, 1)
     assert slots.free == [0] and not slots.copies and not slots.counters
 
 
 def test_a_copy_that_went_out_is_kept_for_carry_until_its_fragment_is_adopted() -> None:
-    slots = Outgoing([0, 1])
+    slots = OutgoingSlots([0, 1])
     slot = made(slots, 0, 1)
     slots.send(0)
     slots.drop(0, 1)
@@ -66,7 +66,7 @@ def test_a_copy_that_went_out_is_kept_for_carry_until_its_fragment_is_adopted() 
 
 
 def test_a_copy_that_is_adopted_before_it_is_dropped_is_free_after_both() -> None:
-    slots = Outgoing([0])
+    slots = OutgoingSlots([0])
     made(slots, 0, 1)
     slots.send(0)
     slots.adopted(0)
@@ -75,7 +75,7 @@ def test_a_copy_that_is_adopted_before_it_is_dropped_is_free_after_both() -> Non
 
 
 def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_oldest() -> None:
-    slots = Outgoing([0, 1, 2])
+    slots = OutgoingSlots([0, 1, 2])
     oldest = made(slots, 0, 1)
     kept = made(slots, 1, 2)
     slots.send(1)
@@ -87,14 +87,14 @@ def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_olde
 
 
 def test_a_second_copy_of_the_same_step_frees_the_first() -> None:
-    slots = Outgoing([0, 1])
+    slots = OutgoingSlots([0, 1])
     first = made(slots, 0, 1)
     second = made(slots, 0, 1)
     assert slots.free == [first] and slots.send(0) == second
 
 
 def test_after_forgetting_every_copy_is_free() -> None:
-    slots = Outgoing([0, 1, 2])
+    slots = OutgoingSlots([0, 1, 2])
     for t in range(3):
         made(slots, t, t)
     slots.send(1)
@@ -110,7 +110,7 @@ def test_after_forgetting_every_copy_is_free() -> None:
     )
 )
 def test_no_slot_is_ever_lost_or_given_twice(acts: list[tuple[str, int, int]]) -> None:
-    slots = Outgoing(list(range(4)))
+    slots = OutgoingSlots(list(range(4)))
     for t, (act, fragment, back) in enumerate(acts):
         if act == "take":
             made(slots, fragment, t)
@@ -127,7 +127,7 @@ def test_no_slot_is_ever_lost_or_given_twice(acts: list[tuple[str, int, int]]) -
 
 
 async def test_a_fetch_waits_for_a_slot() -> None:
-    slots = Incoming(1)
+    slots = IncomingSlots(1)
     first = await slots.take()
     waiting = asyncio.ensure_future(slots.take())
     await asyncio.sleep(0)
@@ -137,7 +137,7 @@ async def test_a_fetch_waits_for_a_slot() -> None:
 
 
 async def test_what_nobody_took_gives_its_slot_back() -> None:
-    slots = Incoming(1)
+    slots = IncomingSlots(1)
     slots.landed[3] = await slots.take()
     slots.unwanted(3)
     slots.unwanted(3)

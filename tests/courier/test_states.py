@@ -12,8 +12,8 @@ import torch
 from tests.courier.conftest import WAIT_S, Run, Stage, Training
 from tests.courier.test_service import base, flat, stepping
 
-from atoll.courier.states import MOST_MORE, States
-from atoll.mailbox.channel import Channel, Start
+from atoll.courier.states import MOST_MORE, StateTransfers
+from atoll.mailbox.channel import CourierChannel, Start
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec
@@ -122,7 +122,7 @@ async def test_a_peer_that_dies_in_the_middle_is_followed_by_another(
     for peer in peers:
         assert peer.courier._link is not None
         monkeypatch.setattr(peer.courier._link, "put_relay", stuck)
-    monkeypatch.setattr("atoll.fabric.host.Host._send", stuck)
+    monkeypatch.setattr("atoll.fabric.host.StateHost._send", stuck)
     newcomer = stage.training(run, name="learner-2")
 
     async def accident() -> None:
@@ -212,14 +212,16 @@ async def test_only_the_two_of_a_ticket_get_at_the_relay(stage: Stage) -> None:
 class TestAlone:
     """Its own part, with a link that says what the test says."""
 
-    async def states(self, stack: AsyncExitStack, link: object) -> tuple[States, asyncio.Queue[fx.LearnerEvent]]:
+    async def states(
+        self, stack: AsyncExitStack, link: object
+    ) -> tuple[StateTransfers, asyncio.Queue[fx.LearnerEvent]]:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        ours, theirs = Channel.pair()
+        ours, theirs = CourierChannel.pair()
         stack.callback(ours.close)
         stack.callback(theirs.close)
         start = Start("learner-1", "session", "", (TensorSpec("w", (4,), "float32"),))
         told: asyncio.Queue[fx.LearnerEvent] = asyncio.Queue()
-        return States(ours, link, start, told.put_nowait, print, tasks), told  # type: ignore[arg-type]
+        return StateTransfers(ours, link, start, told.put_nowait, print, tasks), told  # type: ignore[arg-type]
 
     async def test_a_state_that_no_model_like_ours_could_have_is_not_even_asked_for(self) -> None:
         async with AsyncExitStack() as stack:

@@ -13,10 +13,12 @@ import pytest
 from tests.fabric.fort import Fort, fort_in
 
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.host import Host
-from atoll.fabric.relay import Relay, RelayLimits
-from atoll.fabric.server import Channel, Served, Server
-from atoll.fabric.wire import Limits, Score, digest
+from atoll.fabric.control_channel import ControlChannel
+from atoll.fabric.handlers import ServedFragment
+from atoll.fabric.host import StateHost
+from atoll.fabric.relay import RelayLimits, StateRelay
+from atoll.fabric.server import Server
+from atoll.fabric.wire import FabricLimits, ScoreReport, digest
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello, Started
 
@@ -28,7 +30,7 @@ class MemoryDesk:
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, ControlChannel] = {}
         self.refuse: str | None = None
         self.buffers: dict[tuple[str, int, int], bytearray] = {}
         self.initials: dict[int, bytearray] = {}
@@ -52,7 +54,7 @@ class MemoryDesk:
                 await self._news.wait()
         return self.told(kind)[count - 1]
 
-    def opened(self, channel: Channel, hello: Hello) -> None:
+    def opened(self, channel: ControlChannel, hello: Hello) -> None:
         self.note("opened", channel.learner, channel.session)
         if self.refuse is not None:
             raise PeerError(self.refuse)
@@ -62,10 +64,10 @@ class MemoryDesk:
     def turned_away(self, address: str, reason: str) -> None:
         """Nobody counts them here."""
 
-    def received(self, channel: Channel, message: FromLearner) -> None:
+    def received(self, channel: ControlChannel, message: FromLearner) -> None:
         self.note("received", channel.learner, message)
 
-    def closed(self, channel: Channel, reason: str) -> None:
+    def closed(self, channel: ControlChannel, reason: str) -> None:
         self.note("closed", channel.learner, channel.session, reason)
 
     def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
@@ -87,12 +89,12 @@ class MemoryDesk:
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
         self.note("initial", learner, fragment, digest)
 
-    def fragment(self, index: int) -> Served:
+    def fragment(self, index: int) -> ServedFragment:
         if index not in self.fragments:
             raise PeerError(f"there is no fragment {index}")
         self.held += 1
         data = self.fragments[index]
-        return Served(3, 7, digest(data), memoryview(data), self._release)
+        return ServedFragment(3, 7, digest(data), memoryview(data), self._release)
 
     def _release(self) -> None:
         self.held -= 1
@@ -113,7 +115,7 @@ class MemoryDesk:
     def manifest(self) -> bytes:
         return json.dumps({"fragments": len(self.fragments)}).encode()
 
-    def score(self, score: Score) -> None:
+    def score(self, score: ScoreReport) -> None:
         self.note("score", score)
 
     def change(self, words: Sequence[str]) -> str:
@@ -124,7 +126,7 @@ class MemoryDesk:
 class Learner:
     """A link with a memory."""
 
-    def __init__(self, url: str, name: str, session: str, limits: Limits) -> None:
+    def __init__(self, url: str, name: str, session: str, limits: FabricLimits) -> None:
         self.messages: asyncio.Queue[FromSyncer] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
         self.link = SyncerConnection(
@@ -151,7 +153,7 @@ class Place:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.handlers = MemoryDesk()
-        self.limits = Limits()
+        self.limits = FabricLimits()
         self._stack = stack
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -162,15 +164,17 @@ class Place:
         return self._server
 
     @property
-    def relay(self) -> Relay:
+    def relay(self) -> StateRelay:
         return self.server._relay
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.port}"
 
-    async def open(self, limits: Limits | None = None, port: int = 0, relay_limits: RelayLimits | None = None) -> None:
-        self.limits = limits or Limits()
+    async def open(
+        self, limits: FabricLimits | None = None, port: int = 0, relay_limits: RelayLimits | None = None
+    ) -> None:
+        self.limits = limits or FabricLimits()
         self._server = Server(self.handlers, host="127.0.0.1", port=port, limits=self.limits, relay_limits=relay_limits)
         await self._server.start()
         self._stack.push_async_callback(self._server.stop)
@@ -198,9 +202,9 @@ class Place:
         self._stack.push_async_callback(_hung_up, writer)
         return reader, writer
 
-    async def host(self, limits: Limits | None = None) -> Host:
+    async def host(self, limits: FabricLimits | None = None) -> StateHost:
         """A courier's own server."""
-        host = Host(limits=limits)
+        host = StateHost(limits=limits)
         await host.start()
         self._stack.push_async_callback(host.stop)
         return host

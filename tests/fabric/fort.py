@@ -25,24 +25,24 @@ import numpy as np
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.address import SyncerAddress
-from atoll.fabric.certificates import Pair, fingerprint, make_authority, make_client, make_server
-from atoll.fabric.join_tokens import Token, Tokens, new_secret
+from atoll.fabric.certificates import CertificatePair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
-from atoll.fabric.wire import Limits, digest
+from atoll.fabric.wire import FabricLimits, digest
 from atoll.observe.dashboard import Dashboard
 from atoll.protocol.messages import Heartbeat, Pull, Refused
 from atoll.store.keys import KeyDir
 from atoll.syncer.credentials import write_tokens
 
 HONEST = "honest"
-SHORT = Limits(
+SHORT = FabricLimits(
     header_s=1.0, hello_s=0.5, body_grace_s=0.4, body_idle_s=0.4, flush_s=0.3, messages_rate=50, strangers=64
 )
 """Deadlines that a test can wait for."""
 
 
-def token(id: str, **more: Any) -> Token:
-    return Token(id=id, secret=new_secret(), **more)
+def token(id: str, **more: Any) -> JoinToken:
+    return JoinToken(id=id, secret=new_secret(), **more)
 
 
 TOKENS = {
@@ -71,19 +71,19 @@ class Fort:
         pair = make_server(["localhost", "127.0.0.1"], 1.0, self.authority)
         self.write("syncer", pair)
         self.write("ca", self.authority)
-        write_tokens(self.keys, Tokens(TOKENS.values()))
+        write_tokens(self.keys, JoinTokens(TOKENS.values()))
         self.pin = fingerprint(pair.certificate)
 
-    def write(self, name: str, pair: Pair) -> tuple[Path, Path]:
+    def write(self, name: str, pair: CertificatePair) -> tuple[Path, Path]:
         certificate, key = self.keys.path / f"{name}.crt", self.keys.path / f"{name}.key"
         self.keys.write(certificate, pair.certificate)
         self.keys.write(key, pair.key)
         return certificate, key
 
-    def of_learner(self, name: str, authority: Pair | None = None) -> tuple[Path, Path]:
+    def of_learner(self, name: str, authority: CertificatePair | None = None) -> tuple[Path, Path]:
         return self.write(name, make_client(name, 1.0, authority or self.authority))
 
-    async def open(self, limits: Limits = SHORT, *, mutual: bool = False) -> None:
+    async def open(self, limits: FabricLimits = SHORT, *, mutual: bool = False) -> None:
         """Its honest learner has given the first parameters, and makes no step unless it is told to."""
         service = {"keys": str(self.keys.path), "mutual": mutual, "advertise": ["syncer.example.org:7077"]}
         pages = Dashboard(self.stage.out.events)

@@ -22,7 +22,7 @@ import msgspec
 from msgspec.inspect import multi_type_info
 
 from atoll.fabric.wire import (
-    Score,
+    ScoreReport,
     check_hello,
     decode_from_learner,
     decode_from_syncer,
@@ -104,7 +104,7 @@ class Fuzz:
         self._pool: dict[Kind, list[bytes]] = {
             "learner": self._valid(FromLearner),
             "syncer": self._valid(FromSyncer),
-            "score": [msgspec.json.encode(self._made(info)) for info in multi_type_info([Score] * EACH)],
+            "score": [msgspec.json.encode(self._made(info)) for info in multi_type_info([ScoreReport] * EACH)],
             "words": [json.dumps([f"lr={n}", "quorum=2"][: 1 + n % 2]).encode() for n in range(EACH)],
         }
         self._packed: tuple[Spoil, ...] = (

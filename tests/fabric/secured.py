@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.fabric.conftest import MemoryDesk
 
 from atoll.fabric.address import SyncerAddress
-from atoll.fabric.authorizer import TokenDoor
+from atoll.fabric.authorizer import TokenAuthorizer
 from atoll.fabric.certificates import fingerprint, make_server
-from atoll.fabric.join_tokens import Role, Token, Tokens
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, Role
 from atoll.fabric.server import Server
 from atoll.fabric.tls import server_context
 
@@ -47,8 +47,11 @@ async def secured_server(
     pair = make_server(["127.0.0.1", "localhost"], days)
     (folder / "cert.pem").write_bytes(pair.certificate)
     (folder / "key.pem").write_bytes(pair.key)
-    tokens = Tokens([Token(id="join", secret=SECRET, role=role)])
-    authorizer, tls = TokenDoor(lambda: tokens, lambda: "run"), server_context(folder / "cert.pem", folder / "key.pem")
+    tokens = JoinTokens([JoinToken(id="join", secret=SECRET, role=role)])
+    authorizer, tls = (
+        TokenAuthorizer(lambda: tokens, lambda: "run"),
+        server_context(folder / "cert.pem", folder / "key.pem"),
+    )
     handlers = handlers or SecuredDesk()
     server = Server(handlers, host="127.0.0.1", port=0, authorizer=authorizer, tls=lambda: tls, names=["far.example"])
     await server.start()

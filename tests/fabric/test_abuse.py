@@ -22,7 +22,7 @@ from tests.syncer.conftest import WAIT_S
 
 from atoll.fabric import certificates
 from atoll.fabric.certificates import fingerprint, make_authority, make_server
-from atoll.fabric.join_tokens import Tokens
+from atoll.fabric.join_tokens import JoinTokens
 from atoll.fabric.tls import client_context
 from atoll.observe.dashboard.site import MOST_VIEWERS
 from atoll.protocol.messages import Refused
@@ -354,14 +354,14 @@ async def test_that_a_certificate_ends_soon_is_in_the_status(fort: Fort) -> None
     assert fort.stage.service.figures().notice.startswith("the syncer's certificate ends in 24 hours")
 
 
-def without(id: str) -> Tokens:
-    return Tokens(TOKENS.values()).without(id)
+def without(id: str) -> JoinTokens:
+    return JoinTokens(TOKENS.values()).without(id)
 
 
-def anew(id: str) -> Tokens:
+def anew(id: str) -> JoinTokens:
     """As `atoll cert --force` makes them: all the names are there, none of the secrets."""
     replaced = {name: msgspec.structs.replace(token, secret=secrets.token_hex(16)) for name, token in TOKENS.items()}
-    return Tokens({**TOKENS, id: replaced[id]}.values())
+    return JoinTokens({**TOKENS, id: replaced[id]}.values())
 
 
 ENDS = [(without, "was revoked"), (anew, "was replaced by another of its name")]
@@ -369,7 +369,7 @@ ENDS = [(without, "was revoked"), (anew, "was replaced by another of its name")]
 
 @pytest.mark.parametrize(("change", "why"), ENDS)
 async def test_a_token_that_counts_no_more_ends_its_channels(
-    fort: Fort, change: Callable[[str], Tokens], why: str
+    fort: Fort, change: Callable[[str], JoinTokens], why: str
 ) -> None:
     await fort.open()
     rogue = fort.join("eu-1", "eu")
@@ -398,7 +398,7 @@ async def end_of(socket: aiohttp.ClientWebSocketResponse) -> tuple[int | None, s
 
 @pytest.mark.parametrize(("change", "reason"), ENDS)
 async def test_a_viewers_token_that_counts_no_more_ends_what_it_looks_at(
-    fort: Fort, change: Callable[[str], Tokens], reason: str
+    fort: Fort, change: Callable[[str], JoinTokens], reason: str
 ) -> None:
     await fort.open()
     before, wall, boss = await fort.digest(), await looks_on(fort, "look"), await looks_on(fort, "boss")

@@ -23,8 +23,8 @@ import msgspec
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 
-from atoll.fabric.join_tokens import Tokens
-from atoll.fabric.wire import KIB, Limits, decode_from_syncer, digest, encode
+from atoll.fabric.join_tokens import JoinTokens
+from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, digest, encode
 from atoll.protocol.messages import (
     PROTOCOL,
     Contribution,
@@ -300,7 +300,7 @@ async def test_ever_new_names_on_one_token(fort: Fort) -> None:
     assert [event["text"] for event in fort.stage.events("warning") if "2 of at most 2 names" in event["text"]]
     await fort.unharmed(before)
     await fort.join("few-2", "few").until(Welcome)
-    write_tokens(fort.keys, Tokens(TOKENS.values()).with_changed("few", names=3))
+    write_tokens(fort.keys, JoinTokens(TOKENS.values()).with_changed("few", names=3))
     await fort.until(lambda: fort.stage.service.server._authorizer._tokens().named("few").names == 3)
     await fort.join("few-4", "few").until(Welcome)
 
@@ -521,7 +521,7 @@ def half_open() -> int:
 
 async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
     """They keep coming, from the very address of an honest newcomer, which gets in long before they are given up."""
-    await fort.open(msgspec.structs.replace(SHORT, header_s=60.0, strangers=Limits().strangers))
+    await fort.open(msgspec.structs.replace(SHORT, header_s=60.0, strangers=FabricLimits().strangers))
     before, most = await fort.digest(), half_open()
     flooding = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FLOOD, str(fort.port), str(most), stdout=subprocess.PIPE
@@ -534,7 +534,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
         status, _ = await fort.request("GET", "/v1/status", "join")
         took = time.monotonic() - began
         assert status == 200
-        assert len(fort.stage.service.server._listener.places.strangers) <= Limits().strangers
+        assert len(fort.stage.service.server._listener.places.strangers) <= FabricLimits().strangers
         await fort.unharmed(before)
         newcomer = fort.join("newcomer")
         await newcomer.until(Welcome)
@@ -543,7 +543,7 @@ async def test_ten_thousand_half_open_connections(fort: Fort) -> None:
         flooding.kill()
         await flooding.wait()
     assert took < 30
-    assert fort.stage.service.server.turned_away >= most - Limits().strangers
+    assert fort.stage.service.server.turned_away >= most - FabricLimits().strangers
 
 
 async def test_a_flood_of_large_hellos(fort: Fort) -> None:
@@ -561,7 +561,7 @@ async def test_a_flood_of_large_hellos(fort: Fort) -> None:
             await socket.send_bytes(large)
             assert "in the run" in await last_words(socket)
             read += 1
-    assert status == 429 and 8 <= read <= 8 + Limits().hello_bytes // len(large)
+    assert status == 429 and 8 <= read <= 8 + FabricLimits().hello_bytes // len(large)
     await fort.unharmed(before)
     newcomer = fort.join("newcomer")  # by another token
     await newcomer.until(Welcome)

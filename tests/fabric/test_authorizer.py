@@ -13,14 +13,14 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from atoll.fabric.authorizer import NOBODY, OpenDoor, Rejected, TokenDoor, Visitor
-from atoll.fabric.join_tokens import Owners, Token, Tokens, roles_for
+from atoll.fabric.authorizer import NOBODY, OpenAuthorizer, Rejected, TokenAuthorizer, Visitor
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, NameOwners, roles_for
 from atoll.protocol.errors import PeerError
 
 
-def named(id: str, **more: object) -> Token:
+def named(id: str, **more: object) -> JoinToken:
     secret = hashlib.sha256(id.encode()).hexdigest()  # the same in every process of the tests
-    return msgspec.convert({"id": id, "secret": secret, **more}, Token)
+    return msgspec.convert({"id": id, "secret": secret, **more}, JoinToken)
 
 
 LEARNER = named("join", learner="eu-*", most=2)
@@ -29,8 +29,8 @@ EVALUATOR = named("score", role="evaluator")
 OPERATOR = named("boss", role="operator")
 REVOKED = named("gone", revoked=True)
 OVER = named("over", expires=1.0)
-ALL = Tokens([LEARNER, VIEWER, EVALUATOR, OPERATOR, REVOKED, OVER])
-DOOR = TokenDoor(lambda: ALL, lambda: "r1")
+ALL = JoinTokens([LEARNER, VIEWER, EVALUATOR, OPERATOR, REVOKED, OVER])
+DOOR = TokenAuthorizer(lambda: ALL, lambda: "r1")
 
 
 def asks(path: str = "/v1/status", *authorization: str, **more: str) -> web.Request:
@@ -40,7 +40,7 @@ def asks(path: str = "/v1/status", *authorization: str, **more: str) -> web.Requ
     return cast(web.Request, SimpleNamespace(path=path.partition("?")[0], headers=headers, cookies=cookies))
 
 
-def bearer(token: Token) -> str:
+def bearer(token: JoinToken) -> str:
     return f"Bearer {token.secret}"
 
 
@@ -48,7 +48,7 @@ def basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def refusal(request: web.Request, door: TokenDoor = DOOR) -> tuple[int, str]:
+def refusal(request: web.Request, door: TokenAuthorizer = DOOR) -> tuple[int, str]:
     with pytest.raises(Rejected) as caught:
         door.admit(request)
     return caught.value.status, str(caught.value)
@@ -133,7 +133,7 @@ def test_a_browser_shows_it_as_a_password_under_any_name() -> None:
 
 
 @pytest.mark.parametrize(("token", "why"), [(REVOKED, "was revoked"), (OVER, "expired on 1970-01-01")])
-def test_a_token_that_counts_no_more_is_told_so(token: Token, why: str) -> None:
+def test_a_token_that_counts_no_more_is_told_so(token: JoinToken, why: str) -> None:
     status, reason = refusal(asks("/v1/status", bearer(token)))
     assert status == 401 and why in reason
 
@@ -149,30 +149,30 @@ def test_a_stranger_learns_nothing_of_the_run() -> None:
     assert "r1" not in refusal(asks("/v1/control", "Bearer nobody-knows-this", Atoll_Run="r2"))[1]
 
 
-def came_by(id: str, tokens: Tokens) -> Visitor:
+def came_by(id: str, tokens: JoinTokens) -> Visitor:
     return Visitor(id, mark=tokens.named(id).mark)
 
 
 def test_who_may_join_under_a_name() -> None:
     visitor = Visitor("join", mark=LEARNER.mark)
-    DOOR.may_join(visitor, "eu-1", set(), Owners())
-    DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"}, Owners())
+    DOOR.may_join(visitor, "eu-1", set(), NameOwners())
+    DOOR.may_join(visitor, "eu-1", {"eu-1", "eu-2"}, NameOwners())
     with pytest.raises(PeerError, match=r"is for eu-\*, not for us-1"):
-        DOOR.may_join(visitor, "us-1", set(), Owners())
+        DOOR.may_join(visitor, "us-1", set(), NameOwners())
     with pytest.raises(PeerError, match="is for 2 learners at once"):
-        DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"}, Owners())
+        DOOR.may_join(visitor, "eu-3", {"eu-1", "eu-2"}, NameOwners())
     with pytest.raises(PeerError, match="was revoked"):
-        DOOR.may_join(Visitor("gone", mark=REVOKED.mark), "eu-1", set(), Owners())
+        DOOR.may_join(Visitor("gone", mark=REVOKED.mark), "eu-1", set(), NameOwners())
 
 
 def test_a_token_that_vanished_since_it_was_shown_is_the_peers_trouble_not_ours() -> None:
     with pytest.raises(PeerError, match="is not there any more"):
-        DOOR.may_join(Visitor("deleted"), "eu-1", set(), Owners())
+        DOOR.may_join(Visitor("deleted"), "eu-1", set(), NameOwners())
 
 
 def test_tokens_are_looked_at_each_time() -> None:
-    tokens = [Tokens([LEARNER])]
-    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    tokens = [JoinTokens([LEARNER])]
+    door = TokenAuthorizer(lambda: tokens[0], lambda: "r1")
     door.admit(asks("/v1/status", bearer(LEARNER)))
     assert door.gone("join", LEARNER.mark) == ""
     tokens[0] = tokens[0].without("join")
@@ -182,27 +182,27 @@ def test_tokens_are_looked_at_each_time() -> None:
 
 
 def test_another_token_of_the_same_name_is_another_token() -> None:
-    tokens = [Tokens([LEARNER])]
-    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    tokens = [JoinTokens([LEARNER])]
+    door = TokenAuthorizer(lambda: tokens[0], lambda: "r1")
     before = door.admit(asks("/v1/status", bearer(LEARNER)))
-    tokens[0] = Tokens([anew := msgspec.structs.replace(LEARNER, secret="a-secret-that-came-later")])
+    tokens[0] = JoinTokens([anew := msgspec.structs.replace(LEARNER, secret="a-secret-that-came-later")])
     after = door.admit(asks("/v1/status", bearer(anew)))
     assert "was replaced by another of its name" in door.gone(before.token, before.mark)
     assert door.gone(after.token, after.mark) == ""
     with pytest.raises(PeerError, match="was replaced"):
-        door.may_join(before, "eu-1", set(), Owners())
+        door.may_join(before, "eu-1", set(), NameOwners())
     assert LEARNER.secret not in before.mark
 
 
 def test_an_expiry_is_looked_at_by_the_clock_of_now() -> None:
     soon = named("soon", expires=time.time() + 3600)
-    assert TokenDoor(lambda: Tokens([soon]), lambda: "r1").gone("soon", soon.mark) == ""
+    assert TokenAuthorizer(lambda: JoinTokens([soon]), lambda: "r1").gone("soon", soon.mark) == ""
 
 
 def test_a_door_that_is_open_lets_everybody_do_everything() -> None:
-    door = OpenDoor()
+    door = OpenAuthorizer()
     assert door.admit(asks("/v1/settings")) is NOBODY
-    door.may_join(NOBODY, "learner-0", set(), Owners())
+    door.may_join(NOBODY, "learner-0", set(), NameOwners())
     assert door.gone("", "") == ""
 
 
@@ -211,15 +211,15 @@ def test_a_door_that_is_open_lets_everybody_do_everything() -> None:
 ANNA, BERT = named("anna", names=4), named("bert", names=4)
 
 
-def joins(door: TokenDoor, owners: Owners, token: str, *names: str) -> None:
+def joins(door: TokenAuthorizer, owners: NameOwners, token: str, *names: str) -> None:
     for name in names:
         door.may_join(came_by(token, door._tokens()), name, set(), owners)
         owners.take(name, token)
 
 
 def test_a_name_belongs_to_the_token_that_it_came_by_until_that_counts_no_more() -> None:
-    tokens = [Tokens([ANNA, BERT])]
-    door, owners = TokenDoor(lambda: tokens[0], lambda: "r1"), Owners({"laptop": "anna"})
+    tokens = [JoinTokens([ANNA, BERT])]
+    door, owners = TokenAuthorizer(lambda: tokens[0], lambda: "r1"), NameOwners({"laptop": "anna"})
     joins(door, owners, "anna", "laptop")
     with pytest.raises(PeerError, match="the name laptop belongs to whoever holds the token 'anna': choose another"):
         joins(door, owners, "bert", "laptop")
@@ -235,13 +235,13 @@ def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
         named("anna", learner="eu-anna"),
         named("old", learner="eu-bert"),
     ]
-    tokens = Tokens(most).without("old")
-    door, owners = TokenDoor(lambda: tokens, lambda: "r1"), Owners({"eu-anna": "join"})
+    tokens = JoinTokens(most).without("old")
+    door, owners = TokenAuthorizer(lambda: tokens, lambda: "r1"), NameOwners({"eu-anna": "join"})
     for token in ("join", "eu"):
         with pytest.raises(
             PeerError, match="the name eu-anna is kept for the token 'anna': choose another with --name"
         ):
-            door.may_join(came_by(token, tokens), "eu-anna", set(), Owners())
+            door.may_join(came_by(token, tokens), "eu-anna", set(), NameOwners())
     with pytest.raises(PeerError, match="the name eu-1 is kept for the token 'eu'"):
         joins(door, owners, "join", "eu-1")
     joins(door, owners, "anna", "eu-anna")  # also from one that had it before there was a token for it
@@ -251,7 +251,7 @@ def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
 
 
 def test_a_token_brings_so_many_names_and_no_more_also_when_they_have_left() -> None:
-    door, owners = TokenDoor(lambda: Tokens([ANNA, BERT]), lambda: "r1"), Owners({"old": "anna"})
+    door, owners = TokenAuthorizer(lambda: JoinTokens([ANNA, BERT]), lambda: "r1"), NameOwners({"old": "anna"})
     joins(door, owners, "anna", "b", "c", "d")
     joins(door, owners, "anna", "old", "b", "c", "d")  # names that stay cost nothing
     with pytest.raises(PeerError) as caught:
@@ -265,8 +265,8 @@ def test_a_token_brings_so_many_names_and_no_more_also_when_they_have_left() -> 
 
 def test_its_owner_is_told_in_time_and_once() -> None:
     said: list[str] = []
-    tokens = [Tokens([ANNA])]
-    door, owners = TokenDoor(lambda: tokens[0], lambda: "r1", said.append), Owners()
+    tokens = [JoinTokens([ANNA])]
+    door, owners = TokenAuthorizer(lambda: tokens[0], lambda: "r1", said.append), NameOwners()
     joins(door, owners, "anna", "a", "b")
     assert said == []
     joins(door, owners, "anna", "c", "d", "d")
@@ -280,8 +280,8 @@ def test_its_owner_is_told_in_time_and_once() -> None:
 
 
 def test_where_nobody_is_asked_nothing_is_owned() -> None:
-    owners = Owners({"laptop": "anna"})
-    OpenDoor().may_join(NOBODY, "laptop", set(), owners)
+    owners = NameOwners({"laptop": "anna"})
+    OpenAuthorizer().may_join(NOBODY, "laptop", set(), owners)
     owners.take("laptop", "")
     owners.take("another", "")
     assert owners.of("laptop") == "anna" and owners.of("another") == "" and owners.names("") == 0

@@ -17,16 +17,16 @@ from atoll.fabric.authorizer import (
     CODES,
     COOKIE_S,
     OneTimeCodes,
-    TokenDoor,
+    TokenAuthorizer,
     Visitor,
     cookie_for,
     token_of_cookie,
 )
-from atoll.fabric.join_tokens import Tokens, new_secret
+from atoll.fabric.join_tokens import JoinTokens, new_secret
 from atoll.fabric.server import Server
 from atoll.observe.dashboard.site import Dashboard
 
-ALL = Tokens([LEARNER, VIEWER, REVOKED])
+ALL = JoinTokens([LEARNER, VIEWER, REVOKED])
 HOST = "127.0.0.1:7077"
 
 
@@ -54,7 +54,7 @@ def test_a_cookie_counts_for_its_token_and_its_time() -> None:
     assert token_of_cookie(ALL, cookies(value), HOST, 1001.0) is VIEWER
     assert token_of_cookie(ALL, cookies(value), HOST, 1000.0 + COOKIE_S) is None
     assert token_of_cookie(ALL, cookies(value), "127.0.0.1:7078", 1001.0) is None, "another run's"
-    other = Tokens([type(VIEWER)(id=VIEWER.id, secret=new_secret(), role="viewer")])
+    other = JoinTokens([type(VIEWER)(id=VIEWER.id, secret=new_secret(), role="viewer")])
     assert token_of_cookie(other, cookies(value), HOST, 1001.0) is None, "the token was made anew"
 
 
@@ -76,16 +76,16 @@ def test_no_other_cookie_counts() -> None:
 
 def test_a_code_of_a_token_that_was_replaced_opens_nothing() -> None:
     tokens = [ALL]
-    door = TokenDoor(lambda: tokens[0], lambda: "r1")
+    door = TokenAuthorizer(lambda: tokens[0], lambda: "r1")
     path = door.make_code(VIEWER.id)
     assert door.admit(asks(path)).token == VIEWER.id
     anew = msgspec.structs.replace(VIEWER, secret="a-secret-that-came-later")
-    tokens[0] = Tokens([anew if token is VIEWER else token for token in ALL.all])
+    tokens[0] = JoinTokens([anew if token is VIEWER else token for token in ALL.all])
     assert refusal(asks(path), door)[0] == 401
 
 
 def test_a_cookie_opens_the_pages_and_nothing_else() -> None:
-    door = TokenDoor(lambda: ALL, lambda: "r1")
+    door = TokenAuthorizer(lambda: ALL, lambda: "r1")
     code = door.make_code("join").rpartition("/")[2]
     value = door.take_code(code, Visitor("join"))
     assert value and door.take_code(code, Visitor("join")) == "", "a used link makes no cookie last longer"
@@ -99,7 +99,7 @@ def test_a_cookie_opens_the_pages_and_nothing_else() -> None:
 
 @asynccontextmanager
 async def shown(folder: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    door = TokenDoor(lambda: ALL, lambda: "r1", password=False)
+    door = TokenAuthorizer(lambda: ALL, lambda: "r1", password=False)
     pages = Dashboard(folder / "events.jsonl")
     server = Server(MemoryDesk(), host="127.0.0.1", port=0, authorizer=door, pages=pages)
     await server.start()

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.wire import Limits
+from atoll.fabric.wire import FabricLimits
 from atoll.protocol.messages import PROTOCOL, Hello
 
 if TYPE_CHECKING:
     from .conftest import Place
 
 PING_S = 0.2
-LIMITS = Limits(ping_s=PING_S, flush_s=0.1)
+LIMITS = FabricLimits(ping_s=PING_S, flush_s=0.1)
 BUSY_S = 2 * PING_S
 """A ping's answer may take half of PING_S."""
 WAIT_S = 30.0

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from atoll.fabric.client import SyncerConnection, get_fragment_once, get_json, post_score
-from atoll.fabric.wire import Limits, Score, digest
+from atoll.fabric.client import SyncerConnection
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.wire import FabricLimits, ScoreReport, digest
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Started
 
@@ -76,7 +77,7 @@ async def test_a_link_outlives_its_syncer_and_joins_again_by_itself(place: Place
 
 
 async def test_waits_between_dials_double_up_to_their_cap_and_a_good_message_sets_them_back(place: Place) -> None:
-    await place.open(Limits(backoff_s=0.01, backoff_cap_s=0.04))
+    await place.open(FabricLimits(backoff_s=0.01, backoff_cap_s=0.04))
     learner = await place.joined()
     await place.server.stop()
     for _ in range(5):
@@ -100,7 +101,7 @@ async def test_closing_sends_what_is_queued(place: Place) -> None:
 
 
 async def test_a_full_queue_drops_the_channel_and_the_link_dials_again(place: Place) -> None:
-    await place.open(Limits(send_queue=4))
+    await place.open(FabricLimits(send_queue=4))
     learner = await place.joined()
     assert [learner.link.send(Heartbeat()) for _ in range(5)] == [True, True, True, True, False]
     await learner.lost_it()
@@ -177,9 +178,9 @@ async def test_an_evaluator_needs_no_link(place: Place) -> None:
     into = bytearray(len(BODY))
     assert await get_fragment_once(place.url, 0, memoryview(into)) == (3, 7, digest(BODY))
     assert into == BODY
-    await post_score(place.url, Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
+    await post_score(place.url, ScoreReport(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
     assert place.handlers.told("score") == [
-        ("score", Score(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
+        ("score", ScoreReport(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
     ]
     with pytest.raises(PeerError, match="Not Found"):
         await get_json(place.url, "/v1/nothing")

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from atoll.fabric.wire import Limits, decode_from_syncer, encode
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import PROTOCOL, Ending, Heartbeat, Hello, Leave, Refused, Started
 
 if TYPE_CHECKING:
@@ -82,12 +82,12 @@ async def test_the_first_message_must_be_a_hello(place: Place) -> None:
 
 
 async def test_a_hello_that_never_comes_ends_the_channel(place: Place) -> None:
-    await place.open(Limits(hello_s=0.05))
+    await place.open(FabricLimits(hello_s=0.05))
     assert "no hello within 0.05 s" in (await refusal(await place.socket())).reason
 
 
 async def test_a_frame_over_the_limit_closes_the_channel_unread(place: Place, hello: Make) -> None:
-    await place.open(Limits(control_bytes=1000))
+    await place.open(FabricLimits(control_bytes=1000))
     socket = await place.socket()
     await socket.send_bytes(encode(hello()))
     await place.handlers.until("opened")
@@ -144,7 +144,7 @@ async def test_what_was_sent_before_a_close_still_arrives(place: Place) -> None:
 
 
 async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: Place, hello: Make) -> None:
-    await place.open(Limits(send_queue=8))
+    await place.open(FabricLimits(send_queue=8))
     await place.joined("learner-1")
     socket = await place.socket()
     await socket.send_bytes(encode(hello()))
@@ -156,7 +156,7 @@ async def test_a_learner_that_reads_too_slowly_loses_its_channel(place: Place, h
 
 
 async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> None:
-    await place.open(Limits(ping_s=0.1))
+    await place.open(FabricLimits(ping_s=0.1))
     http = aiohttp.ClientSession()
     async with http, http.ws_connect(f"{place.url}/v1/control", autoping=False) as socket:
         await socket.send_bytes(encode(hello()))
@@ -164,7 +164,7 @@ async def test_a_dead_learner_is_noticed_by_pings(place: Place, hello: Make) -> 
 
 
 async def test_pings_do_not_take_the_place_of_a_hello(place: Place) -> None:
-    await place.open(Limits(hello_s=0.3))
+    await place.open(FabricLimits(hello_s=0.3))
     socket = await place.socket()
 
     async def ping_on() -> None:
@@ -179,7 +179,7 @@ async def test_pings_do_not_take_the_place_of_a_hello(place: Place) -> None:
 
 
 async def test_a_flood_of_pings_costs_the_channel_like_any_other(place: Place, hello: Make) -> None:
-    await place.open(Limits(messages_rate=10))
+    await place.open(FabricLimits(messages_rate=10))
     await place.joined("learner-1")
     socket = await place.socket()
     await socket.send_bytes(encode(hello()))

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tests.syncer.conftest import WAIT_S
 
-from atoll.fabric.wire import Limits
+from atoll.fabric.wire import FabricLimits
 
 from .fort import SHORT, TOKENS, Fort
 
@@ -119,7 +119,7 @@ async def test_a_viewers_token_leaves_room_for_learners(fort: Fort) -> None:
 
 
 async def test_a_closed_connection_gives_its_place_back_at_once(fort: Fort) -> None:
-    await fort.open(Limits())
+    await fort.open(FabricLimits())
     server = fort.stage.service.server
     assert server._listener is not None
     places = server._listener.places

@@ -13,7 +13,7 @@ import pytest
 from tests.fabric.frames import Frames, Pieces
 from tests.fabric.fuzz import resident_mib
 
-from atoll.fabric.wire import Limits
+from atoll.fabric.wire import FabricLimits
 from atoll.protocol.messages import Heartbeat
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ AT_ONCE = 64
 SILENT_S = 0.1
 SETTLE = 500
 """Connections before memory is looked at for the first time."""
-LIMITS = Limits(hello_s=0.5, header_s=0.5, flush_s=0.5, ping_s=2.0, keepalive_s=1.0)
+LIMITS = FabricLimits(hello_s=0.5, header_s=0.5, flush_s=0.5, ping_s=2.0, keepalive_s=1.0)
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from atoll.fabric.host import NEWCOMERS, Host
-from atoll.fabric.wire import MIB, Limits, digest
+from atoll.fabric.host import NEWCOMERS, StateHost
+from atoll.fabric.wire import MIB, FabricLimits, digest
 from atoll.protocol.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 STATE = bytes(range(251)) * (5 * MIB // 251)
 """Of no round length, so that a shift of its bytes shows."""
-QUICK = Limits(backoff_s=0.001)
+QUICK = FabricLimits(backoff_s=0.001)
 WAIT_S = 10.0
 
 
-def offer(host: Host, state: bytes = STATE, ticket: str = "t-1") -> None:
+def offer(host: StateHost, state: bytes = STATE, ticket: str = "t-1") -> None:
     """In three parts, one of them empty."""
     host.offer(ticket, [memoryview(part) for part in (state[:1000], b"", state[1000:])], len(state), digest(state))
 
 
 async def ask(
-    host: Host, path: str = "/v1/state/t-1", method: str = "GET", headers: dict[str, str] | None = None
+    host: StateHost, path: str = "/v1/state/t-1", method: str = "GET", headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     async with (
         aiohttp.ClientSession() as http,
@@ -76,7 +76,7 @@ class Newcomer:
         return start
 
 
-async def newcomer_of(place: Place, limits: Limits = QUICK) -> Newcomer:
+async def newcomer_of(place: Place, limits: FabricLimits = QUICK) -> Newcomer:
     await place.open(limits)
     place.handlers.tickets["t-1"] = ("newcomer", "peer")
     return Newcomer(place, await place.joined("newcomer", "n0"), await place.joined("peer", "p0"))
@@ -140,7 +140,7 @@ async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(pla
 
 
 async def test_a_newcomer_that_stops_reading_is_cut_off(place: Place) -> None:
-    host = await place.host(Limits(send_s=0.1))
+    host = await place.host(FabricLimits(send_s=0.1))
     offer(host, bytes(64 * MIB))
     _, writer = await place.raw(host.port)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ async def test_a_newcomer_that_stops_reading_is_cut_off(place: Place) -> None:
 
 
 async def test_connections_and_silence_are_bounded(place: Place) -> None:
-    host = await place.host(Limits(header_s=0.2))
+    host = await place.host(FabricLimits(header_s=0.2))
     offer(host)
     quiet = [(await place.raw(host.port))[0] for _ in range(NEWCOMERS)]
     surplus, _ = await place.raw(host.port)
@@ -163,11 +163,11 @@ async def test_connections_and_silence_are_bounded(place: Place) -> None:
 
 async def test_it_opens_on_this_machine_alone_and_says_where(place: Place) -> None:
     with pytest.raises(ConfigError, match="binding to 0"):
-        Host(host="0.0.0.0")
+        StateHost(host="0.0.0.0")
     host = await place.host()
     assert host.port and host.url == f"http://127.0.0.1:{host.port}"
     with pytest.raises(ConfigError, match=f"port {host.port} is in use"):
-        await Host(port=host.port).start()
+        await StateHost(port=host.port).start()
 
 
 async def test_stopping_ends_what_is_under_way(place: Place) -> None:
@@ -254,7 +254,7 @@ async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_s
 
 
 async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_syncer(place: Place) -> None:
-    newcomer = await newcomer_of(place, Limits(backoff_s=0.001, body_idle_s=0.2))
+    newcomer = await newcomer_of(place, FabricLimits(backoff_s=0.001, body_idle_s=0.2))
     asked: list[bytes] = []
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -20,8 +20,9 @@ from aiohttp.base_protocol import BaseProtocol
 
 from atoll.fabric import transfer
 from atoll.fabric.calls import next_chunk
-from atoll.fabric.client import SyncerConnection, get_fragment_once, get_json, post_score
-from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, VERSION_HEADER, Limits, Score, digest
+from atoll.fabric.client import SyncerConnection
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, VERSION_HEADER, FabricLimits, ScoreReport, digest
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Hello
 
@@ -178,7 +179,7 @@ PUTS: dict[str, Call] = {
     "put_contribution": lambda url, link: link.put_contribution("a", "s", 1, 1, LARGE, "0" * 32, DEADLINE_S),
     "put_initial": lambda url, link: link.put_initial("a", "s", 1, LARGE, "0" * 32, DEADLINE_S),
     "put_relay": relay,
-    "post_score": lambda url, link: post_score(url, Score(round=1, loss=1.0, cpu_s=1.0), DEADLINE_S),
+    "post_score": lambda url, link: post_score(url, ScoreReport(round=1, loss=1.0, cpu_s=1.0), DEADLINE_S),
     "post_settings": lambda url, link: transfer.post_settings(url, ["quorum=1"], DEADLINE_S),
     "post_drain": lambda url, link: transfer.post_drain(url, "a", DEADLINE_S),
 }
@@ -201,7 +202,7 @@ def a_link(url: str, lost: asyncio.Queue[str] | None = None) -> SyncerConnection
         on_open=lambda: None,
         on_message=lambda message: None,
         on_lost=lost.put_nowait if lost is not None else lambda reason: None,
-        limits=Limits(dial_s=DEADLINE_S, body_idle_s=DEADLINE_S, flush_s=DEADLINE_S, backoff_s=0.001),
+        limits=FabricLimits(dial_s=DEADLINE_S, body_idle_s=DEADLINE_S, flush_s=DEADLINE_S, backoff_s=0.001),
         jitter=lambda: 0.0,
     )
 

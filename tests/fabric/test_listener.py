@@ -14,7 +14,7 @@ import pytest
 from atoll.fabric.certificates import fingerprint, make_server
 from atoll.fabric.listener import TOGETHER, Listener
 from atoll.fabric.tls import client_context, server_context
-from atoll.fabric.wire import Limits
+from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import ConfigError
 
 WAIT_S = 10.0
@@ -48,7 +48,7 @@ class House:
         self.guests: set[Guest] = set()
         self._open: list[socket.socket] = []
 
-    async def opened(self, limits: Limits, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> int:
+    async def opened(self, limits: FabricLimits, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> int:
         shown = None if tls is None else lambda: tls
         self.door = Listener(limits, shown, lambda: Guest(self), self._close)
         self.port = await self.door.open(host, 0)
@@ -117,7 +117,7 @@ async def say(sock: socket.socket, data: bytes) -> bytes:
 
 
 async def test_who_has_been_heard_may_stay(house: House) -> None:
-    await house.opened(Limits(header_s=0.1))
+    await house.opened(FabricLimits(header_s=0.1))
     polite, rude = await house.knock(), await house.knock()
     assert await say(polite, b"hello") == b"you said hello"
     assert await say(rude, b"") == b"", "it had a tenth of a second"
@@ -126,14 +126,14 @@ async def test_who_has_been_heard_may_stay(house: House) -> None:
 
 
 async def test_saying_something_is_not_being_heard(house: House) -> None:
-    await house.opened(Limits(header_s=0.1))
+    await house.opened(FabricLimits(header_s=0.1))
     knocking = await house.knock()
     assert await say(knocking, b"h") == b"you said h"
     assert await say(knocking, b"") == b""
 
 
 async def test_one_address_has_so_many_connections(house: House) -> None:
-    await house.opened(Limits(address_connections=2))
+    await house.opened(FabricLimits(address_connections=2))
     ours = [await house.knock() for _ in range(3)]
     assert await say(ours[2], b"hello") == b"", "closed unread"
     other = await house.knock("127.0.0.2")
@@ -146,7 +146,7 @@ async def test_one_address_has_so_many_connections(house: House) -> None:
 
 
 async def test_all_together_have_so_many(house: House) -> None:
-    await house.opened(Limits(connections=3))
+    await house.opened(FabricLimits(connections=3))
     for address in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
         assert await say(await house.knock(address), b"hello")
     assert await say(await house.knock("127.0.0.4"), b"hello") == b""
@@ -154,7 +154,7 @@ async def test_all_together_have_so_many(house: House) -> None:
 
 async def test_strangers_take_places_from_their_own_kind(house: House) -> None:
     """A flood of one address costs the few of another nothing."""
-    await house.opened(Limits(strangers=8))
+    await house.opened(FabricLimits(strangers=8))
     quiet = await house.knock("127.0.0.2")
     await house.until(lambda: house.strangers == 1)
     flood = [await house.knock("127.0.0.1") for _ in range(50)]
@@ -166,7 +166,7 @@ async def test_strangers_take_places_from_their_own_kind(house: House) -> None:
 
 
 async def test_of_one_address_the_silent_go_first(house: House, pair: tuple[ssl.SSLContext, str]) -> None:
-    await house.opened(Limits(strangers=4), pair[0])
+    await house.opened(FabricLimits(strangers=4), pair[0])
     speaks = await house.knock()
     await asyncio.get_running_loop().sock_sendall(speaks, b"\x16\x03\x01")
     await house.until(lambda: any(place.stage for place in house.door.places.strangers))
@@ -191,7 +191,7 @@ async def test_one_that_cannot_be_closed_costs_nobody_else_anything(
         came.add(guest := Guest(house))
         return guest
 
-    house.door = Listener(Limits(strangers=1, header_s=0.2), None, come, broken)
+    house.door = Listener(FabricLimits(strangers=1, header_s=0.2), None, come, broken)
     house.port = await house.door.open("127.0.0.1", 0)
     for number in (1, 2, 3):
         await house.knock()
@@ -204,7 +204,7 @@ async def test_one_that_cannot_be_closed_costs_nobody_else_anything(
 
 async def test_nobody_waits_while_many_come(house: House) -> None:
     """Accepting does not hold the loop: a timer that is due comes between two of them."""
-    await house.opened(Limits(strangers=4))
+    await house.opened(FabricLimits(strangers=4))
     turns = 0
 
     async def count() -> None:
@@ -225,7 +225,7 @@ async def test_nobody_waits_while_many_come(house: House) -> None:
 
 
 async def test_who_speaks_plainly_to_a_tls_port_is_told_so(house: House, pair: tuple[ssl.SSLContext, str]) -> None:
-    await house.opened(Limits(), pair[0])
+    await house.opened(FabricLimits(), pair[0])
     sock = await house.knock()
     answer = await say(sock, b"GET / HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400") and b"this port speaks TLS" in answer
@@ -233,7 +233,7 @@ async def test_who_speaks_plainly_to_a_tls_port_is_told_so(house: House, pair: t
 
 
 async def test_tls_is_spoken_to_whoever_speaks_it(house: House, pair: tuple[ssl.SSLContext, str]) -> None:
-    await house.opened(Limits(), pair[0])
+    await house.opened(FabricLimits(), pair[0])
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", house.port, ssl=client_context(pair[1]), server_hostname="localhost"
     )
@@ -247,7 +247,7 @@ async def test_tls_is_spoken_to_whoever_speaks_it(house: House, pair: tuple[ssl.
 async def test_a_handshake_that_does_not_end_is_ended(
     house: House, pair: tuple[ssl.SSLContext, str], said: bytes
 ) -> None:
-    await house.opened(Limits(header_s=0.2), pair[0])
+    await house.opened(FabricLimits(header_s=0.2), pair[0])
     sock = await house.knock()
     if said:
         await asyncio.get_running_loop().sock_sendall(sock, said)
@@ -260,7 +260,7 @@ async def test_a_handshake_that_does_not_end_is_ended(
 
 async def test_a_connection_that_does_not_close_its_tls_is_cut(house: House, pair: tuple[ssl.SSLContext, str]) -> None:
     """One that ends the handshake and then neither asks, reads nor closes has left within its deadlines."""
-    await house.opened(Limits(header_s=0.3, flush_s=0.2), pair[0])
+    await house.opened(FabricLimits(header_s=0.3, flush_s=0.2), pair[0])
     sock = await house.knock()
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = client_context(pair[1]).wrap_bio(incoming, outgoing)
@@ -281,7 +281,7 @@ async def test_a_connection_that_does_not_close_its_tls_is_cut(house: House, pai
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 async def test_it_listens_on_ipv6(house: House) -> None:
     try:
-        port = await house.opened(Limits(), host="::1")
+        port = await house.opened(FabricLimits(), host="::1")
     except ConfigError:
         pytest.skip("this machine has no IPv6 loopback")
     reader, writer = await asyncio.open_connection("::1", port)
@@ -301,21 +301,21 @@ async def test_it_listens_on_ipv6(house: House) -> None:
     ],
 )
 async def test_an_address_that_is_not_ours_is_named(house: House, host: str, why: str) -> None:
-    house.door = Listener(Limits(), None, lambda: Guest(house), house._close)
+    house.door = Listener(FabricLimits(), None, lambda: Guest(house), house._close)
     with pytest.raises(ConfigError, match=why) as caught:
         await house.door.open(host, 0)
     assert "--bind" in str(caught.value)
 
 
 async def test_a_port_that_is_taken_is_named(house: House) -> None:
-    port = await house.opened(Limits())
+    port = await house.opened(FabricLimits())
     with pytest.raises(ConfigError, match=rf"port {port} is in use on 127.0.0.1"):
-        await Listener(Limits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)
+        await Listener(FabricLimits(), None, lambda: Guest(house), house._close).open("127.0.0.1", port)
 
 
 async def test_one_that_comes_while_it_closes_is_no_mistake_of_ours(house: House) -> None:
     """In one turn of the loop: first somebody has it closed, then somebody comes."""
-    port = await house.opened(Limits())
+    port = await house.opened(FabricLimits())
     loop, mistakes = asyncio.get_running_loop(), list[Any]()
     loop.set_exception_handler(lambda loop, context: mistakes.append(context))
     ours, theirs = socket.socketpair()

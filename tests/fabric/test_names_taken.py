@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from atoll.fabric.wire import Limits, decode_from_syncer, encode
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Refused, Started
 
 if TYPE_CHECKING:
     from .conftest import Place
 
-PATIENT = Limits(answer_s=60.0)
+PATIENT = FabricLimits(answer_s=60.0)
 """Nobody waits for this in a test: whoever does not have to be asked is let in at once."""
 
 
@@ -96,14 +96,14 @@ async def test_one_whose_connection_closes_while_it_is_asked_gives_the_name_up(p
 
 
 async def test_a_first_that_does_not_answer_loses_its_name(place: Place) -> None:
-    await place.open(Limits(answer_s=0.1))
+    await place.open(FabricLimits(answer_s=0.1))
     await dial(place, hello("first"))
     await place.handlers.until("opened")
     assert await first_word(await dial(place, hello("second"))) == Started(uploader="nobody")
 
 
 async def test_of_several_that_ask_for_a_dead_ones_name_one_has_it(place: Place) -> None:
-    await place.open(Limits(answer_s=0.1))
+    await place.open(FabricLimits(answer_s=0.1))
     await dial(place, hello("first"))
     await place.handlers.until("opened")
     others = [await dial(place, hello(f"other-{number}")) for number in range(4)]

@@ -20,7 +20,7 @@ from tests.fabric.fort import TOKENS, Fort
 from tests.fabric.test_abuse_learners import ENDS, hello
 from tests.syncer.conftest import WAIT_S
 
-from atoll.fabric.wire import Score, decode_from_learner, decode_from_syncer, decode_score, encode
+from atoll.fabric.wire import ScoreReport, decode_from_learner, decode_from_syncer, decode_score, encode
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import FromLearner, Hello, Welcome
 from atoll.syncer.changes import OUTER, RULES
@@ -156,7 +156,7 @@ def score(field: str, value: str) -> bytes:
 
 @pytest.mark.parametrize("field", SCORE)
 def test_a_number_of_a_score_beyond_all_bounds_is_refused(field: str) -> None:
-    assert decode_score(json.dumps(SCORE).encode()) == Score(round=7, loss=1.5, cpu_s=0.1)
+    assert decode_score(json.dumps(SCORE).encode()) == ScoreReport(round=7, loss=1.5, cpu_s=0.1)
     for value in JSON:
         with pytest.raises(PeerError, match="could not be read"):
             decode_score(score(field, value))

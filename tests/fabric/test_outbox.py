@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from atoll.fabric.control_channel import Outbox
+from atoll.fabric.control_channel import SendQueue
 
 
 async def test_what_goes_in_comes_out_in_order_also_after_closing() -> None:
-    outbox, sent = Outbox(3), list[bytes]()
+    outbox, sent = SendQueue(3), list[bytes]()
 
     async def send(data: bytes) -> None:
         sent.append(data)
@@ -21,7 +21,7 @@ async def test_what_goes_in_comes_out_in_order_also_after_closing() -> None:
 
 
 async def test_a_peer_that_takes_nothing_is_a_timeout() -> None:
-    outbox = Outbox(1)
+    outbox = SendQueue(1)
     outbox.put(b"1")
 
     async def send(data: bytes) -> None:
@@ -32,6 +32,6 @@ async def test_a_peer_that_takes_nothing_is_a_timeout() -> None:
 
 
 def test_a_few_long_messages_fill_it_too() -> None:
-    outbox = Outbox(limit=100, limit_bytes=10)
+    outbox = SendQueue(limit=100, limit_bytes=10)
     assert outbox.put(b"12345") and outbox.put(b"12345")
     assert not outbox.put(b"1")

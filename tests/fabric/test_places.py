@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.fabric.listener import KNOWN_S, Place, Places, Stage
-from atoll.fabric.wire import Limits
+from atoll.fabric.listener import KNOWN_S, ConnectionPlace, ConnectionPlaces, Stage
+from atoll.fabric.wire import FabricLimits
 
 HERE, THERE = "192.0.2.1", "192.0.2.2"
 
 
-def places(**limits: int) -> Places:
-    return Places(Limits(**{"strangers": 16, **limits}))  # type: ignore[arg-type]
+def places(**limits: int) -> ConnectionPlaces:
+    return ConnectionPlaces(FabricLimits(**{"strangers": 16, **limits}))  # type: ignore[arg-type]
 
 
-def admitted(all: Places, address: str = HERE, token: str = "join") -> Place:
+def admitted(all: ConnectionPlaces, address: str = HERE, token: str = "join") -> ConnectionPlace:
     place = all.take(address)
     assert all.admit(place, token, viewer=False)
     return place

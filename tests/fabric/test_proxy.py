@@ -14,8 +14,8 @@ from tests.fabric.conftest import WAIT_S, Learner
 from tests.fabric.secured import SECRET, Secured, secured_server
 
 from atoll.fabric.address import parse_address
-from atoll.fabric.client import get_json
-from atoll.fabric.wire import Limits, digest
+from atoll.fabric.transfer import get_json
+from atoll.fabric.wire import FabricLimits, digest
 from atoll.protocol.errors import ConfigError, Unreachable
 from atoll.protocol.messages import Started
 
@@ -45,7 +45,7 @@ async def join() -> AsyncIterator[Join]:
     async with AsyncExitStack() as stack:
 
         def dial(link: str) -> Learner:
-            learner = Learner(link, "learner-0", "s0", Limits())
+            learner = Learner(link, "learner-0", "s0", FabricLimits())
             task = asyncio.create_task(learner.link.run())
 
             async def end() -> None:
@@ -171,7 +171,7 @@ async def test_a_proxy_that_says_nothing_is_named_too(
     silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     monkeypatch.setenv("ATOLL_PROXY", f"http://anna:pass-word@127.0.0.1:{port}")
-    learner = Learner(secured.link(), "learner-0", "s0", Limits(dial_s=0.05))
+    learner = Learner(secured.link(), "learner-0", "s0", FabricLimits(dial_s=0.05))
     task = asyncio.create_task(learner.link.run())
     said = await learner.lost_it()
     await learner.link.close()

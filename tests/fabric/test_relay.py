@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.fabric.authorizer import Rejected
-from atoll.fabric.host import Pace
-from atoll.fabric.relay import RelayLimits, Stream
+from atoll.fabric.host import BodyPace
+from atoll.fabric.relay import RelayLimits, RelayStream
 from atoll.fabric.transfer import pieces
-from atoll.fabric.wire import KIB, MIB, Limits, digest
+from atoll.fabric.wire import KIB, MIB, FabricLimits, digest
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STATE = bytes(range(251)) * (5 * MIB // 251)
 """Of no round length, so that a shift of its bytes shows."""
 OTHER = STATE[::-1]
-QUICK = Limits(backoff_s=0.001)
+QUICK = FabricLimits(backoff_s=0.001)
 WAIT_S = 10.0
 
 NEWCOMER = {"Atoll-Session": "n0", "Atoll-Learner": "newcomer"}
@@ -44,7 +44,7 @@ class Buffers:
 
 
 async def recovery(
-    place: Place, limits: Limits | None = None, relay_limits: RelayLimits | None = None
+    place: Place, limits: FabricLimits | None = None, relay_limits: RelayLimits | None = None
 ) -> tuple[Learner, Learner]:
     """A newcomer and its peer, under ticket t-1."""
     await place.open(limits or QUICK, relay_limits=relay_limits)
@@ -241,7 +241,7 @@ async def test_a_newcomer_that_went_before_its_peer_came_is_not_waited_for(place
 
 
 async def test_a_newcomer_that_stops_reading_is_cut_off_and_frees_its_peer(place: Place) -> None:
-    _, peer = await recovery(place, Limits(send_s=0.1))
+    _, peer = await recovery(place, FabricLimits(send_s=0.1))
     _, writer = await begun_get(place)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     with pytest.raises(PeerError, match="the newcomer reads too slowly"):
@@ -269,7 +269,7 @@ async def test_a_slow_newcomer_costs_the_syncer_no_more_than_its_window(place: P
 
 
 async def test_a_peer_that_trickles_is_cut_off_and_what_it_sent_is_passed_on(place: Place) -> None:
-    await recovery(place, Limits(body_idle_s=0.05))
+    await recovery(place, FabricLimits(body_idle_s=0.05))
     newcomer, _ = await begun_get(place)
     peer, _ = await begun_put(place, STATE[:100])
     async with asyncio.timeout(WAIT_S):
@@ -416,7 +416,7 @@ def test_parts_are_one_run_of_bytes_from_any_byte_on(parts: list[bytes], start: 
 
 
 async def test_a_full_stream_makes_the_giver_wait_and_one_large_chunk_always_fits() -> None:
-    stream = Stream(0, 10, lambda: True)
+    stream = RelayStream(0, 10, lambda: True)
     await stream.give(b"x" * 8)
     second = asyncio.create_task(stream.give(b"y" * 12))
     await asyncio.sleep(0)
@@ -427,7 +427,7 @@ async def test_a_full_stream_makes_the_giver_wait_and_one_large_chunk_always_fit
 
 
 async def test_what_lies_in_a_stream_goes_on_after_the_peer_and_not_after_the_newcomer() -> None:
-    stream = Stream(0, 10, lambda: True)
+    stream = RelayStream(0, 10, lambda: True)
     await stream.give(b"x")
     stream.close(whole=False)
     assert (await stream.take(), await stream.take(), stream.whole) == (b"x", b"", False)
@@ -438,13 +438,13 @@ async def test_what_lies_in_a_stream_goes_on_after_the_peer_and_not_after_the_ne
 
 
 async def test_patience_with_one_side_does_not_pay_for_the_other() -> None:
-    pace = Pace(Limits(body_grace_s=0.1, body_rate=1))
+    pace = BodyPace(FabricLimits(body_grace_s=0.1, body_rate=1))
     await asyncio.sleep(0.2)  # the other side's time, longer than the grace
     await pace.wait(asyncio.sleep(0), 60)
 
 
 async def test_patience_is_a_grace_then_a_rate_and_no_long_pause() -> None:
-    pace, never = Pace(Limits(body_grace_s=0.05, body_rate=1)), asyncio.Event()
+    pace, never = BodyPace(FabricLimits(body_grace_s=0.05, body_rate=1)), asyncio.Event()
     with pytest.raises(TimeoutError):
         await pace.wait(never.wait(), 60)
     with pytest.raises(TimeoutError):

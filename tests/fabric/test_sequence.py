@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.fabric.control_channel import Channel, Outbox, Sequences
-from atoll.fabric.wire import Limits, decode_from_syncer, encode
+from atoll.fabric.control_channel import ControlChannel, SendQueue, SequenceNumbers
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Heartbeat, Hello, Leave, Refused
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .conftest import Place
 
 
-def channel(learner: str = "a", session: str = "s", protocol: int = 2) -> Channel:
-    return Channel(learner, session, outbox=Outbox(4), abort=lambda: None, flush_s=1.0, protocol=protocol)
+def channel(learner: str = "a", session: str = "s", protocol: int = 2) -> ControlChannel:
+    return ControlChannel(learner, session, outbox=SendQueue(4), abort=lambda: None, flush_s=1.0, protocol=protocol)
 
 
 def hello(seq: int, protocol: int = 2, session: str = "s0") -> bytes:
@@ -27,7 +27,7 @@ def hello(seq: int, protocol: int = 2, session: str = "s0") -> bytes:
 
 @given(st.lists(st.integers(0, 20), max_size=40))
 def test_what_is_accepted_only_goes_up(numbers: list[int]) -> None:
-    sequences, accepted = Sequences(4), [0]
+    sequences, accepted = SequenceNumbers(4), [0]
     for number in numbers:
         try:
             sequences.check(channel(), Heartbeat(seq=number))
@@ -41,7 +41,7 @@ def test_what_is_accepted_only_goes_up(numbers: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from("xyz")), max_size=60))
 def test_what_is_remembered_is_bounded_and_the_last_heard_stay(heard: list[tuple[str, str]]) -> None:
-    sequences = Sequences(3)
+    sequences = SequenceNumbers(3)
     for number, (learner, session) in enumerate(heard, start=1):
         sequences.note(channel(learner, session), Heartbeat(seq=number))
         assert len(sequences) <= 3
@@ -147,7 +147,7 @@ async def test_what_the_older_channel_still_says_is_passed_over(place: Place) ->
 
 
 async def test_a_hello_that_the_desk_refuses_takes_no_number(place: Place) -> None:
-    await place.open(Limits(sessions=2))
+    await place.open(FabricLimits(sessions=2))
     owner = await spoke(place, hello(7))
     await place.handlers.until("opened")
     place.handlers.refuse = "not now"

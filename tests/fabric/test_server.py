@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atoll.fabric.server import Server
-from atoll.fabric.wire import Limits, Score, digest
+from atoll.fabric.wire import FabricLimits, ScoreReport, digest
 from atoll.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ HEADERS = {"Atoll-Session": "s0", "Atoll-Digest": digest(BODY)}
 PATH = "/v1/contributions/learner-0/5/1"
 
 
-async def ready(place: Place, limits: Limits | None = None) -> None:
+async def ready(place: Place, limits: FabricLimits | None = None) -> None:
     """A joined learner that is asked for a body of 4096 bytes."""
     await place.open(limits)
     await place.joined()
@@ -113,10 +113,10 @@ async def test_a_disconnect_in_the_middle_of_a_body_aborts_it(place: Place) -> N
 
 @pytest.mark.parametrize(
     "limits",
-    [Limits(body_grace_s=0.05, body_rate=1_000_000), Limits(body_grace_s=60, body_idle_s=0.05)],
+    [FabricLimits(body_grace_s=0.05, body_rate=1_000_000), FabricLimits(body_grace_s=60, body_idle_s=0.05)],
     ids=["rate", "idle"],
 )
-async def test_a_body_that_trickles_is_cut_off(place: Place, limits: Limits) -> None:
+async def test_a_body_that_trickles_is_cut_off(place: Place, limits: FabricLimits) -> None:
     await ready(place, limits)
     reader, _ = await begin(place, BODY[:100])
     async with asyncio.timeout(10):
@@ -126,7 +126,7 @@ async def test_a_body_that_trickles_is_cut_off(place: Place, limits: Limits) -> 
 
 
 async def test_bodies_beyond_the_budget_of_a_learner_wait(place: Place) -> None:
-    await ready(place, Limits(budget_bytes=len(BODY) + 1))
+    await ready(place, FabricLimits(budget_bytes=len(BODY) + 1))
     place.handlers.buffers["learner-0", 6, 1] = bytearray(len(BODY))
     _, writer = await begin(place, BODY[:100])
     status, text = await place.request("PUT", "/v1/contributions/learner-0/6/1", BODY, HEADERS)
@@ -170,7 +170,7 @@ async def test_an_unknown_fragment_is_not_found(place: Place) -> None:
 
 
 async def test_a_fragment_is_released_when_its_reader_goes_away_or_stalls(place: Place) -> None:
-    await place.open(Limits(send_s=0.1))
+    await place.open(FabricLimits(send_s=0.1))
     place.handlers.fragments[0] = bytes(64 << 20)
     _, leaving = await place.raw()
     leaving.write(b"GET /v1/fragments/0 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
@@ -191,7 +191,7 @@ async def test_status_manifest_and_scores(place: Place) -> None:
     assert await place.request("GET", "/v1/manifest") == (200, '{"fragments": 0}')
     body = b'{"round": 4, "loss": 2.5, "cpu_s": 0.1}'
     assert (await place.request("POST", "/v1/scores", body))[0] == 204
-    assert place.handlers.told("score") == [("score", Score(round=4, loss=2.5, cpu_s=0.1))]
+    assert place.handlers.told("score") == [("score", ScoreReport(round=4, loss=2.5, cpu_s=0.1))]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ async def test_a_bad_score_is_refused(place: Place, body: bytes, status: int) ->
 
 
 async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
-    await place.open(Limits(header_s=0.05))
+    await place.open(FabricLimits(header_s=0.05))
     reader, writer = await place.raw()
     writer.write(b"GET /v1/st")
     async with asyncio.timeout(10):
@@ -213,7 +213,7 @@ async def test_a_connection_that_says_nothing_is_closed(place: Place) -> None:
 
 
 async def test_one_connection_too_many_is_closed(place: Place) -> None:
-    await place.open(Limits(connections=2))
+    await place.open(FabricLimits(connections=2))
     await place.joined()
     first, _ = await place.raw()
     second, _ = await place.raw()
@@ -223,7 +223,7 @@ async def test_one_connection_too_many_is_closed(place: Place) -> None:
 
 
 async def test_connections_that_went_without_a_word_count_no_more(place: Place) -> None:
-    await place.open(Limits(connections=4, header_s=60.0))
+    await place.open(FabricLimits(connections=4, header_s=60.0))
     for _ in range(12):
         _, writer = await place.raw()
         writer.close()

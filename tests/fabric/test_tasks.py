@@ -10,7 +10,15 @@ import pytest
 from tests.syncer.conftest import WAIT_S
 
 from atoll.fabric import tasks
-from atoll.fabric.tasks import LOGGED_AT_ONCE, Mistakes, TaskEnded, Vital, keep_showing, lasting, start_for_connection
+from atoll.fabric.tasks import (
+    LOGGED_AT_ONCE,
+    ConnectionErrors,
+    TaskEnded,
+    VitalTasks,
+    keep_showing,
+    lasting,
+    start_for_connection,
+)
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -37,21 +45,21 @@ async def meets_a_cancelled_future() -> None:
 
 
 async def test_a_task_of_a_connection_closes_it_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    mistakes, closed = Mistakes(), asyncio.Event()
+    mistakes, closed = ConnectionErrors(), asyncio.Event()
     await start_for_connection(breaks, closed.set, mistakes)
     assert closed.is_set() and mistakes.count == 1
     assert "closed by a mistake of ours (number 1)" in caplog.text and "KeyError: 'a mistake'" in caplog.text
 
 
 async def test_mistakes_without_end_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    mistakes = Mistakes()
+    mistakes = ConnectionErrors()
     for _ in range(1000):
         await start_for_connection(breaks, lambda: None, mistakes)
     assert mistakes.count == 1000 and len(caplog.records) <= LOGGED_AT_ONCE + 1
 
 
 async def test_a_task_of_a_connection_that_goes_well_or_is_cancelled_closes_nothing() -> None:
-    mistakes, closed = Mistakes(), asyncio.Event()
+    mistakes, closed = ConnectionErrors(), asyncio.Event()
     await start_for_connection(returns, closed.set, mistakes)
     waiting = start_for_connection(waits, closed.set, mistakes)
     waiting.cancel()
@@ -111,7 +119,7 @@ async def test_a_vital_task_that_ends_by_itself_ends_its_group(work: Work, error
 
 @pytest.mark.parametrize(("work", "error"), ENDS)
 async def test_so_does_one_that_was_started_elsewhere(work: Work, error: type[Exception]) -> None:
-    vital = Vital()
+    vital = VitalTasks()
     vital.start("accept", work)
     with pytest.raises(ExceptionGroup) as caught:
         await group_of(vital.watch())
@@ -119,7 +127,7 @@ async def test_so_does_one_that_was_started_elsewhere(work: Work, error: type[Ex
 
 
 async def test_a_vital_task_may_be_cancelled_by_its_owner() -> None:
-    vital = Vital()
+    vital = VitalTasks()
     for task in (vital.start("accept", waits), vital.start("accept", waits)):
         await asyncio.sleep(0)
         task.cancel()

@@ -5,12 +5,12 @@ import time
 import msgspec
 import pytest
 
-from atoll.fabric.join_tokens import SECRET, Token, Tokens, new_secret
+from atoll.fabric.join_tokens import SECRET, JoinToken, JoinTokens, new_secret
 from atoll.protocol.errors import ConfigError
 
 
-def token(id: str = "join", **more: object) -> Token:
-    return msgspec.convert({"id": id, "secret": new_secret(), **more}, Token)
+def token(id: str = "join", **more: object) -> JoinToken:
+    return msgspec.convert({"id": id, "secret": new_secret(), **more}, JoinToken)
 
 
 def test_a_secret_fits_into_a_link_and_is_never_the_same() -> None:
@@ -20,7 +20,7 @@ def test_a_secret_fits_into_a_link_and_is_never_the_same() -> None:
 
 def test_a_token_is_found_by_what_is_shown_and_by_nothing_else() -> None:
     one, two = token("one"), token("two")
-    tokens = Tokens([one, two])
+    tokens = JoinTokens([one, two])
     assert tokens.find(one.secret) is one and tokens.find(two.secret) is two
     for shown in ("", "one", one.secret[:-1], one.secret.upper(), one.secret + " ", "\udcff", "ü" * 16):
         assert tokens.find(shown) is None
@@ -35,7 +35,7 @@ def test_what_is_as_usual_is_not_written_down() -> None:
 
 def test_a_token_is_changed_and_the_others_stay() -> None:
     one, two = token("one"), token("two", most=3)
-    changed = Tokens([one, two]).with_changed("one", names=9, most=2)
+    changed = JoinTokens([one, two]).with_changed("one", names=9, most=2)
     assert changed.named("two") is two and changed.find(one.secret) is changed.named("one")
     assert (changed.named("one").names, changed.named("one").most) == (9, 2)
     with pytest.raises(ConfigError, match="there is no token 'three'"):
@@ -44,7 +44,7 @@ def test_a_token_is_changed_and_the_others_stay() -> None:
 
 def test_a_token_without_a_name_to_bring_is_none() -> None:
     with pytest.raises(ConfigError, match="names of token 'join' is 1 or above"):
-        Token(id="join", secret=new_secret(), names=0)
+        JoinToken(id="join", secret=new_secret(), names=0)
 
 
 def test_a_token_does_not_count_once_it_is_revoked_or_over() -> None:
@@ -77,7 +77,7 @@ def test_a_token_may_be_for_some_names_only(said: str, name: str, allowed: bool)
 
 
 def test_revoking_one_leaves_the_others() -> None:
-    tokens = Tokens([token("one"), token("two")])
+    tokens = JoinTokens([token("one"), token("two")])
     less = tokens.without("one")
     assert [one.revoked for one in less.all] == [True, False]
     assert [one.revoked for one in tokens.all] == [False, False]
@@ -86,7 +86,7 @@ def test_revoking_one_leaves_the_others() -> None:
 
 
 def test_the_first_of_a_role_that_counts() -> None:
-    tokens = Tokens([token("old", expires=1.0), token("view", role="viewer"), token("new")])
+    tokens = JoinTokens([token("old", expires=1.0), token("view", role="viewer"), token("new")])
     assert tokens.with_role("learner", time.time()) is tokens.named("new")
     assert tokens.with_role("operator", time.time()) is None
 
@@ -94,9 +94,9 @@ def test_the_first_of_a_role_that_counts() -> None:
 def test_names_and_secrets_are_each_somebodys_own() -> None:
     one = token("one")
     with pytest.raises(ConfigError, match="two tokens are called 'one'"):
-        Tokens([one]).added(token("one"))
+        JoinTokens([one]).added(token("one"))
     with pytest.raises(ConfigError, match="the same secret"):
-        Tokens([one, msgspec.structs.replace(one, id="two", revoked=True)])
+        JoinTokens([one, msgspec.structs.replace(one, id="two", revoked=True)])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_names_and_secrets_are_each_somebodys_own() -> None:
 def test_what_is_no_token_is_refused_without_its_secret(bad: dict[str, object]) -> None:
     good = {"id": "one", "secret": "s3cret-s3cret-s3cret"}
     with pytest.raises(ConfigError) as caught:
-        Token(**{**good, **bad})  # type: ignore[arg-type]
+        JoinToken(**{**good, **bad})  # type: ignore[arg-type]
     assert "s3cret" not in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 

@@ -13,7 +13,7 @@ from tests.fabric.secured import SECRET, Secured, secured_server
 
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.calls import told
-from atoll.fabric.client import get_fragment_once, get_json
+from atoll.fabric.transfer import get_fragment_once, get_json
 from atoll.fabric.wire import digest
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from atoll.fabric.wire import (
     SAMPLE_CHARS,
-    Limits,
-    Score,
+    FabricLimits,
+    ScoreReport,
     check_hello,
     decode_from_learner,
     decode_from_syncer,
@@ -220,7 +220,7 @@ def test_the_digest_is_the_same_for_every_kind_of_buffer() -> None:
 
 def test_limits_are_above_zero() -> None:
     with pytest.raises(ConfigError, match="hello_s = 0"):
-        Limits(hello_s=0)
+        FabricLimits(hello_s=0)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_what_may_be_long_has_a_bound(message: FromLearner) -> None:
 
 
 def test_of_what_a_model_wrote_a_screen_is_kept() -> None:
-    said = msgspec.json.encode(Score(round=1, loss=1.0, cpu_s=0.0, sample="ünï" * 5000, final=True))
+    said = msgspec.json.encode(ScoreReport(round=1, loss=1.0, cpu_s=0.0, sample="ünï" * 5000, final=True))
     kept = decode_score(said)
     assert len(kept.sample) == SAMPLE_CHARS and kept.sample.startswith("ünïünï") and kept.final
     with pytest.raises(PeerError, match="of length <="):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from atoll.learner.evaluator import BestModel, FetchedModel, Figure, deciding_figure
+from atoll.learner.evaluator import BestModel, DecidingFigure, FetchedModel, deciding_figure
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import read_model_facts
@@ -21,8 +21,8 @@ def fetched(value: float, round: int, run: str = "r") -> FetchedModel:
     return FetchedModel(run, round, PLAN, values, [round, round + 1])
 
 
-def loss(value: float) -> Figure:
-    return Figure("loss", value, "min")
+def loss(value: float) -> DecidingFigure:
+    return DecidingFigure("loss", value, "min")
 
 
 def test_only_a_better_one_takes_its_place(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_an_evaluator_that_was_started_again_goes_on_from_what_lies_there(tmp_pa
     BestModel(path).keep(loss(2.0), fetched(1.0, 10))
     assert not BestModel(path).keep(loss(2.5), fetched(2.0, 20))
     assert BestModel(path).keep(loss(2.5), fetched(2.0, 20, run="another"))
-    assert BestModel(path).keep(Figure("accuracy", 0.1, "max"), fetched(3.0, 30, run="another"))
+    assert BestModel(path).keep(DecidingFigure("accuracy", 0.1, "max"), fetched(3.0, 30, run="another"))
 
 
 def test_a_disk_that_fails_costs_the_file_and_no_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,9 +55,11 @@ def test_a_disk_that_fails_costs_the_file_and_no_score(tmp_path: Path, capsys: p
 def test_the_loss_decides_and_without_one_the_first_declared_metric() -> None:
     metrics = {"recall": None, "accuracy": 0.9, "depth": 3.0}
     assert deciding_figure(0.5, metrics, {"accuracy": "max"}) == loss(0.5)
-    assert deciding_figure(None, metrics, {"recall": "max", "accuracy": "max"}) == Figure("accuracy", 0.9, "max")
+    assert deciding_figure(None, metrics, {"recall": "max", "accuracy": "max"}) == DecidingFigure(
+        "accuracy", 0.9, "max"
+    )
     assert deciding_figure(None, metrics, {}) is None
-    assert Figure("accuracy", 0.9, "max").is_better(0.8) and not loss(0.9).is_better(0.8)
+    assert DecidingFigure("accuracy", 0.9, "max").is_better(0.8) and not loss(0.9).is_better(0.8)
 
 
 def test_merged_buffers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:

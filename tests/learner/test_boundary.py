@@ -10,14 +10,14 @@ from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
     CancelReadOrder,
-    Copy,
+    CopyMade,
     ForgetOrder,
-    Freed,
     HoldOrder,
     LetGoOrder,
     OwnOrder,
     ReadOrder,
-    Took,
+    SlotFreed,
+    VersionTaken,
 )
 from atoll.protocol.effects import Adopted
 
@@ -83,7 +83,7 @@ def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: Place) -> None
     place.step(change=0.5)
     assert place.courier.told() == []
     place.step(change=0.5)
-    assert place.courier.told() == [Copy(3, 1, 1, t=2, steps=2, tokens=20, base=0, epoch=0)]
+    assert place.courier.told() == [CopyMade(3, 1, 1, t=2, steps=2, tokens=20, base=0, epoch=0)]
     assert place.box.outgoing(3, 1).tolist() == [3.0]
 
 
@@ -92,7 +92,7 @@ def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: Place) -
     place.reads(slot=0, round=0, step=1)
     place.step()
     [copy] = place.courier.told()
-    assert isinstance(copy, Copy) and copy.t == 2
+    assert isinstance(copy, CopyMade) and copy.t == 2
 
 
 def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> None:
@@ -101,8 +101,8 @@ def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> No
     place.adopts(0, version=4, value=9.0)
     place.step(change=1.0)
     took, copy = place.courier.told()
-    assert took == Took(0, Adopted(0, 4, t=1, dropped=10, missed=10), epoch=0)
-    assert copy == Copy(1, 0, 0, t=1, steps=0, tokens=0, base=4, epoch=0)
+    assert took == VersionTaken(0, Adopted(0, 4, t=1, dropped=10, missed=10), epoch=0)
+    assert copy == CopyMade(1, 0, 0, t=1, steps=0, tokens=0, base=4, epoch=0)
     assert place.box.outgoing(1, 0).tolist() == [9.0]
 
 
@@ -140,7 +140,7 @@ def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> Non
     place.step(change=1.0)  # w0 = 4
     assert place.w["w0"].tolist() == [10.0 + (4.0 - 2.0)]
     assert counters(place.box)[0][0] == 2 and counters(place.box)[1][0] == 20
-    assert place.courier.told() == [Took(0, Adopted(0, 1, t=3, steps=2, tokens=20), epoch=0)]
+    assert place.courier.told() == [VersionTaken(0, Adopted(0, 1, t=3, steps=2, tokens=20), epoch=0)]
 
 
 def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Place) -> None:
@@ -182,23 +182,23 @@ def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) ->
     place.reads(slot=1, round=1, step=1)
     place.boundary.obey(CancelReadOrder(1))
     place.boundary.obey(CancelReadOrder(7))
-    assert place.courier.told() == [Freed(1, incoming=False)]
+    assert place.courier.told() == [SlotFreed(1, incoming=False)]
     place.step()
     [copy] = place.courier.told()
-    assert isinstance(copy, Copy) and (copy.slot, copy.round) == (0, 0)
+    assert isinstance(copy, CopyMade) and (copy.slot, copy.round) == (0, 0)
 
 
 def test_one_boundary_makes_several_copies(place: Place) -> None:
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
     place.step()
-    assert [copy.fragment for copy in place.courier.told() if isinstance(copy, Copy)] == [0, 1]
+    assert [copy.fragment for copy in place.courier.told() if isinstance(copy, CopyMade)] == [0, 1]
 
 
 def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Place) -> None:
     place.reads(slot=0, round=0, step=5)
     place.reads(slot=1, round=0, step=6)
-    assert place.courier.told() == [Freed(0, incoming=False)]
+    assert place.courier.told() == [SlotFreed(0, incoming=False)]
 
 
 def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
@@ -208,12 +208,12 @@ def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
     place.adopts(1, version=3, value=5.0, slot=2, step=9)
     place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
     place.boundary.obey(ForgetOrder(epoch=1, reset=False))
-    assert place.courier.told() == [Freed(1, incoming=False), Freed(2, incoming=True)]
+    assert place.courier.told() == [SlotFreed(1, incoming=False), SlotFreed(2, incoming=True)]
     assert counters(place.box) == ([0, 0], [0, 0], [-1, -1]), "they belong to the life before"
     assert not place.boundary.held(place.t)
     place.adopts(0, version=0, value=5.0)
     place.step()
-    assert place.courier.told() == [Took(0, Adopted(0, 0, t=2, dropped=10, missed=10), epoch=1)]
+    assert place.courier.told() == [VersionTaken(0, Adopted(0, 0, t=2, dropped=10, missed=10), epoch=1)]
 
 
 def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:
@@ -236,7 +236,7 @@ def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: 
     place.reads(slot=0, round=0, step=1)
     place.step()
     [copy] = place.courier.told()
-    assert isinstance(copy, Copy) and copy.epoch == 0
+    assert isinstance(copy, CopyMade) and copy.epoch == 0
 
 
 class Slow:
@@ -263,7 +263,7 @@ def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, mon
     assert place.courier.told() == []
     transfers[0].over = True
     place.boundary.settle_done()
-    assert [frame.round for frame in place.courier.told() if isinstance(frame, Copy)] == [0, 1]
+    assert [frame.round for frame in place.courier.told() if isinstance(frame, CopyMade)] == [0, 1]
 
 
 def test_a_dead_couriers_copies_under_way_are_waited_for_and_not_told(
@@ -297,7 +297,7 @@ def test_while_idle_everything_is_served_at_once(place: Place) -> None:
     place.adopts(1, version=1, value=5.0, step=50)
     place.reads(slot=1, round=0, step=50)
     place.boundary.idle(over=True)
-    assert [type(frame) for frame in place.courier.told()] == [Took, Copy]
+    assert [type(frame) for frame in place.courier.told()] == [VersionTaken, CopyMade]
     assert place.w["w1"].tolist() == [5.0]
 
 
@@ -312,7 +312,7 @@ def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place)
     assert place.courier.told() == []
     place.adopts(0, version=1, value=5.0)
     place.boundary.idle(over=True)
-    assert [type(frame) for frame in place.courier.told()] == [Took, Copy]
+    assert [type(frame) for frame in place.courier.told()] == [VersionTaken, CopyMade]
 
 
 def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
@@ -322,7 +322,7 @@ def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
     place.boundary.idle()
     assert place.courier.told() == []
     place.step()
-    assert [type(frame) for frame in place.courier.told()] == [Copy]
+    assert [type(frame) for frame in place.courier.told()] == [CopyMade]
 
 
 def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None:

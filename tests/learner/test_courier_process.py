@@ -11,7 +11,7 @@ import pytest
 
 from atoll.learner import courier_process as module
 from atoll.learner.courier_process import HEALTHY_S, RESTART_S, CourierProcess
-from atoll.mailbox.channel import Bye, Start, StopOrder, ToTraining
+from atoll.mailbox.channel import Goodbye, Start, StopOrder, ToTraining
 from atoll.protocol.messages import TensorSpec
 
 pytestmark = pytest.mark.system
@@ -104,7 +104,7 @@ def test_a_courier_that_lived_long_starts_the_waits_anew(courier: CourierProcess
 
 def test_to_a_dead_courier_one_can_still_speak(courier: CourierProcess) -> None:
     kill(courier)
-    courier.send(Bye("nobody hears this"))
+    courier.send(Goodbye("nobody hears this"))
     courier.wait(0.01)
     assert not courier.clogged
 

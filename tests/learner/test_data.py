@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from atoll.learner.data import Leased, collect, generator, orders, sources
+from atoll.learner.data import LeasedSamples, collect, generator, orders, sources
 from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import Range
@@ -100,13 +100,13 @@ def samples(dataset: int, start: int, stop: int, epoch: int = 0) -> list[int]:
     return [int(one) for one in permuted(positions, length=LENGTHS[dataset], seed=7, dataset=dataset, epoch=epoch)]
 
 
-def leased(*ranges: Range, batch: int = 4, over: bool = False) -> Leased:
-    leased = Leased(LENGTHS, batch, seed=7)
+def leased(*ranges: Range, batch: int = 4, over: bool = False) -> LeasedSamples:
+    leased = LeasedSamples(LENGTHS, batch, seed=7)
     leased.supply(ranges, over)
     return leased
 
 
-def taken(leased: Leased) -> list[tuple[int, list[int]]]:
+def taken(leased: LeasedSamples) -> list[tuple[int, list[int]]]:
     """All batches there are."""
     batches = []
     while (batch := leased.take()) is not None:
@@ -233,9 +233,9 @@ def test_in_another_run_leases_are_numbered_anew() -> None:
     assert taken(source) == [(0, samples(0, 8, 12))]
 
 
-def through_json(source: Leased, batch: int = 4) -> Leased:
+def through_json(source: LeasedSamples, batch: int = 4) -> LeasedSamples:
     """Put back from a cut."""
-    again = Leased(LENGTHS, batch, seed=7)
+    again = LeasedSamples(LENGTHS, batch, seed=7)
     again.load(msgspec.json.decode(msgspec.json.encode(source.state())))
     return again
 

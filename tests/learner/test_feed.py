@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.learner.data import Drawn, Feed, Source, collect
+from atoll.learner.data import Drawn, Feed, NamedDataset, collect
 from atoll.numerics.permutation import permuted
 from atoll.protocol.effects import Registered
 from atoll.protocol.errors import ConfigError
@@ -30,7 +30,7 @@ def nobody_waits(seconds: float) -> None:
     raise AssertionError("training does not wait here")
 
 
-def collected(found: tuple[Source, ...], draws: Iterator[Drawn]) -> Iterator[Any]:
+def collected(found: tuple[NamedDataset, ...], draws: Iterator[Drawn]) -> Iterator[Any]:
     return (collect(found[dataset].samples, indices) for dataset, indices in draws)
 
 
@@ -182,7 +182,7 @@ def test_several_datasets_come_as_they_were_leased() -> None:
 # ---- its own order ---------------------------------------------------------------------------------------------------
 
 
-def own(feed: Feed, found: tuple[Source, ...], passes: int | None = 1, incarnation: int = 1) -> Iterator[Any]:
+def own(feed: Feed, found: tuple[NamedDataset, ...], passes: int | None = 1, incarnation: int = 1) -> Iterator[Any]:
     return collected(found, feed.draw_own(found, 4, lambda: False, incarnation=incarnation, passes=passes))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from atoll.learner.peer_state import PeerStates
 from atoll.learner.snapshot import write
-from atoll.learner.unmerged import FrozenRule, Unmerged
+from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import UNMERGED
@@ -29,7 +29,7 @@ class Process:
             self.model = nn.Sequential(nn.Linear(3, width).requires_grad_(False), nn.Linear(width, 1))
         self.model.register_buffer("scale", torch.full((2,), float(seed)))
         self.optimizer = torch.optim.AdamW(self.model[1].parameters())
-        self.unmerged = Unmerged(self.model, None, rule)
+        self.unmerged = UnmergedTensors(self.model, None, rule)
         self.unmerged.describe()
         self.post = Post()
         whole = (self.model, self.optimizer, {}, self.post)

@@ -12,8 +12,8 @@ import torch
 from tests.learner.test_learner import Joined, small
 from torch import nn
 
-from atoll.learner.step_stats import EVERY, Inputs
-from atoll.mailbox.channel import Step
+from atoll.learner.step_stats import EVERY, InputDigest
+from atoll.mailbox.channel import StepReport
 from atoll.protocol.limits import MOST
 
 
@@ -30,7 +30,7 @@ class Anything(nn.Module):
 
 def number(*given: Any, **named: Any) -> int:
     model = Anything()
-    inputs = Inputs(model, wanted=lambda: True)
+    inputs = InputDigest(model, wanted=lambda: True)
     model(*given, **named)
     return inputs.number
 
@@ -77,7 +77,7 @@ def test_without_tensors_there_is_no_number() -> None:
 
 def test_every_so_many_steps_it_looks_once() -> None:
     model = Anything()
-    inputs = Inputs(model, wanted=lambda: True)
+    inputs = InputDigest(model, wanted=lambda: True)
     seen = []
     for t in range(1, 2 * EVERY + 2):
         model(torch.tensor([float(t)]))
@@ -90,7 +90,7 @@ def test_every_so_many_steps_it_looks_once() -> None:
 
 def test_scoring_is_not_looked_at_nor_leased_data() -> None:
     model, own = Anything(), False
-    inputs = Inputs(model, wanted=lambda: own)
+    inputs = InputDigest(model, wanted=lambda: own)
     with torch.no_grad():
         model(BATCH)
     model.eval()
@@ -106,7 +106,7 @@ def test_scoring_is_not_looked_at_nor_leased_data() -> None:
 
 def test_a_copy_of_the_model_and_a_file_of_it_are_free_of_it() -> None:
     model = nn.Linear(4, 1)
-    inputs = Inputs(model, wanted=lambda: True)
+    inputs = InputDigest(model, wanted=lambda: True)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -120,9 +120,9 @@ def test_a_copy_of_the_model_and_a_file_of_it_are_free_of_it() -> None:
 
 def test_a_compiled_model_is_looked_at_from_outside_and_never_breaks_its_graph() -> None:
     model = nn.Linear(4, 1)
-    inside = Inputs(model, wanted=lambda: True)
+    inside = InputDigest(model, wanted=lambda: True)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    outside = Inputs(compiled, wanted=lambda: True)
+    outside = InputDigest(compiled, wanted=lambda: True)
     compiled(BATCH)
     assert inside.number == -1 and outside.number == number(BATCH)
 
@@ -131,7 +131,7 @@ def test_a_scripted_model_which_takes_no_hooks_is_let_be() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.script(nn.Linear(4, 1))
-    inputs = Inputs(model, wanted=lambda: True)
+    inputs = InputDigest(model, wanted=lambda: True)
     model(BATCH)
     assert inputs.number == -1
     inputs.close()
@@ -140,7 +140,7 @@ def test_a_scripted_model_which_takes_no_hooks_is_let_be() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_the_number_comes_later_and_is_the_same() -> None:
     model = Anything().cuda()
-    inputs = Inputs(model, wanted=lambda: True)
+    inputs = InputDigest(model, wanted=lambda: True)
     model(BATCH.cuda())
     torch.cuda.synchronize()
     assert inputs.number == number(BATCH)
@@ -152,6 +152,6 @@ def test_it_goes_along_with_the_reports_of_a_learner_whose_data_is_its_own() -> 
         for _ in range(EVERY + 1):
             learner.model(torch.full((1, 2), float(learner.steps)))
             learner.step(tokens=1)
-        said = [frame.stepped.inputs for frame in run.courier.of(Step)]  # type: ignore[attr-defined]
+        said = [frame.stepped.inputs for frame in run.courier.of(StepReport)]  # type: ignore[attr-defined]
     assert said == [number(torch.zeros(1, 2))] * EVERY + [number(torch.full((1, 2), float(EVERY)))]
     assert not learner.model._forward_pre_hooks, "the model is as it was"

@@ -21,23 +21,23 @@ from atoll.mailbox.channel import (
     AdoptOrder,
     AwaitOrder,
     BeginOrder,
-    Box,
-    Bye,
     DialFailed,
     DrainOrder,
     ForgetOrder,
     Frame,
+    Goodbye,
     GoOrder,
     HoldOrder,
     Kept,
+    MailboxReady,
     OwnOrder,
     RunProgress,
     SaveOrder,
     Start,
-    Step,
+    StepReport,
     StopOrder,
-    Took,
     ToTraining,
+    VersionTaken,
     Welcomed,
 )
 from atoll.numerics.fragments import make_plan
@@ -171,7 +171,7 @@ class Joined:
         answers = self.courier.answers
 
         def answer(frame: Frame) -> list[ToTraining]:
-            if isinstance(frame, Box):
+            if isinstance(frame, MailboxReady):
                 self.box.run = run
             return answers(frame)
 
@@ -181,9 +181,9 @@ class Joined:
         if isinstance(frame, Start) and not frame.boxed:
             plan = make_plan(frame.tensors, self.rules.fragments)
             return [Welcomed(self.rules, plan.fingerprint, 1), RunProgress()]
-        if isinstance(frame, Box) and len(self.courier.of(Box)) == 1:
+        if isinstance(frame, MailboxReady) and len(self.courier.of(MailboxReady)) == 1:
             return [OwnOrder()]
-        if isinstance(frame, Step) and frame.stepped.stopped:
+        if isinstance(frame, StepReport) and frame.stepped.stopped:
             return self.leaving
         return []
 
@@ -280,7 +280,7 @@ class TestInARun:
         with joined.learner as learner:
             learner.step(tokens=3, loss=0.5)
             learner.step(tokens=4)
-        steps = [frame.stepped for frame in joined.courier.of(Step)]  # type: ignore[attr-defined]
+        steps = [frame.stepped for frame in joined.courier.of(StepReport)]  # type: ignore[attr-defined]
         assert [(s.t, s.steps, s.tokens, s.tokens_total, s.loss) for s in steps[:2]] == [
             (1, (1, 1), (3, 3), 3, 0.5),
             (2, (2, 2), (7, 7), 7, 0.5),
@@ -292,10 +292,10 @@ class TestInARun:
         with joined.learner as learner:
             joined.courier.clogged = True
             learner.step(tokens=3)
-            assert joined.courier.of(Step) == []
+            assert joined.courier.of(StepReport) == []
             joined.courier.clogged = False
             learner.step(tokens=3)
-            [step] = joined.courier.of(Step)
+            [step] = joined.courier.of(StepReport)
             assert step.stepped.tokens_total == 6  # type: ignore[attr-defined]
 
     def test_the_run_tells_how_far_it_is(self, joined: Joined) -> None:
@@ -334,13 +334,13 @@ class TestInARun:
             learner.step(tokens=1)
             [tensor] = joined.box.plan.fragments[0].tensors
             assert (learner.model.get_parameter(tensor.name) == 9.0).all()
-            assert len(joined.courier.of(Took)) == 1
+            assert len(joined.courier.of(VersionTaken)) == 1
 
     def test_a_hold_is_waited_out(self, joined: Joined) -> None:
         with joined.learner as learner:
             order = AdoptOrder(0, 1, 1, 1, "overwrite", 0.5, 1)
             joined.courier.waiting.append(HoldOrder(round=1, fragment=1, step=1))
-            joined.courier.answers = lambda frame: [order] if isinstance(frame, Step) else []
+            joined.courier.answers = lambda frame: [order] if isinstance(frame, StepReport) else []
             learner.step(tokens=1)
             assert joined.box.adopted.tolist() == [0, 1]
             joined.courier.answers = joined._answer
@@ -384,8 +384,8 @@ class TestInARun:
             learner.step(tokens=1)
             start, box, *_ = joined.courier.sent
             assert isinstance(start, Start) and start.boxed
-            assert isinstance(box, Box) and box.stepped.t == 2
-            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, Step) else []
+            assert isinstance(box, MailboxReady) and box.stepped.t == 2
+            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, StepReport) else []
         assert "the courier died" in capsys.readouterr().err
 
     def test_after_the_end_no_new_courier_is_started(self, joined: Joined) -> None:
@@ -406,10 +406,10 @@ class TestInARun:
             learner.step(tokens=1)
             assert joined.box is not old and old.fd == -1
             assert joined.box.adopted.tolist() == [0]
-            assert len(joined.courier.of(Box)) == 2
+            assert len(joined.courier.of(MailboxReady)) == 2
             joined.courier.waiting += [Welcomed(other, fingerprint, 1)]
             learner.step(tokens=1)
-            assert len(joined.courier.of(Box)) == 2, "the same settings change nothing"
+            assert len(joined.courier.of(MailboxReady)) == 2, "the same settings change nothing"
 
 
 class TestLeaving:
@@ -417,7 +417,7 @@ class TestLeaving:
         joined.leaving = []
         with joined.learner:
             pass
-        assert joined.courier.of(Bye) == [Bye("it left before the run ended")]
+        assert joined.courier.of(Goodbye) == [Goodbye("it left before the run ended")]
         assert joined.courier.closed
 
     def test_last_steps_that_nobody_merges_are_waited_for_only_so_long(
@@ -427,7 +427,7 @@ class TestLeaving:
         joined.leaving = []
         with joined.learner as learner:
             learner.step(tokens=1)
-        assert joined.courier.of(Bye) == [Bye("it left before the run ended")]
+        assert joined.courier.of(Goodbye) == [Goodbye("it left before the run ended")]
 
     def test_nobody_hurries_a_drain_but_a_signal_does(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -450,8 +450,8 @@ class TestLeaving:
                     monkeypatch.setattr(script, "DRAIN_S", -1.0)
 
             monkeypatch.setattr(joined.courier, "wait", wait)
-        assert waits == 3 and joined.courier.of(Step)[-1].stepped.leaving  # type: ignore[attr-defined]
-        [bye] = joined.courier.of(Bye)
+        assert waits == 3 and joined.courier.of(StepReport)[-1].stepped.leaving  # type: ignore[attr-defined]
+        [bye] = joined.courier.of(Goodbye)
         assert bye.reason.startswith("it was drained: the operator asked")  # type: ignore[attr-defined]
 
     def test_one_that_is_drained_before_it_has_joined_leaves_at_once(
@@ -462,7 +462,7 @@ class TestLeaving:
         monkeypatch.setattr(joined.courier, "wait", lambda seconds: joined.stay._preemption._terminated(15, None))
         with joined.learner as learner:
             assert learner.done and learner.steps == 0
-        assert len(joined.courier.of(Bye)) == 1
+        assert len(joined.courier.of(Goodbye)) == 1
 
     def test_an_end_that_never_comes_is_waited_for_only_so_long(
         self, joined: Joined, monkeypatch: pytest.MonkeyPatch
@@ -472,19 +472,19 @@ class TestLeaving:
         with joined.learner as learner:
             joined.courier.waiting.append(StopOrder("100 steps are done", final=False))
             learner.step(tokens=1)
-        assert joined.courier.of(Bye) == [Bye("the end of the run did not come")]
+        assert joined.courier.of(Goodbye) == [Goodbye("the end of the run did not come")]
 
     def test_a_script_that_fails_says_goodbye_and_fails_as_it_would_alone(self, joined: Joined) -> None:
         with pytest.raises(ZeroDivisionError), joined.learner:
             raise ZeroDivisionError
-        assert joined.courier.of(Bye) == [Bye("its training script ended with ZeroDivisionError")]
+        assert joined.courier.of(Goodbye) == [Goodbye("its training script ended with ZeroDivisionError")]
         assert joined.courier.closed
 
     def test_ctrl_c_is_one_line_and_130(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught, joined.learner:
             raise KeyboardInterrupt
         assert caught.value.code == 130
-        assert joined.courier.of(Bye) == [Bye("it was interrupted")]
+        assert joined.courier.of(Goodbye) == [Goodbye("it was interrupted")]
         assert capsys.readouterr().err.splitlines()[1:] == ["atoll: interrupted; the same command lets it join again"]
 
     def test_a_learner_is_entered_once(self, joined: Joined) -> None:
@@ -499,7 +499,7 @@ class TestNewcomer:
         """The run has parameters at once; a peer's state is sought."""
 
         def answer(frame: Frame) -> list[ToTraining]:
-            sought: list[ToTraining] = [AwaitOrder()] if isinstance(frame, Box) else []
+            sought: list[ToTraining] = [AwaitOrder()] if isinstance(frame, MailboxReady) else []
             return sought + joined._answer(frame)
 
         joined.courier.answers = answer
@@ -534,9 +534,9 @@ class TestNewcomer:
             joined.courier.sent.clear()
             joined.courier.dead = True
             learner.step(tokens=1)
-            [box] = joined.courier.of(Box)
+            [box] = joined.courier.of(MailboxReady)
             assert box.waits  # type: ignore[attr-defined]
-            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, Step) else []
+            joined.courier.answers = lambda frame: joined.leaving if isinstance(frame, StepReport) else []
 
 
 class TestFailing:
@@ -552,7 +552,7 @@ class TestFailing:
             raise AssertionError("never inside")
         assert caught.value.code == code
         assert capsys.readouterr().err == "atoll: fragment plan differs from the run's\n"
-        assert joined.courier.closed and joined.courier.of(Bye) == []
+        assert joined.courier.closed and joined.courier.of(Goodbye) == []
 
     def test_a_refusal_on_the_way_can_be_caught_in_the_loop_and_ends_the_script_if_not(
         self, joined: Joined, capsys: pytest.CaptureFixture[str]
@@ -611,7 +611,7 @@ class TestFailing:
             next(learner.batches(torch.zeros(3, 2), batch_size=4))
         assert caught.value.code == 2
         assert "3 samples" in capsys.readouterr().err
-        assert joined.courier.of(Bye) == [Bye("its training script ended with ConfigError")]
+        assert joined.courier.of(Goodbye) == [Goodbye("its training script ended with ConfigError")]
 
     def test_another_version_of_atoll_is_named(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
         joined.courier.answers = lambda frame: [Welcomed(joined.rules, "other", 1)] if isinstance(frame, Start) else []

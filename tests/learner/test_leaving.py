@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from atoll.learner.script import DRAIN_S, END_WAIT_S, LEAVE_WAIT_S, Leaving, broken_off, patience_s
+from atoll.learner.script import DRAIN_S, END_WAIT_S, LEAVE_WAIT_S, LeaveWait, broken_off, patience_s
 
 
-def early() -> Leaving:
-    return Leaving(0.0, ending=False)
+def early() -> LeaveWait:
+    return LeaveWait(0.0, ending=False)
 
 
 def test_two_cycles_are_waited_for_where_they_take_longer() -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from atoll.learner.data import Drawn
 from atoll.learner.learner import Learner
-from atoll.learner.loading import Ahead, seed_of
-from atoll.mailbox.channel import Frame, Sources, Step, StopOrder, Supplies, ToTraining
+from atoll.learner.loading import DrawCounter, seed_of
+from atoll.mailbox.channel import Frame, Sources, StepReport, StopOrder, Supplies, ToTraining
 from atoll.numerics.permutation import permuted
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import Range
@@ -53,7 +53,7 @@ class InARun(Joined):
     @property
     def position(self) -> int:
         """As it was last reported."""
-        return self.courier.of(Step)[-1].stepped.position  # type: ignore[attr-defined, no-any-return]
+        return self.courier.of(StepReport)[-1].stepped.position  # type: ignore[attr-defined, no-any-return]
 
 
 def leased(start: int, stop: int) -> list[int]:
@@ -144,7 +144,7 @@ def test_when_the_run_is_done_batches_end_at_once_and_the_sampler_draws_no_more(
 # ---- which batches a step was on, by the draws alone -----------------------------------------------------------------
 
 
-def play(ahead: Ahead, prefetch: int, per_step: list[int]) -> Iterator[tuple[int, int]]:
+def play(ahead: DrawCounter, prefetch: int, per_step: list[int]) -> Iterator[tuple[int, int]]:
     """As torch's DataLoader draws: batches handed over, and those known to be trained on, after each step."""
     draws = iter(ahead)
     loaded = sum(next(draws, None) is not None for _ in range(prefetch))
@@ -171,7 +171,7 @@ def drawn(batches: int) -> Iterator[Drawn]:
 def test_never_more_counts_than_was_handed_over_and_all_of_it_from_the_second_step_on(
     prefetch: int, per_step: int, batches: int
 ) -> None:
-    said = list(play(Ahead(drawn(batches)), prefetch, [per_step] * 60))
+    said = list(play(DrawCounter(drawn(batches)), prefetch, [per_step] * 60))
     assert all(used <= handed for handed, used in said)
     if per_step == 1:
         assert all(used == handed for handed, used in said)
@@ -181,7 +181,7 @@ def test_never_more_counts_than_was_handed_over_and_all_of_it_from_the_second_st
 
 @given(prefetch=st.integers(0, 8), rest=st.lists(st.integers(0, 5), max_size=20))
 def test_later_steps_may_be_on_more_batches_fewer_or_none(prefetch: int, rest: list[int]) -> None:
-    said = list(play(Ahead(drawn(1000)), prefetch, [2, 2, *rest]))
+    said = list(play(DrawCounter(drawn(1000)), prefetch, [2, 2, *rest]))
     assert said[0] == (2, 1), "of the first step it is not known yet"
     assert all(used == handed for handed, used in said[1:])
 

@@ -12,7 +12,7 @@ import torch
 from tests.learner.same import same
 from tests.learner.small import boxed
 
-from atoll.learner.saved_state import Place, describe_place, fill_box, settings_of
+from atoll.learner.saved_state import RunPlace, describe_place, fill_box, settings_of
 from atoll.learner.snapshot import read, write
 from atoll.learner.state import capture, restore
 from atoll.mailbox.box import Mailbox
@@ -37,7 +37,7 @@ def standing() -> tuple[Mailbox, Settings]:
     return box, settings
 
 
-def described(box: Mailbox, settings: Settings, **changes: Any) -> Place:
+def described(box: Mailbox, settings: Settings, **changes: Any) -> RunPlace:
     given = {"name": "learner-1", "session": "s1", "index": 1, "t": 12, "total": 96, "busy_s": 1.5, "feed": FEED}
     return describe_place(box, settings, TENSORS, **{**given, **changes})
 
@@ -98,7 +98,7 @@ def test_it_travels_through_a_file_with_the_rest_of_the_state(tmp_path: Path) ->
     box, settings = standing()
     place = described(box, settings)
     write(tmp_path / "cut.safetensors", capture(model, None, {"place": place}))
-    found = Place({})
+    found = RunPlace({})
     restore(model, None, {"place": found}, read(tmp_path / "cut.safetensors"), rng=False)
     assert same(found.state["base"], place.state["base"])
     assert settings_of(found.state) == settings and found.state["feed"] == FEED
@@ -114,14 +114,14 @@ def test_a_snapshot_of_it_does_not_follow_what_the_run_does_next(tmp_path: Path)
     box.base(0)[:] = 99.0
     box.steps[:] = 99
     write(tmp_path / "cut.safetensors", snapshot)
-    found = Place({})
+    found = RunPlace({})
     restore(torch.nn.Linear(2, 2), None, {"place": found}, read(tmp_path / "cut.safetensors"), rng=False)
     assert found.state["base"][0].numpy().tobytes() == as_it_was.tobytes()
     assert found.state["steps"] == [3, 1]
 
 
 def test_it_is_a_state_like_any_other() -> None:
-    place = Place({"t": 1})
+    place = RunPlace({"t": 1})
     assert place.state_dict() == {"t": 1}
     place.load_state_dict({"t": 2})
     assert place.state == {"t": 2}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from atoll.learner.script import Preemption
+from atoll.learner.script import LeaveRequest
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def default_handler() -> object:
 
 @pytest.mark.usefixtures("default_handler")
 def test_a_signal_is_noted_and_kills_nobody() -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     assert not preemption.asked
     os.kill(os.getpid(), signal.SIGTERM)
@@ -31,7 +31,7 @@ def test_a_signal_is_noted_and_kills_nobody() -> None:
 def test_a_scripts_own_handler_stays() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] and not preemption.asked
@@ -47,7 +47,7 @@ def interruptible() -> object:
 
 @pytest.mark.usefixtures("default_handler", "interruptible")
 def test_workers_of_a_loader_leave_an_interrupt_to_the_training_process(capfd: pytest.CaptureFixture[str]) -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     preemption.begun = True
     if (worker := os.fork()) == 0:
@@ -60,7 +60,7 @@ def test_workers_of_a_loader_leave_an_interrupt_to_the_training_process(capfd: p
 
 @pytest.mark.usefixtures("default_handler", "interruptible")
 def test_the_first_interrupt_asks_and_the_second_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     preemption.begun = True
     os.kill(os.getpid(), signal.SIGINT)
@@ -74,7 +74,7 @@ def test_the_first_interrupt_asks_and_the_second_ends(capfd: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("default_handler", "interruptible")
 def test_before_training_has_begun_an_interrupt_ends_at_once() -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -84,7 +84,7 @@ def test_before_training_has_begun_an_interrupt_ends_at_once() -> None:
 
 @pytest.mark.usefixtures("default_handler", "interruptible")
 def test_after_a_drain_an_interrupt_ends_at_once() -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     preemption.begun = True
     preemption.ask("it was drained")
@@ -98,7 +98,7 @@ def test_after_a_drain_an_interrupt_ends_at_once() -> None:
 @pytest.mark.usefixtures("default_handler")
 def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    preemption = Preemption()
+    preemption = LeaveRequest()
     preemption.watch()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     preemption.stop()
@@ -107,7 +107,7 @@ def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
 
 @pytest.mark.usefixtures("default_handler")
 def test_in_another_thread_nothing_is_watched() -> None:
-    preemption = Preemption()
+    preemption = LeaveRequest()
     thread = threading.Thread(target=preemption.watch)
     thread.start()
     thread.join()

@@ -26,7 +26,7 @@ from atoll.learner.courier_process import CourierProcess
 from atoll.learner.learner import Learner
 from atoll.learner.model import describe
 from atoll.mailbox.channel import (
-    Channel,
+    CourierChannel,
     DrainOrder,
     Frame,
     LetGoOrder,
@@ -62,7 +62,7 @@ class Wire(CourierProcess):
 
     def __init__(self) -> None:
         super().__init__()
-        self._channel, self.far = Channel.pair()
+        self._channel, self.far = CourierChannel.pair()
 
     def start(self) -> None:
         pass
@@ -79,7 +79,7 @@ class Script:
     _taped: list[Informed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._courier = Channel(socket.socket(fileno=os.dup(self.far.fileno())))
+        self._courier = CourierChannel(socket.socket(fileno=os.dup(self.far.fileno())))
 
     def look(self) -> Seen:
         return self.learner.progress, self.learner.global_step

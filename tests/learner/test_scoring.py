@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.fabric.wire import METRICS, Score, decode_score
+from atoll.fabric.wire import METRICS, ScoreReport, decode_score
 from atoll.learner.evaluator import ScoreFigures, read_figures
 from atoll.protocol.errors import ConfigError
 
@@ -49,14 +49,14 @@ def test_anything_else_is_told_with_the_way_out(found: Any, words: str) -> None:
 
 
 def test_a_plain_loss_is_sent_as_earlier_versions_sent_it() -> None:
-    said = msgspec.json.decode(msgspec.json.encode(Score(round=7, loss=1.5, cpu_s=0.1)))
+    said = msgspec.json.decode(msgspec.json.encode(ScoreReport(round=7, loss=1.5, cpu_s=0.1)))
     assert said.keys() == {"round", "loss", "cpu_s"}
 
 
 def test_as_many_metrics_as_may_be_come_through_and_no_more() -> None:
-    many = Score(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS)})
+    many = ScoreReport(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS)})
     assert decode_score(msgspec.json.encode(many)) == many
-    more = Score(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS + 1)})
+    more = ScoreReport(round=7, loss=1.5, cpu_s=0.1, metrics={f"m{i}": 0.5 for i in range(METRICS + 1)})
     with pytest.raises(Exception, match="a score could not be read"):
         decode_score(msgspec.json.encode(more))
 

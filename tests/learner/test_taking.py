@@ -12,7 +12,7 @@ from tests.learner.test_peer import Process
 from torch import nn
 
 from atoll.learner.packing import Packing, Unpacking
-from atoll.learner.peer_state import PeerStates, Spec, expected_layout, fit_states, take_peer_state, wrong_buffers
+from atoll.learner.peer_state import PeerStates, StateSpec, expected_layout, fit_states, take_peer_state, wrong_buffers
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.box import reserve
@@ -179,7 +179,7 @@ class TestLayout:
         model(torch.randn(4, 3, dtype=dtype)).square().mean().backward()
         optimizer.step()
         made = {
-            name: {key: Spec.of(value) for key, value in optimizer.state[parameter].items()}
+            name: {key: StateSpec.of(value) for key, value in optimizer.state[parameter].items()}
             for name, parameter in model.named_parameters()
         }
         assert guessed == made == expected_layout(optimizer, model)

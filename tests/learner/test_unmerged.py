@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from atoll.learner.model import BufferRule
-from atoll.learner.unmerged import LOOK_EVERY, Unmerged, digest_unmerged
+from atoll.learner.unmerged import LOOK_EVERY, UnmergedTensors, digest_unmerged
 from atoll.protocol.errors import ConfigError
 
 
@@ -20,8 +20,8 @@ def net(seed: int = 0) -> nn.Sequential:
     return model
 
 
-def joined(model: nn.Module, buffers: BufferRule = None) -> Unmerged:
-    unmerged = Unmerged(model, buffers, "refuse")
+def joined(model: nn.Module, buffers: BufferRule = None) -> UnmergedTensors:
+    unmerged = UnmergedTensors(model, buffers, "refuse")
     unmerged.describe()
     return unmerged
 
@@ -61,7 +61,7 @@ def test_local_running_statistics_count_and_passing_buffers_do_not() -> None:
 
 
 def test_with_mine_nothing_is_compared() -> None:
-    mine = Unmerged(net(1), None, "mine")
+    mine = UnmergedTensors(net(1), None, "mine")
     mine.describe()
     assert mine.digest == ""
     mine.compare(joined(net()).digest)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
     FRAME_LIMIT,
-    Box,
-    Bye,
-    Channel,
-    Freed,
+    CourierChannel,
+    Goodbye,
+    MailboxReady,
     ReadOrder,
+    SlotFreed,
     Start,
-    Step,
+    StepReport,
     StopOrder,
     decode_to_courier,
     decode_to_training,
@@ -28,19 +28,19 @@ from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 
-Ends = tuple[Channel, Channel]
+Ends = tuple[CourierChannel, CourierChannel]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    ours, theirs = Channel.pair()
-    other = Channel(theirs)
+    ours, theirs = CourierChannel.pair()
+    other = CourierChannel(theirs)
     yield ours, other
     ours.close()
     other.close()
 
 
-def everything(sender: Channel, receiver: Channel, count: int) -> list[bytes]:
+def everything(sender: CourierChannel, receiver: CourierChannel, count: int) -> list[bytes]:
     """Flush and receive in turns until so many frames have come."""
     frames: list[bytes] = []
     for _ in range(10_000):
@@ -54,16 +54,16 @@ def everything(sender: Channel, receiver: Channel, count: int) -> list[bytes]:
 @given(reasons=st.lists(st.text(max_size=300), min_size=1, max_size=5), cuts=st.lists(st.integers(1, 50), max_size=40))
 def test_frames_that_come_in_pieces_are_put_together(reasons: list[str], cuts: list[int]) -> None:
     near, far = socket.socketpair()
-    maker, sink = Channel.pair()
+    maker, sink = CourierChannel.pair()
     for reason in reasons:
-        maker.send(Bye(reason))
+        maker.send(Goodbye(reason))
     stream = sink.recv(1 << 20)
-    channel, frames = Channel(far), []
+    channel, frames = CourierChannel(far), []
     for cut in [*cuts, len(stream)]:
         near.sendall(stream[:cut])
         stream = stream[cut:]
         frames += channel.receive()
-    assert [decode_to_courier(frame) for frame in frames] == [Bye(reason) for reason in reasons]
+    assert [decode_to_courier(frame) for frame in frames] == [Goodbye(reason) for reason in reasons]
     for end in (near, channel, maker, sink):
         end.close()
 
@@ -97,10 +97,10 @@ def test_a_frame_larger_than_the_socket_arrives_whole(ends: Ends) -> None:
 def test_a_full_socket_keeps_the_order_and_waits_for_nobody(ends: Ends) -> None:
     ours, theirs = ends
     for t in range(20_000):
-        ours.send(Step(Stepped(t, (t,) * 8, (t,) * 8)))
+        ours.send(StepReport(Stepped(t, (t,) * 8, (t,) * 8)))
     assert ours.clogged
     frames = [decode_to_courier(data) for data in everything(ours, theirs, 20_000)]
-    assert [frame.stepped.t for frame in frames if isinstance(frame, Step)] == list(range(20_000))
+    assert [frame.stepped.t for frame in frames if isinstance(frame, StepReport)] == list(range(20_000))
 
 
 def test_a_frame_past_the_limit_is_refused(ends: Ends) -> None:
@@ -117,7 +117,7 @@ def test_a_descriptor_travels_with_its_frame(ends: Ends) -> None:
     plan = make_plan(tensors, 1)
     box = Mailbox.create(plan, settings)
     box.base(0)[:] = 4.0
-    ours.send(Box(settings, Stepped(0, (), ())), box.fd)
+    ours.send(MailboxReady(settings, Stepped(0, (), ())), box.fd)
     assert theirs.receive()
     other = Mailbox(theirs.take_descriptor(), Layout.of(plan, settings), plan)
     assert other.fd != box.fd
@@ -130,13 +130,13 @@ def test_a_descriptor_waits_its_turn_behind_a_full_socket(ends: Ends) -> None:
     ours, theirs = ends
     count = 0
     while not ours.clogged:
-        ours.send(Freed(count, incoming=True))
+        ours.send(SlotFreed(count, incoming=True))
         count += 1
     read, write = os.pipe()
-    ours.send(Box(Settings(), Stepped(0, (), ())), read)
-    ours.send(Bye("after it"))
+    ours.send(MailboxReady(Settings(), Stepped(0, (), ())), read)
+    ours.send(Goodbye("after it"))
     frames = [decode_to_courier(data) for data in everything(ours, theirs, count + 2)]
-    assert isinstance(frames[-2], Box) and frames[-1] == Bye("after it")
+    assert isinstance(frames[-2], MailboxReady) and frames[-1] == Goodbye("after it")
     taken = theirs.take_descriptor()
     os.write(write, b"x")
     assert os.read(taken, 1) == b"x"
@@ -153,8 +153,8 @@ def test_what_the_other_side_said_before_it_went_is_still_heard(ends: Ends) -> N
     ours, theirs = ends
     theirs.send(StopOrder("the model differs", final=True, failed=True, mistake=True))
     theirs.close()
-    ours.send(Bye("into the void"))
-    ours.send(Bye("and again"))
+    ours.send(Goodbye("into the void"))
+    ours.send(Goodbye("and again"))
     frames = ours.receive() + ours.receive()
     assert [decode_to_training(frame) for frame in frames] == [
         StopOrder("the model differs", final=True, failed=True, mistake=True)
@@ -167,16 +167,16 @@ def test_a_peer_that_is_gone_closes_the_channel_and_sending_to_it_does_nothing(e
     theirs.close()
     assert ours.receive() == []
     assert ours.closed
-    ours.send(Bye("too late"))
+    ours.send(Goodbye("too late"))
 
 
 def test_a_descriptor_may_be_closed_by_its_sender_at_once_also_while_the_frame_waits(ends: Ends) -> None:
     ours, other = ends
     for _ in range(2000):
-        ours.send(Bye("x" * 1000))  # the socket is full by now
+        ours.send(Goodbye("x" * 1000))  # the socket is full by now
     assert ours.clogged
     near, far = os.pipe()
-    ours.send(Bye("with it"), near)
+    ours.send(Goodbye("with it"), near)
     os.close(near)
     os.write(far, b"still there")
     assert len(everything(ours, other, 2001)) == 2001
@@ -188,14 +188,14 @@ def test_a_descriptor_may_be_closed_by_its_sender_at_once_also_while_the_frame_w
 
 def test_closing_leaves_no_descriptor_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    ours, theirs = Channel.pair()
-    other = Channel(theirs)
+    ours, theirs = CourierChannel.pair()
+    other = CourierChannel(theirs)
     near, far = os.pipe()
-    ours.send(Bye("arrives, and nobody takes it"), near)
+    ours.send(Goodbye("arrives, and nobody takes it"), near)
     assert len(other.receive()) == 1
     for _ in range(2000):
-        ours.send(Bye("x" * 1000))
-    ours.send(Bye("never leaves"), near)
+        ours.send(Goodbye("x" * 1000))
+    ours.send(Goodbye("never leaves"), near)
     for fd in (near, far):
         os.close(fd)
     ours.close()

@@ -20,7 +20,7 @@ from atoll import cli
 from atoll.chaos.tcp_relay import Bottleneck, TcpRelay
 from atoll.estimate.bandwidth import away_steps, effective_h, load_gbit, profile
 from atoll.fabric.address import parse_address
-from atoll.fabric.calls import Dialled
+from atoll.fabric.calls import DialResult
 from atoll.fabric.server import Server
 from atoll.observe.doctor import carry, link, local
 from atoll.observe.doctor.carry import LinkLoad, MeasuredLink
@@ -30,7 +30,7 @@ from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32
 WAY = parse_address(f"atoll://{SECRET}@a.example:1,b.example:2/run/{PIN}", {})
-HERE = DialledAddress("https://a.example:1", Dialled(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
+HERE = DialledAddress("https://a.example:1", DialResult(0.012, 0.003, "TLS_AES_256_GCM_SHA384"))
 GONE = DialledAddress("https://b.example:2", None, "Connection refused")
 LOAD = LinkLoad(parameters=100e6, step_s=0.4)
 FAST = MeasuredLink(1e9, 1e9, 0.01)

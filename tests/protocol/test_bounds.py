@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import ScoreReport
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import LINE, clipped, near
 from atoll.protocol.messages import FromLearner, FromSyncer
@@ -59,7 +59,9 @@ def unbounded(kind: inspect.Type, path: str, seen: set[type] | None = None) -> I
             yield path
 
 
-@pytest.mark.parametrize("said", [FromLearner, FromSyncer, AnyEntry, Score], ids=["learner", "syncer", "tape", "score"])
+@pytest.mark.parametrize(
+    "said", [FromLearner, FromSyncer, AnyEntry, ScoreReport], ids=["learner", "syncer", "tape", "score"]
+)
 def test_whatever_may_be_long_or_large_has_a_bound_in_its_type(said: type) -> None:
     assert list(unbounded(inspect.type_info(said), "")) == []
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.protocol.world import World
 
-from atoll.courier.body import Outgoing
+from atoll.courier.body import OutgoingSlots
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.learner.copies import Orders, RoundsPerStep
@@ -84,14 +84,14 @@ class Slotted(Uneven):
     """Its learners keep their copies in the courier's slots."""
 
     def __init__(self, slower: float, seed: int, *, most: int, **settings: object) -> None:
-        self.slots: dict[str, Outgoing] = {}
+        self.slots: dict[str, OutgoingSlots] = {}
         self.orders: dict[tuple[str, int], int] = {}
         """(learner, round) → slot of a copy that is ordered and not made."""
         self.most = most
         super().__init__(slower, seed, **settings)
 
-    def slots_of(self, learner: SimulatedLearner) -> Outgoing:
-        first = Outgoing(list(range(7)), reserve=lambda slot: slot < self.most)
+    def slots_of(self, learner: SimulatedLearner) -> OutgoingSlots:
+        first = OutgoingSlots(list(range(7)), reserve=lambda slot: slot < self.most)
         return self.slots.setdefault(learner.name, first)
 
     def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:

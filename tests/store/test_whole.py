@@ -13,7 +13,7 @@ from torch import nn
 
 from atoll.learner.saved_state import Saver
 from atoll.learner.snapshot import Snapshot, write
-from atoll.learner.unmerged import Unmerged
+from atoll.learner.unmerged import UnmergedTensors
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import read_manifest
 from atoll.store.export import export_run
@@ -95,7 +95,7 @@ def test_what_a_first_learner_keeps_is_what_is_exported(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.BatchNorm1d(2), nn.Linear(2, 1))
     run = with_rounds(tmp_path / "run", 1)
     folder = run.dir.learner("learner-1")
-    Saver(folder).keep_unmerged(Unmerged(model, None, "refuse").capture)
+    Saver(folder).keep_unmerged(UnmergedTensors(model, None, "refuse").capture)
     found = load_file(wait_for(folder / UNMERGED))
     assert found.keys() == {"0.weight", "0.bias", "1.num_batches_tracked"}
     assert torch.equal(found["0.weight"], model[0].weight)

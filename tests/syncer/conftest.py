@@ -13,8 +13,8 @@ import pytest
 
 from atoll.config import Config, convert
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.handlers import Pages
-from atoll.fabric.wire import Limits, digest
+from atoll.fabric.handlers import ServedPages
+from atoll.fabric.wire import FabricLimits, digest
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol.messages import (
     PROTOCOL,
@@ -156,8 +156,8 @@ class Stage:
     async def open(
         self,
         service: dict[str, Any] | None = None,
-        limits: Limits | None = None,
-        pages: Pages | None = None,
+        limits: FabricLimits | None = None,
+        pages: ServedPages | None = None,
         **protocol: Any,
     ) -> SyncerService:
         settings = {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "codec": "fp32", **protocol}

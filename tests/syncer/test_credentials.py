@@ -10,13 +10,13 @@ import pytest
 
 from atoll.config import Service
 from atoll.fabric.certificates import make_authority, make_server
-from atoll.fabric.join_tokens import Token, Tokens, new_secret
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
 from atoll.syncer.credentials import LOCAL, LiveTokens, Strangers, doors_of, local_tokens, read_tokens, write_tokens
 from atoll.telemetry.events import EventLog
 
-JOIN = Token(id="join", secret=new_secret())
+JOIN = JoinToken(id="join", secret=new_secret())
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def keys(tmp_path: Path) -> KeyDir:
     pair = make_server(["localhost"], 1.0)
     keys.write(keys.key, pair.key)
     keys.write(keys.certificate, pair.certificate)
-    write_tokens(keys, Tokens([JOIN]))
+    write_tokens(keys, JoinTokens([JOIN]))
     return keys
 
 
@@ -36,12 +36,12 @@ class Clock:
         return self.now
 
 
-def ids(tokens: Tokens) -> list[str]:
+def ids(tokens: JoinTokens) -> list[str]:
     return [token.id for token in tokens.all]
 
 
 def test_tokens_are_read_as_they_were_written(keys: KeyDir) -> None:
-    write_tokens(keys, Tokens([JOIN, Token(id="eu", secret=new_secret(), learner="eu-*", most=4, expires=5.0)]))
+    write_tokens(keys, JoinTokens([JOIN, JoinToken(id="eu", secret=new_secret(), learner="eu-*", most=4, expires=5.0)]))
     assert ids(read_tokens(keys)) == ["join", "eu"] and read_tokens(keys).named("eu").most == 4
     assert keys.tokens.stat().st_mode & 0o777 == 0o600
 
@@ -72,7 +72,7 @@ def test_a_file_with_something_else_in_it_is_one_line_and_keeps_the_old_tokens(k
     assert len(str(caught.value).splitlines()) == 1 and "s3cret" not in str(caught.value)
     clock.now += RELOAD_S
     assert ids(live()) == ["join"]
-    write_tokens(keys, Tokens([Token(id="new", secret=new_secret())]))
+    write_tokens(keys, JoinTokens([JoinToken(id="new", secret=new_secret())]))
     clock.now += RELOAD_S
     assert ids(live()) == ["new"], "it is looked at again"
 

@@ -15,7 +15,7 @@ from tests.fabric.fuzz import Fuzz, in_a_line, large_ones
 from tests.syncer.conftest import TENSORS, Stage
 from tests.syncer.test_service import next_pull
 
-from atoll.fabric.control_channel import Channel, Outbox
+from atoll.fabric.control_channel import ControlChannel, SendQueue
 from atoll.fabric.wire import check_hello, decode_from_learner, decode_from_syncer
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Announce, FromLearner, Hello, Progress, Refused
@@ -38,8 +38,8 @@ class Peer:
     """A channel whose other end only keeps what it is sent."""
 
     def __init__(self, hello: Hello) -> None:
-        self.outbox = Outbox(1024)
-        self.channel = Channel(hello.learner, hello.session, outbox=self.outbox, abort=lambda: None, flush_s=2.0)
+        self.outbox = SendQueue(1024)
+        self.channel = ControlChannel(hello.learner, hello.session, outbox=self.outbox, abort=lambda: None, flush_s=2.0)
 
     @property
     def refusal(self) -> str:

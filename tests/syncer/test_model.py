@@ -7,7 +7,7 @@ from tests.syncer.conftest import plan
 
 from atoll.config import Config
 from atoll.fabric.join_tokens import NAMES
-from atoll.fabric.wire import MIB, Limits
+from atoll.fabric.wire import MIB, FabricLimits
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import Greeted, Lost
 from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
@@ -35,7 +35,7 @@ def test_it_grows_with_the_model_and_with_each_learner() -> None:
 
 
 def test_narrower_limits_are_a_lower_ceiling() -> None:
-    narrow = Limits(queue_bytes=MIB, connections=128)
+    narrow = FabricLimits(queue_bytes=MIB, connections=128)
     assert memory_bound(LARGE, SETTINGS, 1, narrow).bytes(64) < memory_bound(LARGE, SETTINGS, 1).bytes(64)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 from tests.syncer.test_service import next_pull, one_at_work, url
 
-from atoll.fabric.client import get_fragment_once
-from atoll.fabric.wire import Score
+from atoll.fabric.transfer import get_fragment_once
+from atoll.fabric.wire import ScoreReport
 from atoll.protocol.messages import Announce, Pull
 from atoll.store.cuts import folder_of
 from atoll.store.disk import LocalDisk
@@ -16,7 +16,7 @@ from atoll.syncer.recovery import recover
 
 
 def score(stage: Stage, round: int, loss: float | None) -> None:
-    stage.service.score(Score(round=round, loss=loss, cpu_s=0.1))
+    stage.service.score(ScoreReport(round=round, loss=loss, cpu_s=0.1))
 
 
 async def give(learner: FakeLearner, pull: Pull, delta: float, version: int) -> None:

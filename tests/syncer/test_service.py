@@ -12,8 +12,8 @@ import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.address import parse_address
-from atoll.fabric.client import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import Score, digest
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.wire import ScoreReport, digest
 from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import (
@@ -245,7 +245,7 @@ async def test_before_the_run_there_is_a_status_but_no_manifest_and_no_fragment(
 
 async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
     await one_at_work(stage)
-    await post_score(url(stage), Score(round=0, loss=2.5, cpu_s=0.5, sample="def ", final=False))
+    await post_score(url(stage), ScoreReport(round=0, loss=2.5, cpu_s=0.5, sample="def ", final=False))
     event = await stage.until("score")
     assert (event["loss"], event["sample"]) == (2.5, "def ")
     status = await get_json(url(stage), "/v1/status")
@@ -255,7 +255,7 @@ async def test_a_score_is_an_event_and_a_figure(stage: Stage) -> None:
 async def test_a_score_brings_metrics_in_the_words_of_the_script(stage: Stage) -> None:
     await one_at_work(stage)
     figures = {"metrics": {"accuracy": 0.91, "recall": None}, "directions": {"accuracy": "max"}}
-    score = msgspec.convert({"round": 0, "loss": 2.5, "cpu_s": 0.5, "unit": "bits", **figures}, Score)
+    score = msgspec.convert({"round": 0, "loss": 2.5, "cpu_s": 0.5, "unit": "bits", **figures}, ScoreReport)
     await post_score(url(stage), score)
     event = await stage.until("score")
     assert event["text"] == "validation loss 2.5000, accuracy 0.9100, recall is not finite at round 0"
@@ -268,12 +268,12 @@ async def test_a_score_brings_metrics_in_the_words_of_the_script(stage: Stage) -
 async def test_a_scorer_without_a_loss_raises_no_alarm(stage: Stage) -> None:
     """A loss that is missing is not one that is not finite."""
     await one_at_work(stage)
-    score = Score(round=0, loss=None, cpu_s=0.5, metrics={"accuracy": 0.91}, has_loss=False)
+    score = ScoreReport(round=0, loss=None, cpu_s=0.5, metrics={"accuracy": 0.91}, has_loss=False)
     await post_score(url(stage), score)
     event = await stage.until("score")
     assert event["text"] == "accuracy 0.9100 at round 0"
     assert not stage.events("alarm")
-    await post_score(url(stage), Score(round=0, loss=None, cpu_s=0.5))
+    await post_score(url(stage), ScoreReport(round=0, loss=None, cpu_s=0.5))
     assert "not finite" in (await stage.until("alarm"))["text"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.syncer.conftest import TENSORS
 
 from atoll.config import Config, convert
-from atoll.fabric.wire import Score
+from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.machine import Syncer
@@ -127,7 +127,7 @@ def test_tokens_per_second_over_the_last_looks(machine: Syncer) -> None:
 def test_the_newest_score_is_shown() -> None:
     meter = Meter(CONFIG)
     for round, loss in ((0, 3.0), (10, 2.5)):
-        meter.score(Score(round=round, loss=loss, cpu_s=0.1))
+        meter.score(ScoreReport(round=round, loss=loss, cpu_s=0.1))
     status = meter.status(1.0, "r", None)
     assert (status.validation_loss, status.validation_round) == (2.5, 10)
 

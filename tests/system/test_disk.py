@@ -20,7 +20,7 @@ from tests.system.conftest import SCRIPTS, Event, Run, members
 from tests.system.crashing import facts, full
 from tests.system.crashing.facts import Outage
 
-from atoll.fabric.client import get_json
+from atoll.fabric.transfer import get_json
 from atoll.telemetry.events import parse
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
-from atoll.fabric.tasks import Mistakes, start_for_connection
+from atoll.fabric.tasks import ConnectionErrors, start_for_connection
 
 PACKET = 1460
 """Bytes that share a bottleneck take turns by: what one segment of TCP carries."""
@@ -60,7 +60,7 @@ class TcpRelay:
         """Seconds that packets of control channels (WebSockets) spent on this line, both ways."""
         self._open = asyncio.Event()
         self._open.set()
-        self.mistakes = Mistakes()
+        self.mistakes = ConnectionErrors()
         self._server: asyncio.Server | None = None
         self._both: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()

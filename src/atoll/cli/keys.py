@@ -13,7 +13,7 @@ from rich.console import Console
 from atoll.cli.shared import OPERATOR, short
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import (
-    Pair,
+    CertificatePair,
     fingerprint,
     hosts_of,
     is_host,
@@ -22,7 +22,7 @@ from atoll.fabric.certificates import (
     make_server,
     signs_itself,
 )
-from atoll.fabric.join_tokens import NAMES, Role, Token, Tokens, new_secret
+from atoll.fabric.join_tokens import NAMES, JoinToken, JoinTokens, Role, new_secret
 from atoll.observe.figures import span, table
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import KeyDir
@@ -90,7 +90,7 @@ def link(keys: Path, name: str, ca: bool, run: Path | None) -> None:
     _print_link(folder, read_tokens(folder).named(name), by_authority=ca)
 
 
-def join_link(last: Last, token: Token) -> str:
+def join_link(last: Last, token: JoinToken) -> str:
     urls = tuple(f"{'https' if last.pin else 'http'}://{host}" for host in last.hosts)
     return SyncerAddress(urls=urls, run=last.run, token=token.secret, pin=last.pin).link()
 
@@ -120,7 +120,7 @@ def pins_of(keys: KeyDir, front: str = "") -> str:
         raise ConfigError(f"cannot read {shown}: {error.strerror}") from error
 
 
-def _print_link(keys: KeyDir, token: Token, *, by_authority: bool = False) -> None:
+def _print_link(keys: KeyDir, token: JoinToken, *, by_authority: bool = False) -> None:
     try:
         last = msgspec.json.decode((keys.path / LAST).read_bytes(), type=Last)
     except (OSError, msgspec.MsgspecError):
@@ -132,9 +132,9 @@ def _print_link(keys: KeyDir, token: Token, *, by_authority: bool = False) -> No
 
 def new_token(
     name: str, *, role: str = "learner", learner: str = "", most: int = 0, names: int = NAMES, hours: float = 0.0
-) -> Token:
+) -> JoinToken:
     document = {"role": role, "learner": learner, "most": most, "names": names, "expires": _expires(hours)}
-    return msgspec.convert({"id": name, "secret": new_secret(), **document}, Token)
+    return msgspec.convert({"id": name, "secret": new_secret(), **document}, JoinToken)
 
 
 def _expires(hours: float) -> float:
@@ -181,7 +181,7 @@ def cert(
         _write(keys, *keys.of_learner(OPERATOR), make_client(OPERATOR, days, authority))
     pair = make_server(_hosts(host), days, authority)
     _write(keys, keys.certificate, keys.key, pair)
-    write_tokens(keys, Tokens([new_token("join"), new_token("operator", role="operator")]))
+    write_tokens(keys, JoinTokens([new_token("join"), new_token("operator", role="operator")]))
     for old in (keys.next_certificate, keys.next_key):
         old.unlink(missing_ok=True)
     console.print(f"keys in {short(keys.path)}, for {days:g} days; fingerprint {fingerprint(pair.certificate)[:16]}…")
@@ -213,7 +213,7 @@ def _renew(keys: KeyDir, hosts: list[str], days: float, force: bool, console: Co
     console.print("links that end with ca stay good; of those with a fingerprint there are new: atoll tokens link")
 
 
-def _successor(keys: KeyDir, hosts: list[str], days: float) -> Pair:
+def _successor(keys: KeyDir, hosts: list[str], days: float) -> CertificatePair:
     """For the names and addresses of the one that is there, and more."""
     before, authority = keys.certificate.read_bytes(), None
     if not signs_itself(before):
@@ -221,21 +221,21 @@ def _successor(keys: KeyDir, hosts: list[str], days: float) -> Pair:
             raise ConfigError(
                 f"{short(keys.certificate)} is of an authority that is not here: put another of it there, with its key"
             )
-        authority = Pair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
+        authority = CertificatePair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
     return make_server(list(dict.fromkeys([*hosts_of(before), *hosts])), days, authority)
 
 
 def _certify(keys: KeyDir, learner: str, days: float, console: Console) -> None:
     if not keys.authority_key.is_file():
         raise ConfigError(f"{short(keys.path)} has no authority to sign with: make it with `atoll cert --ca`")
-    authority = Pair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
+    authority = CertificatePair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
     certificate, key = keys.of_learner(learner)
     _write(keys, certificate, key, make_client(learner, days, authority))
     files = f"{short(certificate)} and {short(key)}"
     console.print(f"{files}: give both to {learner}, for atoll learn --cert and --key")
 
 
-def _write(keys: KeyDir, certificate: Path, key: Path, pair: Pair) -> None:
+def _write(keys: KeyDir, certificate: Path, key: Path, pair: CertificatePair) -> None:
     keys.write(key, pair.key)
     keys.write(certificate, pair.certificate)
 

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from atoll.cli.shared import address_of, is_address, short, where
 from atoll.fabric.address import without_secrets
-from atoll.fabric.client import get_json
 from atoll.fabric.local_secrets import is_own_process
-from atoll.fabric.transfer import make_dashboard_link, post_drain, post_settings
+from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import read_run

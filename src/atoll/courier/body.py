@@ -46,7 +46,7 @@ def load_kernels() -> None:
     round_to_dtype(one, "bfloat16")
 
 
-class Bodies:
+class FragmentTransfers:
     def __init__(
         self,
         box: Mailbox,
@@ -56,8 +56,8 @@ class Bodies:
         tell: Callable[[fx.LearnerEvent], None],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self.outgoing = Outgoing(list(range(box.layout.slots)), box.reserve_outgoing)
-        self.incoming = Incoming(box.layout.slots, box.reserve_incoming)
+        self.outgoing = OutgoingSlots(list(range(box.layout.slots)), box.reserve_outgoing)
+        self.incoming = IncomingSlots(box.layout.slots, box.reserve_incoming)
         self._box, self._link, self._start, self._tell = box, link, start, tell
         self._codec = make_codec(settings.codec)
         self._group = tasks
@@ -171,7 +171,7 @@ class Bodies:
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutgoingSlots:
     """Slots for copies. A copy that went out is kept until its fragment is adopted: carry subtracts it."""
 
     free: list[int]
@@ -254,7 +254,7 @@ class Outgoing:
         self.free.append(self.copies.pop(key))
 
 
-class Incoming:
+class IncomingSlots:
     """Slots for versions on their way into the model; a fetch waits for one."""
 
     def __init__(self, count: int, reserve: Callable[[int], bool] = lambda slot: False) -> None:

@@ -16,40 +16,40 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
-from atoll.courier.body import Bodies, load_kernels
-from atoll.courier.states import StateEffect, States
+from atoll.courier.body import FragmentTransfers, load_kernels
+from atoll.courier.states import StateEffect, StateTransfers
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.tasks import lasting
 from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    Box,
-    Bye,
     CancelReadOrder,
-    Channel,
-    Copy,
+    CopyMade,
+    CourierChannel,
     DialFailed,
     DrainOrder,
     ForgetOrder,
-    Freed,
+    Goodbye,
     HoldOrder,
     Kept,
     LetGoOrder,
+    MailboxReady,
     OwnOrder,
     ReadOrder,
     RunProgress,
     SaveOrder,
+    SlotFreed,
     Sources,
     Start,
     StateCopy,
     StateTaken,
-    Step,
+    StepReport,
     StopOrder,
     Supplies,
     ToCourier,
     Told,
-    Took,
+    VersionTaken,
     Welcomed,
     decode_to_courier,
 )
@@ -68,7 +68,7 @@ SAY_S = 10.0
 
 
 class Courier:
-    def __init__(self, channel: Channel, *, direct: bool = True) -> None:
+    def __init__(self, channel: CourierChannel, *, direct: bool = True) -> None:
         """`direct`: newcomers of this machine may fetch this learner's state without the syncer."""
         self._channel, self._direct = channel, direct
         self._loop = asyncio.get_running_loop()
@@ -78,8 +78,8 @@ class Courier:
         self._machine: Learner | None = None
         self._link: SyncerConnection | None = None
         self._box: Mailbox | None = None
-        self._bodies: Bodies | None = None
-        self._states: States | None = None
+        self._bodies: FragmentTransfers | None = None
+        self._states: StateTransfers | None = None
         self._plan: Plan | None = None
         self._settings: Settings | None = None
         """Those that the shared memory was cut by."""
@@ -155,20 +155,20 @@ class Courier:
                 )
                 if not frame.boxed:
                     self._dial()
-            case Box():
+            case MailboxReady():
                 self._open_box(frame)
-            case Step(stepped, epoch):
+            case StepReport(stepped, epoch):
                 if epoch == self._epoch:
                     self._handle(stepped)
             case Told(first, entries):
                 self._handle(fx.Told(first, entries))
             case Sources(registered):
                 self._handle(registered)
-            case Copy():
+            case CopyMade():
                 self._copied(frame)
-            case Took(slot, adopted, epoch):
+            case VersionTaken(slot, adopted, epoch):
                 self._took(slot, adopted, epoch)
-            case Freed(slot, incoming):
+            case SlotFreed(slot, incoming):
                 assert self._bodies is not None
                 self._bodies.freed(slot, incoming)
             case Kept(saved):
@@ -178,7 +178,7 @@ class Courier:
                 self._states.copied(frame)
             case StateTaken(ticket, t, reason, refused):
                 self._handle(fx.Taken(ticket, t, reason, refused))
-            case Bye(reason):
+            case Goodbye(reason):
                 self._leave(reason)
 
     def _dial(self) -> None:
@@ -191,7 +191,7 @@ class Courier:
             on_message=self._message,
             on_lost=self._lost,
         )
-        self._states = States(
+        self._states = StateTransfers(
             self._channel, self._link, self._start, self._handle, _say, self._tasks, direct=self._direct
         )
         self._tasks.create_task(self._connect(self._link))
@@ -203,7 +203,7 @@ class Courier:
         await asyncio.wait([self._kernels])
         await link.run()
 
-    def _open_box(self, frame: Box) -> None:
+    def _open_box(self, frame: MailboxReady) -> None:
         """The training process has made the shared memory, or hands it to the successor of a dead courier."""
         assert self._start is not None
         assert self._machine is not None
@@ -223,12 +223,12 @@ class Courier:
             self._machine.restore(box.run, whole, frame.stepped, incarnation, counted, seeking=waits, term=term)
             self._dial()
         assert self._link is not None
-        self._bodies = Bodies(box, self._link, frame.settings, self._start, self._handle, self._tasks)
+        self._bodies = FragmentTransfers(box, self._link, frame.settings, self._start, self._handle, self._tasks)
         self._handle(frame.stepped)  # its counters are those of this memory
         while self._held:
             self._deliver(self._held.popleft())
 
-    def _copied(self, frame: Copy) -> None:
+    def _copied(self, frame: CopyMade) -> None:
         assert self._bodies is not None
         if frame.epoch != self._epoch:
             self._bodies.freed(frame.slot, incoming=False)
@@ -333,7 +333,7 @@ class Courier:
                 if self._box is not None and self._bodies is not None:
                     self._order(effect, self._box, self._bodies)
 
-    def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: Bodies) -> None:
+    def _order(self, effect: fx.LearnerEffect, box: Mailbox, bodies: FragmentTransfers) -> None:
         """Effects that concern the shared memory."""
         assert self._machine is not None
         send, settings = self._channel.send, self._machine.settings
@@ -374,7 +374,7 @@ class Courier:
             self._channel.send(self._unsent_progress)
             self._unsent_progress = None
 
-    def _adopt_order(self, adopt: fx.Adopt, bodies: Bodies) -> AdoptOrder:
+    def _adopt_order(self, adopt: fx.Adopt, bodies: FragmentTransfers) -> AdoptOrder:
         assert self._machine is not None
         rule, minus, steps, tokens = adopt.rule, BASE, 0, 0
         if adopt.fragment in self._unsure and rule == "carry":
@@ -424,7 +424,7 @@ def _say(text: str) -> None:
 
 def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; we end with it
-    channel = Channel(socket.socket(fileno=fd))
+    channel = CourierChannel(socket.socket(fileno=fd))
 
     async def run() -> None:
         await Courier(channel, direct=os.environ.get("ATOLL_DIRECT", "1") != "0").run()

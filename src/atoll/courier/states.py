@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.host import Host
+from atoll.fabric.host import StateHost
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, Channel, Start, StateCopy, TakeOrder
+from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, CourierChannel, Start, StateCopy, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 
@@ -44,7 +44,7 @@ StateEffect = (
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class OfferedState:
     """Of our state."""
 
     memory: memoryview
@@ -53,10 +53,10 @@ class Copy:
     """Tickets it is given under, and the stream through the syncer, if there is one."""
 
 
-class States:
+class StateTransfers:
     def __init__(
         self,
-        channel: Channel,
+        channel: CourierChannel,
         link: SyncerConnection,
         start: Start,
         tell: Callable[[fx.LearnerEvent], None],
@@ -68,8 +68,8 @@ class States:
         """`direct`: newcomers of this machine may fetch our copies without the syncer."""
         self._channel, self._link, self._start, self._tell, self._say = channel, link, start, tell, say
         self._group, self._direct = tasks, direct
-        self._host: Host | None = None
-        self._copies: dict[int, Copy] = {}
+        self._host: StateHost | None = None
+        self._copies: dict[int, OfferedState] = {}
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._came: dict[str, tuple[int, int]] = {}
         """Ticket → descriptor and size of a peer's state that is whole."""
@@ -115,7 +115,7 @@ class States:
             return
         fd = self._channel.take_descriptor()
         try:
-            self._copies[frame.number] = Copy(mapped(fd, frame.size), frame.digest)
+            self._copies[frame.number] = OfferedState(mapped(fd, frame.size), frame.digest)
         finally:
             os.close(fd)
         self._spawn(self._announce(frame))
@@ -127,7 +127,7 @@ class States:
     async def _address(self) -> str:
         """Where newcomers of this machine may come; empty: nowhere."""
         if self._host is None and self._direct:
-            host = Host()
+            host = StateHost()
             try:
                 await host.start()
             except AtollError as error:
@@ -152,7 +152,7 @@ class States:
                     older.cancel()
                 copy.streams[ticket] = self._spawn(self._stream(copy, ticket, offset))
 
-    async def _stream(self, copy: Copy, ticket: str, offset: int) -> None:
+    async def _stream(self, copy: OfferedState, ticket: str, offset: int) -> None:
         who = {"learner": self._start.learner, "session": self._start.session}
         try:
             await self._link.put_relay(

@@ -55,7 +55,7 @@ class SyncerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """A secret is in no log, wherever this is printed."""
-        return f"Way({', '.join(self.urls)}, run={self.run!r}, token={'…' if self.token else None})"
+        return f"SyncerAddress({', '.join(self.urls)}, run={self.run!r}, token={'…' if self.token else None})"
 
     @property
     def private(self) -> bool:

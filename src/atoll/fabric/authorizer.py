@@ -38,7 +38,7 @@ import msgspec
 from aiohttp import web
 
 from atoll.fabric.address import RUN_HEADER, is_loopback
-from atoll.fabric.join_tokens import Owners, Role, Token, Tokens, roles_for
+from atoll.fabric.join_tokens import JoinToken, JoinTokens, NameOwners, Role, roles_for
 from atoll.fabric.wire import one_line
 from atoll.protocol.errors import PeerError
 
@@ -81,7 +81,7 @@ class Authorizer(Protocol):
         """Rejected for whoever may not ask this."""
         ...
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: NameOwners) -> None:
         """PeerError unless this visitor may take part under that name. `there`: learners that came by its token;
         `owners`: whose every name is that ever was."""
         ...
@@ -91,7 +91,7 @@ class Authorizer(Protocol):
         ...
 
 
-class OpenDoor:
+class OpenAuthorizer:
     """Everybody may ask: of a courier, whose tickets are secrets."""
 
     password = False
@@ -99,17 +99,17 @@ class OpenDoor:
     def admit(self, request: web.Request) -> Visitor:
         return NOBODY
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: NameOwners) -> None:
         return None
 
     def gone(self, id: str, mark: str) -> str:
         return ""
 
 
-class TokenDoor:
+class TokenAuthorizer:
     def __init__(
         self,
-        tokens: Callable[[], Tokens],
+        tokens: Callable[[], JoinTokens],
         run: Callable[[], str],
         warn: Callable[[str], None] = lambda text: None,
         *,
@@ -134,7 +134,7 @@ class TokenDoor:
             raise Rejected(403, f"the join link is for another run, and this is run {self._run()}: ask for its link")
         return Visitor(token.id, token.learner, token.most, token.role, token.mark)
 
-    def _shown(self, request: web.Request) -> Token:
+    def _shown(self, request: web.Request) -> JoinToken:
         """What the request shows: a token, or a browser's cookie or code where those are enough."""
         if secret := _secret(request):
             if (token := self._tokens().find(secret)) is None:
@@ -152,7 +152,7 @@ class TokenDoor:
             "look at it by the link that atoll dashboard RUN prints",
         )
 
-    def _of_browser(self, request: web.Request) -> Token | None:
+    def _of_browser(self, request: web.Request) -> JoinToken | None:
         tokens, now = self._tokens(), time.time()
         if request.path.startswith(ENTER):
             made_by = self._codes.token_of(request.path.removeprefix(ENTER), now)
@@ -171,7 +171,7 @@ class TokenDoor:
             return ""
         return cookie_for(self._tokens().named(visitor.token), time.time())
 
-    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: Owners) -> None:
+    def may_join(self, visitor: Visitor, learner: str, there: set[str], owners: NameOwners) -> None:
         if reason := self.gone(visitor.token, visitor.mark):  # also one that was there a moment ago
             raise PeerError(reason)
         token = self._tokens().named(visitor.token)
@@ -183,7 +183,7 @@ class TokenDoor:
             self._not_anothers(token, learner, owner)
             self._one_name_more(token, owners.names(token.id) + 1)
 
-    def _not_anothers(self, token: Token, learner: str, owner: str) -> None:
+    def _not_anothers(self, token: JoinToken, learner: str, owner: str) -> None:
         """A name is kept for the token that is most closely for it, and is otherwise its first holder's."""
         now = time.time()
         others = [one for one in self._tokens().all if one.allows(learner) and not one.refuses(now)]
@@ -195,7 +195,7 @@ class TokenDoor:
                 f"the name {learner} belongs to whoever holds the token {owner!r}: choose another with --name"
             )
 
-    def _one_name_more(self, token: Token, names: int) -> None:
+    def _one_name_more(self, token: JoinToken, names: int) -> None:
         """Names that stay cost nothing; a token that comes with ever new ones is stopped, and its owner told before."""
         advice = (
             f"give learners names that stay (--name), or let it have more: "
@@ -208,7 +208,7 @@ class TokenDoor:
             self._warn(f"the token {token.id!r} has brought {names} of at most {token.names} names: {advice}")
 
     def gone(self, id: str, mark: str) -> str:
-        found: Token | None = next((token for token in self._tokens().all if token.id == id), None)
+        found: JoinToken | None = next((token for token in self._tokens().all if token.id == id), None)
         if found is None:
             return f"the token {id!r} is not there any more"
         if found.mark != mark:
@@ -249,17 +249,17 @@ CODES = 64
 
 class OneTimeCodes:
     def __init__(self) -> None:
-        self._made: dict[str, tuple[Token, float]] = {}
+        self._made: dict[str, tuple[JoinToken, float]] = {}
         """The token as it was then, and the moment at which it ends, by code; the oldest first."""
 
-    def make(self, token: Token, now: float) -> str:
+    def make(self, token: JoinToken, now: float) -> str:
         while len(self._made) >= CODES:
             del self._made[next(iter(self._made))]
         code = secrets.token_urlsafe(18)
         self._made[code] = (token, now + CODE_S)
         return code
 
-    def token_of(self, code: str, now: float) -> Token | None:
+    def token_of(self, code: str, now: float) -> JoinToken | None:
         """The token that it was made by; None: it counts no more, or never did."""
         token, ends = self._made.get(code, (None, 0.0))
         return token if now < ends else None
@@ -282,13 +282,13 @@ def cookie_name(host: str) -> str:
         return "atoll-None"
 
 
-def cookie_for(token: Token, now: float) -> str:
+def cookie_for(token: JoinToken, now: float) -> str:
     ends = int(now) + COOKIE_S
     name = base64.urlsafe_b64encode(token.id.encode()).decode().rstrip("=")
     return f"{name}.{ends}.{_seal(token, ends)}"
 
 
-def token_of_cookie(tokens: Tokens, cookies: Mapping[str, str], host: str, now: float) -> Token | None:
+def token_of_cookie(tokens: JoinTokens, cookies: Mapping[str, str], host: str, now: float) -> JoinToken | None:
     """The token that a cookie was made by; None for one that is not ours, or counts no more."""
     name, _, rest = cookies.get(cookie_name(host), "").partition(".")
     ends, _, seal = rest.partition(".")
@@ -302,7 +302,7 @@ def token_of_cookie(tokens: Tokens, cookies: Mapping[str, str], host: str, now: 
     return token if token is not None and hmac.compare_digest(seal, _seal(token, int(ends))) else None
 
 
-def _seal(token: Token, ends: int) -> str:
+def _seal(token: JoinToken, ends: int) -> str:
     return hmac.new(token.secret.encode(), f"atoll cookie\n{token.id}\n{ends}".encode(), hashlib.sha256).hexdigest()
 
 

@@ -151,7 +151,7 @@ _END = b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Dialled:
+class DialResult:
     reach_s: float
     """Until the syncer's machine answers, a proxy's part in it included."""
     handshake_s: float = 0.0
@@ -165,7 +165,7 @@ class Dialled:
         return hashlib.sha256(self.certificate).hexdigest()
 
 
-async def dial(address: SyncerAddress, url: str, deadline_s: float) -> Dialled:
+async def dial(address: SyncerAddress, url: str, deadline_s: float) -> DialResult:
     """Unreachable says at which step it failed."""
     writer: asyncio.StreamWriter | None = None
     clock = asyncio.get_running_loop().time
@@ -176,12 +176,12 @@ async def dial(address: SyncerAddress, url: str, deadline_s: float) -> Dialled:
             reached = clock()
             context = address.context()
             if context is None:
-                return Dialled(reached - begun)
+                return DialResult(reached - begun)
             await writer.start_tls(context, server_hostname=urlsplit(url).hostname, ssl_handshake_timeout=deadline_s)
             tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
             cipher = tls.cipher()
             der = tls.getpeercert(binary_form=True) or b""
-            return Dialled(reached - begun, clock() - reached, cipher[0] if cipher else "", der)
+            return DialResult(reached - begun, clock() - reached, cipher[0] if cipher else "", der)
     except TimeoutError:
         raise Unreachable(f"no answer within {deadline_s:g} s{address.through}") from None
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:

@@ -24,25 +24,20 @@ import msgspec
 
 from atoll.fabric.address import SyncerAddress, checked_url, parse_address
 from atoll.fabric.calls import close_session, close_socket, dial_socket, open_session, receive_frame, send_frame
-from atoll.fabric.control_channel import Outbox, Socket
-from atoll.fabric.state import Arrival, Into, Parts, Source, get_state, put_relay
+from atoll.fabric.control_channel import ClientSocket, SendQueue
+from atoll.fabric.state import Into, Parts, StateArrival, StateSource, get_state, put_relay
 from atoll.fabric.transfer import (
     body_headers,
     body_session,
     fragment_url,
     get_body,
-    get_fragment_once,
-    get_json,
-    post_score,
     put_body,
     reason_of,
     showing,
 )
-from atoll.fabric.wire import Limits, decode_from_syncer, encode, one_line
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode, one_line
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
-
-__all__ = ["SyncerConnection", "checked_url", "get_fragment_once", "get_json", "post_score"]
 
 
 class SyncerConnection:
@@ -56,7 +51,7 @@ class SyncerConnection:
         on_open: Callable[[], None],
         on_message: Callable[[FromSyncer], None],
         on_lost: Callable[[str], None],
-        limits: Limits | None = None,
+        limits: FabricLimits | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._address = parse_address(where)
@@ -67,9 +62,9 @@ class SyncerConnection:
         self._on_open = on_open
         self._on_message = on_message
         self._on_lost = on_lost
-        self._limits = limits or Limits()
+        self._limits = limits or FabricLimits()
         self._jitter = jitter
-        self._outbox: Outbox | None = None
+        self._outbox: SendQueue | None = None
         self._protocol = PROTOCOL
         self._seq = time.monotonic_ns()
         """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
@@ -156,8 +151,8 @@ class SyncerConnection:
     ) -> str:
         """The digest of a peer's state, which came into the buffer that `into` gave for its size."""
         near = _direct(direct, ticket) if not self.private else []
-        sources = [*near, Source.relayed(self.url, ticket, learner, session)]
-        arrival = Arrival(into, most_bytes)
+        sources = [*near, StateSource.relayed(self.url, ticket, learner, session)]
+        arrival = StateArrival(into, most_bytes)
         try:
             return await get_state(self._for_bodies(), sources, arrival, deadline_s, self._limits)
         finally:
@@ -167,7 +162,7 @@ class SyncerConnection:
         self, ticket: str, parts: Parts, *, offset: int, digest: str, learner: str, session: str, deadline_s: float
     ) -> None:
         """Our state from `offset` on, which must not change meanwhile. The newcomer asks again for what it lacks."""
-        source = Source.relayed(self.url, ticket, learner, session)
+        source = StateSource.relayed(self.url, ticket, learner, session)
         sent = await put_relay(self._for_bodies(), source, parts, offset, digest, deadline_s, self._limits)
         self.bytes_out += sent
 
@@ -209,12 +204,12 @@ class SyncerConnection:
             socket = await self._dial()
         except TimeoutError:
             return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._address.through}"
-        except Denied as error:
+        except AccessDenied as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
         except (Unreachable, PeerError) as error:
             return one_line(f"{self.url} cannot be reached: {error}")
-        outbox = Outbox(self._limits.send_queue)
+        outbox = SendQueue(self._limits.send_queue)
         outbox.put(self._numbered(self._introduced(socket.version)))
         self._outbox = outbox
         if self._closing.is_set():
@@ -241,7 +236,7 @@ class SyncerConnection:
         self._seq += 1
         return encode(msgspec.structs.replace(message, seq=self._seq), self._protocol)
 
-    async def _dial(self) -> Socket:
+    async def _dial(self) -> ClientSocket:
         assert self._control is not None
         limits = self._limits
         async with asyncio.timeout(limits.dial_s):
@@ -253,7 +248,7 @@ class SyncerConnection:
                 max_msg_size=limits.control_bytes,
                 compress=0,
             )
-        assert isinstance(socket, Socket)
+        assert isinstance(socket, ClientSocket)
         return socket
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
@@ -273,16 +268,16 @@ class SyncerConnection:
                 self._backoff_s = self._limits.backoff_s
             self._on_message(message)
 
-    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: Outbox) -> None:
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outbox: SendQueue) -> None:
         with suppress(Unreachable, TimeoutError):  # closing it tells the reader
             await outbox.drain(lambda data: send_frame(socket, data), self._limits.send_s)
         await close_socket(socket)
 
 
-def _direct(url: str, ticket: str) -> list[Source]:
+def _direct(url: str, ticket: str) -> list[StateSource]:
     """Where a peer on this machine says that it can be reached. Of any other the syncer passes the state on."""
     try:
-        return [Source.direct(checked_url(url), ticket)]
+        return [StateSource.direct(checked_url(url), ticket)]
     except ConfigError:
         return []
 
@@ -296,17 +291,17 @@ def _ending(socket: aiohttp.ClientWebSocketResponse, frame: aiohttp.WSMessage) -
     return f"the syncer closed the control channel{': ' + why if why else ''}"
 
 
-def _control_session(address: SyncerAddress, limits: Limits) -> aiohttp.ClientSession:
+def _control_session(address: SyncerAddress, limits: FabricLimits) -> aiohttp.ClientSession:
     return open_session(
         connector=aiohttp.TCPConnector(limit=2, force_close=True, ssl=address.context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.dial_s),
         middlewares=[showing(address), _plain_answers(address)],
         proxy=address.proxy or None,
-        ws_response_class=Socket,
+        ws_response_class=ClientSocket,
     )
 
 
-class Denied(PeerError):
+class AccessDenied(PeerError):
     """The syncer does not let us in, and dialling again with the same token cannot help."""
 
 
@@ -325,7 +320,7 @@ def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
                 response.close()  # also when nobody waits for the reason any more
             if address.headers_for(str(request.url)).get("Authorization") != request.headers.get("Authorization"):
                 raise PeerError(reason)  # its secrets were published since it was dialled: the next dial shows them
-            raise Denied(reason)
+            raise AccessDenied(reason)
         return response
 
     return answer

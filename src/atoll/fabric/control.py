@@ -25,11 +25,11 @@ from typing import cast
 
 from aiohttp import WSMessage, WSMsgType, web
 
-from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Rejected, Visitor
-from atoll.fabric.control_channel import Channel, Liveness, Outbox, Sequences, ServedSocket, unnumbered
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenAuthorizer, Rejected, Visitor
+from atoll.fabric.control_channel import ControlChannel, Liveness, SendQueue, SequenceNumbers, ServerSocket, unnumbered
 from atoll.fabric.handlers import Handlers
-from atoll.fabric.join_tokens import Owners
-from atoll.fabric.wire import PROTOCOL_HEADER, Limits, check_hello, decode_from_learner, encode, one_line
+from atoll.fabric.join_tokens import NameOwners
+from atoll.fabric.wire import PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budget, Budgets
 from atoll.protocol.messages import OLDEST, PROTOCOL, Hello, Refused
@@ -40,23 +40,27 @@ BURST_S = 5.0
 LATER = "more was said in hellos than is read at once: come again in a few seconds"
 
 
-class Control:
+class ControlServer:
     def __init__(
-        self, handlers: Handlers, limits: Limits, authorizer: Authorizer | None = None, owners: Owners | None = None
+        self,
+        handlers: Handlers,
+        limits: FabricLimits,
+        authorizer: Authorizer | None = None,
+        owners: NameOwners | None = None,
     ) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.bad_frames = 0
         self._handlers = handlers
         self._limits = limits
-        self._authorizer: Authorizer = authorizer or OpenDoor()
-        self._channels: dict[str, Channel] = {}
-        self._owners = owners or Owners()
-        self._sequences = Sequences(limits.sessions)
+        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
+        self._channels: dict[str, ControlChannel] = {}
+        self._owners = owners or NameOwners()
+        self._sequences = SequenceNumbers(limits.sessions)
         self._hellos = Budgets(limits.hello_bytes, limits.hello_rate)
         """By token and address."""
 
-    def channel(self, learner: str) -> Channel | None:
+    def channel(self, learner: str) -> ControlChannel | None:
         """The live one."""
         channel = self._channels.get(learner)
         return None if channel is None or channel.closing else channel
@@ -70,7 +74,7 @@ class Control:
         whose, clock = (request[VISITOR].token, request.remote), asyncio.get_running_loop().time
         if not self._hellos.any_left(whose, clock()):
             raise Rejected(429, LATER)
-        socket = ServedSocket(
+        socket = ServerSocket(
             compress=False,
             autoping=False,
             heartbeat=limits.ping_s,
@@ -82,7 +86,7 @@ class Control:
             await socket.prepare(request)
         except ValueError:  # of a key that is no text
             raise Rejected(400, "this is no handshake of a WebSocket") from None
-        flood = Flood(limits, clock)
+        flood = MessageRate(limits, clock)
         try:
             first = await self._first(socket, flood)
             if not self._hellos.any_left(whose, clock()):  # others of it came meanwhile
@@ -95,8 +99,8 @@ class Control:
         except PeerError as error:
             await self._refuse(socket, error)
             return socket
-        outbox = Outbox(limits.send_queue, limits.queue_bytes)
-        channel = Channel(
+        outbox = SendQueue(limits.send_queue, limits.queue_bytes)
+        channel = ControlChannel(
             hello.learner,
             hello.session,
             outbox=outbox,
@@ -122,7 +126,7 @@ class Control:
                 self._shut(channel)
         return socket
 
-    async def _open(self, channel: Channel, hello: Hello, visitor: Visitor) -> bool:
+    async def _open(self, channel: ControlChannel, hello: Hello, visitor: Visitor) -> bool:
         try:
             self._check_owner(channel, visitor)
             await self._check_free(channel)
@@ -145,14 +149,14 @@ class Control:
             older.close("replaced by a newer connection of the same learner")
         return True
 
-    def _check_owner(self, channel: Channel, visitor: Visitor) -> None:
+    def _check_owner(self, channel: ControlChannel, visitor: Visitor) -> None:
         learner, token = channel.learner, channel.token
         there = {name for name, other in self._channels.items() if other.token == token and not other.closing}
         self._authorizer.may_join(visitor, learner, there, self._owners)
         if learner not in self._channels and len(self._channels) >= self._limits.learners:
             raise PeerError(f"{len(self._channels)} learners are there, and no more are taken: try again later")
 
-    async def _check_free(self, channel: Channel) -> None:
+    async def _check_free(self, channel: ControlChannel) -> None:
         """PeerError while another process has the name, and lives. Meanwhile yet another may have taken it."""
         while (there := self.channel(channel.learner)) is not None:
             if judge_claim(there.holder, channel.holder) != "stranger" or there.liveness is None:
@@ -168,7 +172,7 @@ class Control:
             if not channel.closing and (reason := self._authorizer.gone(channel.token, channel.mark)):
                 self._reject(channel, PeerError(reason), final=True)
 
-    async def _read(self, socket: web.WebSocketResponse, channel: Channel, flood: Flood) -> None:
+    async def _read(self, socket: web.WebSocketResponse, channel: ControlChannel, flood: MessageRate) -> None:
         while True:
             try:
                 message = decode_from_learner(await self._frame(socket, flood, channel.liveness))
@@ -181,17 +185,17 @@ class Control:
             except PeerError as error:
                 self._reject(channel, error)
 
-    def _reject(self, channel: Channel, error: PeerError, *, final: bool = False) -> None:
+    def _reject(self, channel: ControlChannel, error: PeerError, *, final: bool = False) -> None:
         self.bad_frames += 1
         channel.send(Refused(reason=one_line(error), final=final))
         channel.close(f"refused: {error}")
 
-    def _shut(self, channel: Channel) -> None:
+    def _shut(self, channel: ControlChannel) -> None:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
             self._handlers.closed(channel, channel.reason or "the connection broke")
 
-    async def _write(self, socket: web.WebSocketResponse, channel: Channel, outbox: Outbox) -> None:
+    async def _write(self, socket: web.WebSocketResponse, channel: ControlChannel, outbox: SendQueue) -> None:
         try:
             await outbox.drain(lambda data: self._send(socket, data), self._limits.send_s)
             await socket.close(message=channel.reason.encode("ascii", "replace")[:120])
@@ -213,7 +217,7 @@ class Control:
         except (OSError, TimeoutError):
             pass  # it is gone already
 
-    async def _first(self, socket: web.WebSocketResponse, flood: Flood) -> bytes:
+    async def _first(self, socket: web.WebSocketResponse, flood: MessageRate) -> bytes:
         try:
             async with asyncio.timeout(self._limits.hello_s):
                 return await self._frame(socket, flood)
@@ -221,7 +225,7 @@ class Control:
             raise PeerError(f"no hello within {self._limits.hello_s:g} s") from None
 
     async def _frame(
-        self, socket: web.WebSocketResponse, flood: Flood | None = None, liveness: Liveness | None = None
+        self, socket: web.WebSocketResponse, flood: MessageRate | None = None, liveness: Liveness | None = None
     ) -> bytes:
         """The next frame that says something; `_Gone` when there will be none. Pings notice a dead peer.
 
@@ -258,10 +262,10 @@ class Control:
                 await self._frame(socket)
 
 
-class Flood:
+class MessageRate:
     """A learner may send so many messages a second, and bytes, and has some seconds' worth of them to begin with."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: FabricLimits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._messages = Budget(BURST_S * limits.messages_rate, limits.messages_rate, clock())
         self._bytes = Budget(BURST_S * limits.control_rate, limits.control_rate, clock())

@@ -30,7 +30,7 @@ from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer
 from atoll.protocol.succession import Holder
 
 
-class Channel:
+class ControlChannel:
     """One learner's control channel, after its hello. Belongs to the event loop."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Channel:
         learner: str,
         session: str,
         *,
-        outbox: Outbox,
+        outbox: SendQueue,
         abort: Callable[[], None],
         flush_s: float,
         token: str = "",
@@ -88,7 +88,7 @@ class Channel:
         self._abort()
 
 
-class Outbox:
+class SendQueue:
     def __init__(self, limit: int, limit_bytes: int = 1 << 62) -> None:
         self._limit, self._limit_bytes = limit, limit_bytes
         self._bytes = 0
@@ -169,7 +169,7 @@ NUMBERED = 2
 M = TypeVar("M", bound=FromLearner)
 
 
-class Sequences:
+class SequenceNumbers:
     def __init__(self, most: int) -> None:
         self._most = most
         self._last: OrderedDict[tuple[str, str], int] = OrderedDict()
@@ -178,7 +178,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._last)
 
-    def check(self, channel: Channel, message: FromLearner) -> None:
+    def check(self, channel: ControlChannel, message: FromLearner) -> None:
         """PeerError if it was said before, or is numbered otherwise than its session has been."""
         last = self._last.get((channel.learner, channel.session))
         if channel.protocol < NUMBERED:
@@ -193,7 +193,7 @@ class Sequences:
                 "it was said before, and counts once"
             )
 
-    def note(self, channel: Channel, message: FromLearner) -> None:
+    def note(self, channel: ControlChannel, message: FromLearner) -> None:
         if channel.protocol >= NUMBERED:
             key = (channel.learner, channel.session)
             self._last[key] = message.seq
@@ -210,7 +210,7 @@ def unnumbered(message: M) -> M:
 # ---- WebSockets, as both ends hold them -----------------------------------------------------------------------------
 
 
-class Socket(aiohttp.ClientWebSocketResponse):
+class ClientSocket(aiohttp.ClientWebSocketResponse):
     def __init__(
         self, reader: Any, writer: Any, protocol: str | None, response: aiohttp.ClientResponse, *rest: Any, **more: Any
     ) -> None:
@@ -222,7 +222,7 @@ class Socket(aiohttp.ClientWebSocketResponse):
             super()._pong_not_received()
 
 
-class ServedSocket(web.WebSocketResponse):
+class ServerSocket(web.WebSocketResponse):
     """The syncer's end."""
 
     def _pong_not_received(self) -> None:

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from aiohttp import web
 
-from atoll.fabric.control_channel import Channel
-from atoll.fabric.wire import Score
+from atoll.fabric.control_channel import ControlChannel
+from atoll.fabric.wire import ScoreReport
 from atoll.protocol.messages import FromLearner, Hello
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedFragment:
     """A committed fragment, held until `release` is called."""
 
     version: int
@@ -32,15 +32,15 @@ class Handlers(Protocol):
     A PeerError raised by any of them is told to the peer in one line and costs nobody else anything.
     """
 
-    def opened(self, channel: Channel, hello: Hello) -> None:
+    def opened(self, channel: ControlChannel, hello: Hello) -> None:
         """A learner said hello. Close the channel in here to refuse it; an older one of the same learner then stays.
 
         Otherwise the older one is replaced: it is closed, and nothing more is heard of it.
         """
 
-    def received(self, channel: Channel, message: FromLearner) -> None: ...
+    def received(self, channel: ControlChannel, message: FromLearner) -> None: ...
 
-    def closed(self, channel: Channel, reason: str) -> None:
+    def closed(self, channel: ControlChannel, reason: str) -> None:
         """Once for every channel that was accepted and not replaced, whoever closed it."""
 
     def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
@@ -57,7 +57,7 @@ class Handlers(Protocol):
 
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None: ...
 
-    def fragment(self, index: int) -> Served: ...
+    def fragment(self, index: int) -> ServedFragment: ...
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
         """A newcomer waits for its peer's state from this byte on: ask the peer for it; PeerError if it may not.
@@ -72,7 +72,7 @@ class Handlers(Protocol):
 
     def manifest(self) -> bytes: ...
 
-    def score(self, score: Score) -> None: ...
+    def score(self, score: ScoreReport) -> None: ...
 
     def change(self, words: Sequence[str]) -> str:
         """Settings that the operator changes; what has changed."""
@@ -86,7 +86,7 @@ class Handlers(Protocol):
         ...
 
 
-class Pages(Protocol):
+class ServedPages(Protocol):
     """They only read: nothing a browser sends changes anything."""
 
     @property

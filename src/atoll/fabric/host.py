@@ -26,12 +26,12 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from atoll.fabric.address import address_of_name, check_bind, host_port
-from atoll.fabric.authorizer import VISITOR, Authorizer, OpenDoor, Rejected, Visitor, check_host, own_names
+from atoll.fabric.authorizer import VISITOR, Authorizer, OpenAuthorizer, Rejected, Visitor, check_host, own_names
 from atoll.fabric.listener import Listener, Tls
 from atoll.fabric.state import SIZE_HEADER, TICKET, resumed_at
-from atoll.fabric.tasks import Mistakes, Vital
+from atoll.fabric.tasks import ConnectionErrors, VitalTasks
 from atoll.fabric.transfer import pieces
-from atoll.fabric.wire import DIGEST_HEADER, Limits, one_line
+from atoll.fabric.wire import DIGEST_HEADER, FabricLimits, one_line
 from atoll.protocol.errors import ConfigError, PeerError
 
 NEWCOMERS = 8
@@ -52,7 +52,7 @@ class Port:
         self,
         host: str,
         port: int,
-        limits: Limits,
+        limits: FabricLimits,
         *,
         authorizer: Authorizer | None = None,
         tls: Tls | None = None,
@@ -66,10 +66,10 @@ class Port:
         self.port = port
         """As asked for; once it is open, as it is."""
         self._limits, self._tls = limits, tls
-        self._authorizer: Authorizer = authorizer or OpenDoor()
-        self.vital = Vital()
+        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
+        self.vital = VitalTasks()
         """What it starts that must not end: its owner watches it."""
-        self.mistakes = Mistakes()
+        self.mistakes = ConnectionErrors()
         """Of ours, each of which cost somebody a connection."""
         self._names = frozenset({self.host, *own_names(), *names})
         self._runner: web.AppRunner | None = None
@@ -174,7 +174,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateHead:
     """What is said of a state that is sent, and the byte it is sent from."""
 
     offset: int
@@ -190,11 +190,11 @@ class Offer:
     readers: set[asyncio.Transport] = field(default_factory=set)
 
 
-class Host(Port):
+class StateHost(Port):
     """What a courier has on offer for newcomers that can reach it."""
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, limits: FabricLimits | None = None) -> None:
+        limits = limits or FabricLimits()
         super().__init__(host, port, msgspec.structs.replace(limits, connections=min(limits.connections, NEWCOMERS)))
         self.bytes_out = 0
         self._offers: dict[str, Offer] = {}
@@ -228,7 +228,7 @@ class Host(Port):
         if offer is None or transport is None:
             raise Rejected(404, "no state is on offer under this ticket: ask the syncer for another")
         start = resumed_at(range_start(request), offer.size)
-        response = state_response(State(start, offer.size, offer.digest))
+        response = state_response(StateHead(start, offer.size, offer.digest))
         drain_means_sent(transport)  # so little is on its way when an offer is withdrawn
         offer.readers.add(transport)
         try:
@@ -241,7 +241,7 @@ class Host(Port):
         return response
 
     async def _send(self, response: web.StreamResponse, offer: Offer, start: int) -> None:
-        pace = Pace(self._limits)
+        pace = BodyPace(self._limits)
         for piece in pieces(offer.parts, start, self._limits.chunk_bytes):
             pace.bytes += piece.nbytes
             await pace.wait(response.write(piece), self._limits.send_s)
@@ -249,10 +249,10 @@ class Host(Port):
         await pace.wait(response.write_eof(), self._limits.send_s)
 
 
-class Pace:
+class BodyPace:
     """The patience with one side of a body: a grace, then a rate, and no long pause. Only waits for it count."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FabricLimits) -> None:
         self.bytes = 0
         """Moved so far, or about to be; the caller counts them."""
         self._limits = limits
@@ -290,7 +290,7 @@ def range_start(request: web.Request) -> int:
     return int(found[1])
 
 
-def state_response(state: State) -> web.StreamResponse:
+def state_response(state: StateHead) -> web.StreamResponse:
     headers = {
         SIZE_HEADER: str(state.size),
         DIGEST_HEADER: state.digest,

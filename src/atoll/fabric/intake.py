@@ -20,12 +20,12 @@ from aiohttp import web
 
 from atoll.fabric.authorizer import VISITOR, Rejected
 from atoll.fabric.calls import next_chunk
-from atoll.fabric.wire import DIGEST_HEADER, MIB, Limits, digest_aside
+from atoll.fabric.wire import DIGEST_HEADER, MIB, FabricLimits, digest_aside
 from atoll.protocol.errors import Unreachable
 
 
 class Intake:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FabricLimits) -> None:
         self._limits = limits
         self._taken: dict[Hashable, tuple[str, int]] = {}
         self.bytes_in = 0
@@ -100,7 +100,7 @@ PATH = "/v1/probe/{bytes:[0-9]{1,9}}"
 
 
 class Probe:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FabricLimits) -> None:
         self._limits = limits
         self._busy: list[str] = []
 

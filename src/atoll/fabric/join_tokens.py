@@ -39,7 +39,7 @@ SCORES = "/v1/scores"
 MANIFEST, FRAGMENTS = "/v1/manifest", "/v1/fragments/"
 
 
-class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class JoinToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What is as usual is not written down: an older version reads the file while nothing newer is asked of it."""
 
     id: str
@@ -68,7 +68,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __repr__(self) -> str:
         """A secret is in no log, wherever this is printed."""
-        return f"Token({self.id!r}, {self.role}, learner={self.learner!r}, revoked={self.revoked})"
+        return f"JoinToken({self.id!r}, {self.role}, learner={self.learner!r}, revoked={self.revoked})"
 
     @property
     def mark(self) -> str:
@@ -95,10 +95,10 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return len(self.learner.removesuffix("*")) + (bool(self.learner) and not self.learner.endswith("*"))
 
 
-class Tokens:
+class JoinTokens:
     """Those of one run, found by what is shown at the door."""
 
-    def __init__(self, tokens: Iterable[Token] = ()) -> None:
+    def __init__(self, tokens: Iterable[JoinToken] = ()) -> None:
         self.all = tuple(tokens)
         self._by_hash = {_hash(token.secret): token for token in self.all}
         """By hash: how long a look-up takes says nothing about a secret."""
@@ -108,32 +108,32 @@ class Tokens:
         if len(self._by_hash) < len(ids):
             raise ConfigError("two tokens have the same secret: which of them was revoked could not be told")
 
-    def find(self, secret: str) -> Token | None:
+    def find(self, secret: str) -> JoinToken | None:
         return self._by_hash.get(_hash(secret))
 
-    def named(self, id: str) -> Token:
+    def named(self, id: str) -> JoinToken:
         for token in self.all:
             if token.id == id:
                 return token
         known = ", ".join(token.id for token in self.all) or "none"
         raise ConfigError(f"there is no token {id!r}; there are: {known}")
 
-    def with_role(self, role: Role, now: float) -> Token | None:
+    def with_role(self, role: Role, now: float) -> JoinToken | None:
         """The first that counts now."""
         return next((token for token in self.all if token.role == role and not token.refuses(now)), None)
 
-    def added(self, token: Token) -> Tokens:
-        return Tokens((*self.all, token))
+    def added(self, token: JoinToken) -> JoinTokens:
+        return JoinTokens((*self.all, token))
 
-    def without(self, id: str) -> Tokens:
+    def without(self, id: str) -> JoinTokens:
         """The same with one that counts no more."""
         return self.with_changed(id, revoked=True)
 
-    def with_changed(self, id: str, **changes: object) -> Tokens:
+    def with_changed(self, id: str, **changes: object) -> JoinTokens:
         """The same with one that is as it was but for these fields."""
         before = self.named(id)
         changed = msgspec.structs.replace(before, **changes)
-        return Tokens(changed if token is before else token for token in self.all)
+        return JoinTokens(changed if token is before else token for token in self.all)
 
 
 def roles_for(path: str) -> tuple[Role, ...]:
@@ -161,7 +161,7 @@ def _hash(secret: str) -> bytes:
 # ---- owners of names ------------------------------------------------------------------------------------------------
 
 
-class Owners:
+class NameOwners:
     def __init__(self, known: Mapping[str, str] | None = None) -> None:
         """`known`: names and their tokens, as the journal has them."""
         self._token_of = dict(known or {})

@@ -27,8 +27,8 @@ from enum import IntEnum
 from functools import partial
 from typing import NoReturn
 
-from atoll.fabric.tasks import Mistakes, Vital, start_for_connection
-from atoll.fabric.wire import Limits, one_line
+from atoll.fabric.tasks import ConnectionErrors, VitalTasks, start_for_connection
+from atoll.fabric.wire import FabricLimits, one_line
 from atoll.protocol.errors import ConfigError
 
 TLS_HANDSHAKE = 0x16
@@ -47,10 +47,10 @@ Tls = Callable[[], ssl.SSLContext]
 
 
 @dataclass(eq=False)
-class Entry:
+class IncomingConnection:
     """A connection and its place."""
 
-    place: Place
+    place: ConnectionPlace
     task: asyncio.Task[None] | None = None
     """Brings it in: the first byte, the TLS handshake."""
     connection: Connection | None = None
@@ -60,19 +60,19 @@ class Entry:
 class Listener:
     def __init__(
         self,
-        limits: Limits,
+        limits: FabricLimits,
         tls: Tls | None,
         make: Made,
         close: Callable[[Connection], None],
-        vital: Vital | None = None,
-        mistakes: Mistakes | None = None,
+        vital: VitalTasks | None = None,
+        mistakes: ConnectionErrors | None = None,
     ) -> None:
         """`make` one connection's protocol; `close` one of them. `vital` hears when accepting fails."""
         self._limits, self._tls, self._make, self._shut = limits, tls, make, close
-        self._vital, self._mistakes = vital or Vital(), mistakes or Mistakes()
-        self.places = Places(limits)
-        self._entries: dict[Place, Entry] = {}
-        self._by_connection: dict[Connection, Entry] = {}
+        self._vital, self._mistakes = vital or VitalTasks(), mistakes or ConnectionErrors()
+        self.places = ConnectionPlaces(limits)
+        self._entries: dict[ConnectionPlace, IncomingConnection] = {}
+        self._by_connection: dict[Connection, IncomingConnection] = {}
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[NoReturn] | None = None
         self.turned_away = 0
@@ -148,13 +148,13 @@ class Listener:
         if (dropped := self.places.one_to_drop(loop.time())) is not None:
             self.turned_away += 1
             self._drop(self._entries[dropped])
-        entry = Entry(self.places.take(address))
+        entry = IncomingConnection(self.places.take(address))
         self._entries[entry.place] = entry
         entry.timer = loop.call_later(self._limits.header_s, self._drop, entry)
         entry.task = start_for_connection(partial(self._enter, entry, sock), partial(self._drop, entry), self._mistakes)
         entry.task.add_done_callback(lambda task: self._entered(entry, sock))
 
-    async def _enter(self, entry: Entry, sock: socket.socket) -> None:
+    async def _enter(self, entry: IncomingConnection, sock: socket.socket) -> None:
         loop, limits = asyncio.get_running_loop(), self._limits
         try:
             if self._tls is None:
@@ -172,14 +172,14 @@ class Listener:
         except (OSError, ssl.SSLError):
             pass  # a TimeoutError is one: gone, slow, or not speaking TLS 1.3 as we do
 
-    def _entered(self, entry: Entry, sock: socket.socket) -> None:
+    def _entered(self, entry: IncomingConnection, sock: socket.socket) -> None:
         """It is in, and its place is given back when it is lost; or it never was."""
         entry.task = None
         if entry.connection is None:
             sock.close()
             self._gone(entry)
 
-    async def _first_byte(self, entry: Entry, sock: socket.socket) -> int:
+    async def _first_byte(self, entry: IncomingConnection, sock: socket.socket) -> int:
         """Without taking it; a connection that never says anything costs no more than this."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(sock, ready.set)
@@ -193,18 +193,18 @@ class Listener:
         self.places.advance(entry.place, Stage.SPOKE)
         return first[0]
 
-    def _watched(self, entry: Entry) -> Watched:
+    def _watched(self, entry: IncomingConnection) -> WatchedProtocol:
         inner = self._make()
-        return Watched(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
+        return WatchedProtocol(inner, partial(self._came, entry, inner), partial(self._lost, entry, inner))
 
-    def _came(self, entry: Entry, connection: Connection) -> None:
+    def _came(self, entry: IncomingConnection, connection: Connection) -> None:
         self.places.advance(entry.place, Stage.SPOKE if self._tls is None else Stage.SECURED)
         entry.connection = connection
         self._by_connection[connection] = entry
 
     # ---- going ----------------------------------------------------------------------------------------------------
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: IncomingConnection) -> None:
         """Its place is free once it is closed, which is at once, or for a TLS that is being closed within `flush_s`."""
         self.places.dismiss(entry.place)
         if entry.connection is not None:
@@ -213,12 +213,12 @@ class Listener:
         elif entry.task is not None:
             entry.task.cancel()
 
-    def _lost(self, entry: Entry, connection: Connection, error: Exception | None) -> None:
+    def _lost(self, entry: IncomingConnection, connection: Connection, error: Exception | None) -> None:
         self._gone(entry)
         with self._mistakes.caught():
             connection.connection_lost(error)
 
-    def _gone(self, entry: Entry) -> None:
+    def _gone(self, entry: IncomingConnection) -> None:
         self.places.give_back(entry.place, asyncio.get_running_loop().time())
         self._entries.pop(entry.place, None)
         if entry.timer is not None:
@@ -227,7 +227,7 @@ class Listener:
             self._by_connection.pop(entry.connection, None)
 
 
-class Watched(asyncio.Protocol):
+class WatchedProtocol(asyncio.Protocol):
     """A connection's protocol; the listener hears first when the connection is made, and tells it that it is lost."""
 
     def __init__(self, inner: Connection, made: Callable[[], None], lost: Callable[[Exception | None], None]) -> None:
@@ -283,7 +283,7 @@ class Stage(IntEnum):
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class ConnectionPlace:
     address: str
     stage: Stage = Stage.SILENT
     token: str | None = None
@@ -292,11 +292,11 @@ class Place:
     taken: bool = True
 
 
-class Places:
-    def __init__(self, limits: Limits) -> None:
+class ConnectionPlaces:
+    def __init__(self, limits: FabricLimits) -> None:
         self._limits = limits
-        self.strangers: dict[Place, None] = {}
-        self._waiting: dict[str, dict[Stage, dict[Place, None]]] = {}
+        self.strangers: dict[ConnectionPlace, None] = {}
+        self._waiting: dict[str, dict[Stage, dict[ConnectionPlace, None]]] = {}
         """The same by address and stage, in the order in which they came: in a flood one is looked for often."""
         self._taken = 0
         self._addresses: Counter[str] = Counter()
@@ -314,15 +314,15 @@ class Places:
         limits = self._limits
         return self._taken < limits.connections and self._addresses[address] < limits.address_connections
 
-    def take(self, address: str) -> Place:
-        place = Place(address)
+    def take(self, address: str) -> ConnectionPlace:
+        place = ConnectionPlace(address)
         self.strangers[place] = None
         self._waiting.setdefault(address, {stage: {} for stage in Stage})[place.stage][place] = None
         self._taken += 1
         self._addresses[address] += 1
         return place
 
-    def advance(self, place: Place, stage: Stage) -> None:
+    def advance(self, place: ConnectionPlace, stage: Stage) -> None:
         """A stranger has come further."""
         if place in self.strangers:
             waiting = self._waiting[place.address]
@@ -330,7 +330,7 @@ class Places:
             waiting[stage][place] = None
         place.stage = stage
 
-    def admit(self, place: Place, token: str, *, viewer: bool) -> bool:
+    def admit(self, place: ConnectionPlace, token: str, *, viewer: bool) -> bool:
         """A stranger has shown its token. Whether there is a place for one more of that token."""
         if place.token is not None:
             return True
@@ -344,7 +344,7 @@ class Places:
             self._learners[place.address] += 1
         return True
 
-    def dismiss(self, place: Place) -> None:
+    def dismiss(self, place: ConnectionPlace) -> None:
         """A stranger that is being closed, or is none any more, stands in nobody's way."""
         if place in self.strangers:
             del self.strangers[place]
@@ -353,7 +353,7 @@ class Places:
             if not any(waiting.values()):
                 del self._waiting[place.address]
 
-    def give_back(self, place: Place, now: float) -> None:
+    def give_back(self, place: ConnectionPlace, now: float) -> None:
         """Its connection is closed. A second time changes nothing."""
         if not place.taken:
             return
@@ -367,7 +367,7 @@ class Places:
             _count_down(self._learners, place.address)
             self._remember(place.address, now)
 
-    def one_to_drop(self, now: float) -> Place | None:
+    def one_to_drop(self, now: float) -> ConnectionPlace | None:
         """The stranger that has to go before another may come; None: there is room."""
         if len(self.strangers) < self._limits.strangers:
             return None

@@ -27,9 +27,9 @@ from aiohttp import web
 from atoll.fabric.authorizer import Rejected
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.handlers import Handlers
-from atoll.fabric.host import Pace, State, range_start, state_response
+from atoll.fabric.host import BodyPace, StateHead, range_start, state_response
 from atoll.fabric.state import OFFSET_HEADER, PEER_S, SIZE_HEADER, resumed_at
-from atoll.fabric.wire import DIGEST_HEADER, MIB, Limits
+from atoll.fabric.wire import DIGEST_HEADER, MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, Unreachable
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -37,7 +37,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class RelayLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What recoveries may cost a syncer, beside what bodies may (`wire.Limits`)."""
+    """What recoveries may cost a syncer, beside what bodies may (`wire.FabricLimits`)."""
 
     streams: int = 16
     """At once, of all newcomers together."""
@@ -52,14 +52,14 @@ class RelayLimits(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} = {getattr(self, name)} must be above 0")
 
 
-class Stream:
+class RelayStream:
     """A newcomer that waits and, once it comes, the peer that sends; the chunks between them, within a limit."""
 
     def __init__(self, start: int, limit_bytes: int, listening: Callable[[], bool]) -> None:
         self.start = start
         self.listening = listening
         """Whether the newcomer is still there."""
-        self.state: State | None = None
+        self.state: StateHead | None = None
         """Set once the peer sends."""
         self.most_bytes = 0
         """The most that ever lay here."""
@@ -71,7 +71,7 @@ class Stream:
         self._end: Rejected | None = None
         self._news = asyncio.Event()
 
-    async def opened(self) -> State:
+    async def opened(self) -> StateHead:
         await self._until(lambda: self.state is not None)
         assert self.state is not None
         return self.state
@@ -90,7 +90,7 @@ class Stream:
         self._delivered = True
         self._news.set()
 
-    def open(self, state: State) -> None:
+    def open(self, state: StateHead) -> None:
         self.state = state
         self._news.set()
 
@@ -126,16 +126,16 @@ class Stream:
             raise Rejected(self._end.status, str(self._end))
 
 
-class Relay:
+class StateRelay:
     """Every stream of a syncer, by ticket. Who may ask and who may send, the desk knows."""
 
-    def __init__(self, handlers: Handlers, limits: Limits, relay_limits: RelayLimits) -> None:
+    def __init__(self, handlers: Handlers, limits: FabricLimits, relay_limits: RelayLimits) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
         self.most_bytes = 0
         """The most that ever lay in one stream."""
         self._handlers, self._limits, self._relay_limits = handlers, limits, relay_limits
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RelayStream] = {}
 
     def close(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -154,7 +154,7 @@ class Relay:
             if self._streams.get(ticket) is stream:
                 del self._streams[ticket]
 
-    def _expect(self, ticket: str, learner: str, request: web.Request) -> Stream:
+    def _expect(self, ticket: str, learner: str, request: web.Request) -> RelayStream:
         start, limits = range_start(request), self._relay_limits
         for stream in self._streams.values():
             if not stream.listening():
@@ -165,18 +165,18 @@ class Relay:
         self._handlers.relay_wanted(ticket, learner, start)
         if (older := self._streams.get(ticket)) is not None:
             older.end(409, "replaced by a newer request for the same state")
-        self._streams[ticket] = Stream(start, limits.window_bytes, lambda: _connected(request))
+        self._streams[ticket] = RelayStream(start, limits.window_bytes, lambda: _connected(request))
         return self._streams[ticket]
 
-    async def _peer(self, stream: Stream) -> State:
+    async def _peer(self, stream: RelayStream) -> StateHead:
         try:
             async with asyncio.timeout(self._relay_limits.peer_s):
                 return await stream.opened()
         except TimeoutError:
             raise Rejected(504, f"no peer sent its state within {self._relay_limits.peer_s:g} s") from None
 
-    async def _pass_on(self, request: web.Request, stream: Stream, state: State) -> web.StreamResponse:
-        response, pace = state_response(state), Pace(self._limits)
+    async def _pass_on(self, request: web.Request, stream: RelayStream, state: StateHead) -> web.StreamResponse:
+        response, pace = state_response(state), BodyPace(self._limits)
         try:
             await response.prepare(request)
             while chunk := await stream.take():
@@ -210,7 +210,7 @@ class Relay:
             self.most_bytes = max(self.most_bytes, stream.most_bytes)
         return web.Response(status=204)
 
-    def _waiting(self, ticket: str, state: State) -> Stream:
+    def _waiting(self, ticket: str, state: StateHead) -> RelayStream:
         stream = self._streams.get(ticket)
         if stream is None or not stream.listening():
             raise Rejected(409, "nobody waits for this state now")
@@ -220,8 +220,8 @@ class Relay:
             raise Rejected(409, f"byte {stream.start} is waited for, this begins with byte {state.offset}")
         return stream
 
-    async def _receive(self, request: web.Request, stream: Stream, length: int) -> None:
-        pace = Pace(self._limits)
+    async def _receive(self, request: web.Request, stream: RelayStream, length: int) -> None:
+        pace = BodyPace(self._limits)
         try:
             while pace.bytes < length:
                 chunk = await pace.wait(next_chunk(request.content), self._limits.body_idle_s)
@@ -236,13 +236,13 @@ class Relay:
             raise Rejected(400, f"the connection broke after {pace.bytes} of {length} bytes: {error}") from None
 
 
-def _described(request: web.Request) -> State:
+def _described(request: web.Request) -> StateHead:
     """What the headers of a PUT say, if they agree with each other."""
     offset, size = request.headers.get(OFFSET_HEADER, ""), request.headers.get(SIZE_HEADER, "")
     digest = request.headers.get(DIGEST_HEADER, "")
     if not (_NUMBER.fullmatch(offset) and _NUMBER.fullmatch(size) and _DIGEST.fullmatch(digest)):
         raise Rejected(400, f"a state comes with {OFFSET_HEADER}, {SIZE_HEADER} and {DIGEST_HEADER}")
-    state = State(int(offset), int(size), digest)
+    state = StateHead(int(offset), int(size), digest)
     if state.offset >= state.size or request.content_length != state.size - state.offset:
         raise Rejected(
             400, f"the body has {request.content_length} bytes, {state.size - state.offset} are left of {state.size}"

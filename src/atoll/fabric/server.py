@@ -18,7 +18,7 @@ Rules:
   nobody else notices either;
 - requests of web pages (an Origin header) are refused where they could change anything; WebSockets too, but those of
   `pages`, which look at the origin themselves;
-- every wait for a peer has a deadline and every queue a bound: the numbers are in `wire.Limits`.
+- every wait for a peer has a deadline and every queue a bound: the numbers are in `wire.FabricLimits`.
 """
 
 from __future__ import annotations
@@ -37,31 +37,29 @@ from atoll.fabric.authorizer import (
     VISITOR,
     Authorizer,
     Rejected,
-    TokenDoor,
+    TokenAuthorizer,
     cookie_name,
 )
-from atoll.fabric.control import Control
-from atoll.fabric.control_channel import Channel
-from atoll.fabric.handlers import Handlers, Pages, Served
+from atoll.fabric.control import ControlServer
+from atoll.fabric.control_channel import ControlChannel
+from atoll.fabric.handlers import Handlers, ServedFragment, ServedPages
 from atoll.fabric.host import Port, drain_means_sent, error_response
 from atoll.fabric.intake import Intake, Probe
-from atoll.fabric.join_tokens import Owners
+from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.listener import Tls
-from atoll.fabric.relay import Relay, RelayLimits
+from atoll.fabric.relay import RelayLimits, StateRelay
 from atoll.fabric.state import LEARNER_HEADER, TICKET
 from atoll.fabric.wire import (
     DIGEST_HEADER,
     ROUND_HEADER,
     SESSION_HEADER,
     VERSION_HEADER,
-    Limits,
+    FabricLimits,
     decode_score,
     decode_words,
 )
 from atoll.protocol.errors import PeerError
 from atoll.protocol.limits import Budgets
-
-__all__ = ["Channel", "Handlers", "Served", "Server"]
 
 T = TypeVar("T")
 SWEEP_S = 1.0
@@ -76,20 +74,20 @@ class Server(Port):
         *,
         host: str,
         port: int,
-        limits: Limits | None = None,
+        limits: FabricLimits | None = None,
         relay_limits: RelayLimits | None = None,
-        pages: Pages | None = None,
+        pages: ServedPages | None = None,
         authorizer: Authorizer | None = None,
         tls: Tls | None = None,
-        owners: Owners | None = None,
+        owners: NameOwners | None = None,
         names: Collection[str] = (),
     ) -> None:
-        super().__init__(host, port, limits or Limits(), authorizer=authorizer, tls=tls, names=names)
+        super().__init__(host, port, limits or FabricLimits(), authorizer=authorizer, tls=tls, names=names)
         self._handlers = handlers
         self._pages = pages
         self._intake = Intake(self._limits)
-        self._control = Control(handlers, self._limits, authorizer, owners)
-        self._relay = Relay(handlers, self._limits, relay_limits or RelayLimits())
+        self._control = ControlServer(handlers, self._limits, authorizer, owners)
+        self._relay = StateRelay(handlers, self._limits, relay_limits or RelayLimits())
         self._bodies_out = 0
         self._probe = Probe(self._limits)
         self._scores = Budgets(self._limits.score_bytes, self._limits.score_rate)
@@ -157,7 +155,7 @@ class Server(Port):
 
     # ---- bodies ---------------------------------------------------------------------------------------------------
 
-    def _member(self, request: web.Request) -> Channel:
+    def _member(self, request: web.Request) -> ControlChannel:
         learner = request.match_info.get("learner", request.headers.get(LEARNER_HEADER, "nobody"))
         channel = self._control.channel(learner)
         if channel is None or channel.session != request.headers.get(SESSION_HEADER):
@@ -212,7 +210,7 @@ class Server(Port):
         finally:
             served.release()
 
-    async def _serve(self, request: web.Request, served: Served) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, served: ServedFragment) -> web.StreamResponse:
         data, limits = served.data.cast("B"), self._limits
         response = web.StreamResponse(
             headers={
@@ -251,7 +249,7 @@ class Server(Port):
     def _browser_routes(self) -> list[web.RouteDef]:
         """Where tokens are asked for, and there is something to look at."""
         authorizer = self._authorizer
-        if not isinstance(authorizer, TokenDoor) or self._pages is None:
+        if not isinstance(authorizer, TokenAuthorizer) or self._pages is None:
             return []
 
         async def make_code(request: web.Request) -> web.Response:

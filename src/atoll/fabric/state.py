@@ -18,7 +18,7 @@ import aiohttp
 
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.transfer import asked, pieces, sent
-from atoll.fabric.wire import DIGEST_HEADER, SESSION_HEADER, Limits, digest_aside
+from atoll.fabric.wire import DIGEST_HEADER, SESSION_HEADER, FabricLimits, digest_aside
 from atoll.protocol.errors import PeerError, Unreachable
 
 LEARNER_HEADER = "Atoll-Learner"
@@ -42,7 +42,7 @@ _RELAYED_S = PEER_S + 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StateSource:
     """Where a state may be had, or is to be sent."""
 
     url: str
@@ -50,16 +50,16 @@ class Source:
     answer_s: float
 
     @classmethod
-    def direct(cls, url: str, ticket: str) -> Source:
+    def direct(cls, url: str, ticket: str) -> StateSource:
         return cls(f"{url}/v1/state/{ticket}", {}, _DIRECT_S)
 
     @classmethod
-    def relayed(cls, url: str, ticket: str, learner: str, session: str) -> Source:
+    def relayed(cls, url: str, ticket: str, learner: str, session: str) -> StateSource:
         headers = {LEARNER_HEADER: learner, SESSION_HEADER: session}
         return cls(f"{url}/v1/relay/{ticket}", headers, _RELAYED_S)
 
 
-class Arrival:
+class StateArrival:
     """A state as far as it has come."""
 
     def __init__(self, into: Into, most_bytes: int) -> None:
@@ -92,7 +92,11 @@ class Arrival:
 
 
 async def get_state(
-    session: aiohttp.ClientSession, sources: Sequence[Source], arrival: Arrival, deadline_s: float, limits: Limits
+    session: aiohttp.ClientSession,
+    sources: Sequence[StateSource],
+    arrival: StateArrival,
+    deadline_s: float,
+    limits: FabricLimits,
 ) -> str:
     """The digest of what is then in the arrival's buffer. The last source is the one that is tried again and again."""
     try:
@@ -109,12 +113,12 @@ async def get_state(
 
 async def put_relay(
     session: aiohttp.ClientSession,
-    source: Source,
+    source: StateSource,
     parts: Parts,
     offset: int,
     digest: str,
     deadline_s: float,
-    limits: Limits,
+    limits: FabricLimits,
 ) -> int:
     """The bytes sent, once the newcomer's connection took them all; PeerError: nobody waits for them (any more)."""
     size = sum(part.nbytes for part in parts)
@@ -138,7 +142,11 @@ def resumed_at(start: int, size: int) -> int:
 
 
 async def _until_whole(
-    session: aiohttp.ClientSession, sources: list[Source], arrival: Arrival, deadline_s: float, limits: Limits
+    session: aiohttp.ClientSession,
+    sources: list[StateSource],
+    arrival: StateArrival,
+    deadline_s: float,
+    limits: FabricLimits,
 ) -> None:
     tries = 0
     while True:
@@ -157,7 +165,7 @@ async def _until_whole(
 
 
 async def _get_rest(
-    session: aiohttp.ClientSession, source: Source, arrival: Arrival, deadline_s: float, limits: Limits
+    session: aiohttp.ClientSession, source: StateSource, arrival: StateArrival, deadline_s: float, limits: FabricLimits
 ) -> None:
     headers = {**source.headers, "Range": f"bytes={arrival.at}-"} if arrival.at else source.headers
     clock = asyncio.get_running_loop().time

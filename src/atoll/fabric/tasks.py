@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `start_for_connection` | a TLS handshake | its connection is closed, logged and counted |
 | `keep_showing` | the dashboard | it is started again, later each time, with an alarm; the run goes on |
-| `Vital`, `lasting` | accepting, the journal | the process ends with a nonzero code: a supervisor or a standby acts |
+| `VitalTasks`, `lasting` | accepting, the journal | the process exits nonzero: a supervisor or a standby acts |
 
 A vital task has failed when it ends before it was cancelled, also without an error. What a peer sends must not be able
 to end one: that is the work of whoever reads it. tests/architecture/test_tasks.py holds all other modules to this one.
@@ -41,7 +41,7 @@ class TaskEnded(AtollError):
 # ---- of one connection ------------------------------------------------------------------------------------------
 
 
-class Mistakes:
+class ConnectionErrors:
     """Ours, while a connection was served: counted, and so many of them logged."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Mistakes:
             self.add(error)
 
 
-def start_for_connection(work: Work, close: Callable[[], None], mistakes: Mistakes) -> asyncio.Task[None]:
+def start_for_connection(work: Work, close: Callable[[], None], mistakes: ConnectionErrors) -> asyncio.Task[None]:
     """`close` its connection if the work fails."""
 
     async def guarded() -> None:
@@ -113,7 +113,7 @@ async def lasting(name: str, work: Work) -> NoReturn:
     raise TaskEnded(f"the task {name!r} ended, and the run depends on it: the process ends, start it again")
 
 
-class Vital:
+class VitalTasks:
     """Tasks that begin where there is no TaskGroup; `watch` belongs into the TaskGroup of whoever owns them."""
 
     def __init__(self) -> None:

@@ -25,8 +25,8 @@ from atoll.fabric.wire import (
     ROUND_HEADER,
     SESSION_HEADER,
     VERSION_HEADER,
-    Limits,
-    Score,
+    FabricLimits,
+    ScoreReport,
     digest_aside,
     one_line,
 )
@@ -39,7 +39,7 @@ _ANSWERS_S = 3.0
 """An address that has not answered within this is passed over where there are others."""
 
 
-def body_session(address: SyncerAddress, limits: Limits) -> aiohttp.ClientSession:
+def body_session(address: SyncerAddress, limits: FabricLimits) -> aiohttp.ClientSession:
     """Connections for bodies, apart from the control channel's."""
     return open_session(
         connector=aiohttp.TCPConnector(
@@ -70,7 +70,7 @@ async def put_body(
     data: memoryview,
     headers: dict[str, str],
     deadline_s: float,
-    limits: Limits,
+    limits: FabricLimits,
 ) -> None:
     data = data.cast("B")
     headers = {**headers, "Content-Length": str(data.nbytes), "Content-Type": "application/octet-stream"}
@@ -119,7 +119,7 @@ async def _json(response: aiohttp.ClientResponse) -> object:
     return answer
 
 
-async def post_score(where: str, score: Score, deadline_s: float = 10.0) -> None:
+async def post_score(where: str, score: ScoreReport, deadline_s: float = 10.0) -> None:
     async with once(where, "POST", "/v1/scores", deadline_s, msgspec.json.encode(score)):
         pass
 
@@ -156,7 +156,7 @@ async def _told(where: str, path: str, words: Sequence[str], key: str, deadline_
 async def get_fragment_once(where: str, index: int, into: memoryview, deadline_s: float = 60.0) -> tuple[int, int, str]:
     """One fragment without a link: version, round, digest."""
     address = parse_address(where)
-    async with body_session(address, Limits()) as session:
+    async with body_session(address, FabricLimits()) as session:
         return await get_body(session, fragment_url(await _answering(session, address), index), into, deadline_s)
 
 
@@ -167,7 +167,7 @@ async def once(
     """One request on a connection of its own, to the first address that answers."""
     address = parse_address(where)
     headers = {"Content-Type": "application/json"} if data is not None else None
-    async with body_session(address, Limits()) as session:
+    async with body_session(address, FabricLimits()) as session:
         url = await _answering(session, address)
         async with asked(session, method, url + path, deadline_s, headers=headers, data=data) as response:
             yield response

@@ -4,7 +4,7 @@ Rules:
 - a peer of the version before is told nothing that came after it (protocol/messages.py says what that is);
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
 - a message of a learner is read within 50 ms, whatever it is: only a hello, which names every tensor, may be large;
-- every number in `Limits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
+- every number in `FabricLimits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
 - a name that a peer brings (learner, session) is one that may be part of a path (protocol/limits.py).
 """
 
@@ -54,7 +54,7 @@ Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class FabricLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer, or all of them, may cost in bytes and seconds."""
 
     control_bytes: int = 4 * MIB
@@ -132,7 +132,7 @@ METRICS = 32
 """Figures of a score beside the loss, at most."""
 
 
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class ScoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What an evaluator found out about the global model as of one round. Defaults are left out, so that a syncer of an
     earlier version reads a plain loss."""
 
@@ -157,7 +157,7 @@ _encoder = msgspec.msgpack.Encoder()
 _from_learner: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(FromLearner)
 _hello: msgspec.msgpack.Decoder[FromLearner] = msgspec.msgpack.Decoder(Hello)
 _from_syncer: msgspec.msgpack.Decoder[FromSyncer] = msgspec.msgpack.Decoder(FromSyncer)
-_score: msgspec.json.Decoder[Score] = msgspec.json.Decoder(Score)
+_score: msgspec.json.Decoder[ScoreReport] = msgspec.json.Decoder(ScoreReport)
 _words: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
 
 
@@ -198,7 +198,7 @@ def decode_from_syncer(data: Buffer) -> FromSyncer:
     return _decoded(_from_syncer, data, "the syncer's message")
 
 
-def decode_score(data: Buffer) -> Score:
+def decode_score(data: Buffer) -> ScoreReport:
     score = _decoded(_score, data, "a score")
     return msgspec.structs.replace(score, sample=clipped(score.sample, SAMPLE_CHARS))
 

@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.client import get_json
-from atoll.fabric.transfer import make_dashboard_link
+from atoll.fabric.transfer import get_json, make_dashboard_link
 from atoll.launch.children import (
     LAST_S,
     LIMIT,

@@ -20,25 +20,25 @@ import torch
 from torch import nn
 
 from atoll.choices import ADOPT
-from atoll.learner.courier_process import CourierProcess, Recorder
+from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule, describe, merged
-from atoll.learner.offload import Transfer, make_offload, shaped
+from atoll.learner.offload import DeviceCopy, make_offload, shaped
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.mailbox.box import Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    Box,
     CancelReadOrder,
-    Copy,
+    CopyMade,
     ForgetOrder,
-    Freed,
     HoldOrder,
     LetGoOrder,
+    MailboxReady,
     OwnOrder,
     ReadOrder,
-    Took,
+    SlotFreed,
     ToTraining,
+    VersionTaken,
     Welcomed,
 )
 from atoll.numerics.fragments import Plan, make_plan
@@ -58,10 +58,10 @@ class Boundary:
         settings: Settings,
         parameters: Mapping[str, torch.Tensor],
         courier: CourierProcess,
-        tape: Recorder | None = None,
+        tape: TapeRecorder | None = None,
     ) -> None:
         self.settings = settings
-        self._box, self._courier, self._tape = box, courier, tape or Recorder(courier)
+        self._box, self._courier, self._tape = box, courier, tape or TapeRecorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
         self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
         self._buffers = [
@@ -74,8 +74,8 @@ class Boundary:
         self.epoch = 0
         """How many times it was told to forget."""
         self._reads: dict[int, ReadOrder] = {}
-        self._copying: list[tuple[Transfer, Copy]] = []
-        self._arriving: list[tuple[Transfer, AdoptOrder]] = []
+        self._copying: list[tuple[DeviceCopy, CopyMade]] = []
+        self._arriving: list[tuple[DeviceCopy, AdoptOrder]] = []
         self._holds: dict[int, HoldOrder] = {}
         self._copied: dict[int, tuple[int, int]] = {}
         """Per fragment, the step and the version at its last copy."""
@@ -122,7 +122,7 @@ class Boundary:
 
     def _cancel_read(self, round: int) -> None:
         if (order := self._reads.pop(round, None)) is not None:
-            self._courier.send(Freed(order.slot, incoming=False))
+            self._courier.send(SlotFreed(order.slot, incoming=False))
 
     # ---- copies -------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Boundary:
     def _copy(self, order: ReadOrder, t: int) -> None:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
         steps, tokens = int(self._box.steps[f]), int(self._box.tokens[f])
-        made = Copy(order.slot, order.round, f, t, steps, tokens, version, self.epoch, self._total, self._position)
+        made = CopyMade(order.slot, order.round, f, t, steps, tokens, version, self.epoch, self._total, self._position)
         self._copying.append((self._offload.read(f, order.slot), made))
         self._copied[f] = (t, version)
 
@@ -184,7 +184,7 @@ class Boundary:
             del self._holds[round]
         self._tape.add(AdoptedEntry(self._t, f, order.version, shorten_rule(order.rule), order.copy_t))
         adopted = Adopted(f, order.version, self._t, steps, tokens, dropped, missed)
-        self._courier.send(Took(order.slot, adopted, self.epoch))
+        self._courier.send(VersionTaken(order.slot, adopted, self.epoch))
 
     def held(self, t: int) -> bool:
         return any(hold.step <= t for hold in self._holds.values())
@@ -228,7 +228,7 @@ class Boundary:
             self._cancel_read(round)
         for transfer, order in self._arriving:
             transfer.wait()
-            self._courier.send(Freed(order.slot, incoming=True))
+            self._courier.send(SlotFreed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
 
     def _heal(self) -> None:
@@ -264,8 +264,10 @@ def adopt(
 # ---- the shared memory ----------------------------------------------------------------------------------------------
 
 
-class Shared:
-    def __init__(self, model: nn.Module, courier: CourierProcess, tape: Recorder, buffers: BufferRule = None) -> None:
+class SharedMailbox:
+    def __init__(
+        self, model: nn.Module, courier: CourierProcess, tape: TapeRecorder, buffers: BufferRule = None
+    ) -> None:
         self._model, self._courier, self._tape, self._buffers = model, courier, tape, buffers
         self.tensors: tuple[TensorSpec, ...] = ()
         self.box: Mailbox | None = None
@@ -312,7 +314,7 @@ class Shared:
     def hand_over(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:
         """To the courier, if there is anything yet."""
         if self.box is not None and self.boundary is not None:
-            self._courier.send(Box(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)
+            self._courier.send(MailboxReady(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)
 
     def has_parameters(self) -> bool:
         """What the run had when this learner was welcomed."""

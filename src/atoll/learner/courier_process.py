@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from atoll.mailbox.channel import Channel, Frame, Told, ToTraining, decode_to_training
+from atoll.mailbox.channel import CourierChannel, Frame, Told, ToTraining, decode_to_training
 from atoll.protocol.errors import RunFailed
 from atoll.protocol.tape import AnyEntry, Began, Numbered
 
@@ -32,7 +32,7 @@ class CourierProcess:
         """`replay`: the socket of one that plays a tape; it stands in for the courier."""
         self._replay = replay
         self.restarts = 0
-        self._channel: Channel | None = None
+        self._channel: CourierChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._failures = 0
@@ -51,9 +51,9 @@ class CourierProcess:
         if self._replay:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.connect(self._replay)
-            self._channel = Channel(sock)
+            self._channel = CourierChannel(sock)
             return
-        self._channel, theirs = Channel.pair()
+        self._channel, theirs = CourierChannel.pair()
         with theirs:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
@@ -134,7 +134,7 @@ class CourierProcess:
         self._retry_at = now + RESTART_S[min(self._failures, len(RESTART_S)) - 1] if self._failures else now
 
 
-class Recorder:
+class TapeRecorder:
     def __init__(self, courier: CourierProcess) -> None:
         self._courier = courier
         self._entries = Numbered()

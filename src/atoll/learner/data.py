@@ -30,7 +30,7 @@ from atoll.protocol.messages import Range
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Samples(Protocol):
+class MapDataset(Protocol):
     """Anything with a length and an index; torch's map-style datasets are."""
 
     def __len__(self) -> int: ...
@@ -44,23 +44,23 @@ class Gathers(Protocol):
     def gather(self, indices: np.ndarray[Any, Any]) -> torch.Tensor: ...
 
 
-Datasets = Samples | Mapping[str, Samples]
+Datasets = MapDataset | Mapping[str, MapDataset]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NamedDataset:
     name: str
-    samples: Samples
+    samples: MapDataset
     weight: float
 
 
-def sources(data: Datasets, weights: Mapping[str, float] | None) -> tuple[Source, ...]:
+def sources(data: Datasets, weights: Mapping[str, float] | None) -> tuple[NamedDataset, ...]:
     """One dataset, or several by name; weights say how much of each there is in what is trained on."""
-    named: Mapping[str, Samples] = data if isinstance(data, Mapping) else {"data": data}
+    named: Mapping[str, MapDataset] = data if isinstance(data, Mapping) else {"data": data}
     unknown = set(weights or ()) - set(named)
     if unknown:
         raise ConfigError(f"weights name {sorted(unknown)[0]!r}, which is none of the datasets {sorted(named)}")
-    found = tuple(Source(name, one, float((weights or {}).get(name, 1.0))) for name, one in named.items())
+    found = tuple(NamedDataset(name, one, float((weights or {}).get(name, 1.0))) for name, one in named.items())
     for source in found:
         if not source.weight > 0:
             raise ConfigError(f"the weight of dataset {source.name!r} is {source.weight}: it must be above 0")
@@ -71,7 +71,7 @@ def sources(data: Datasets, weights: Mapping[str, float] | None) -> tuple[Source
     return found
 
 
-class Leased:
+class LeasedSamples:
     """What this learner was leased and has made no step on yet.
 
     Batches may be drawn ahead of the steps on them, as a loader that prefetches does: samples count when their step is
@@ -217,7 +217,7 @@ def check_batch(length: int, batch_size: int) -> None:
         )
 
 
-def collect(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
+def collect(dataset: MapDataset, indices: np.ndarray[Any, Any]) -> Any:
     if isinstance(dataset, torch.Tensor):  # whose own `gather` is something else
         return dataset[torch.from_numpy(indices).to(dataset.device)]
     if isinstance(dataset, Gathers):
@@ -225,7 +225,7 @@ def collect(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
     return torch.utils.data.default_collate(fetch(dataset, indices))
 
 
-def fetch(dataset: Samples, indices: np.ndarray[Any, Any]) -> Any:
+def fetch(dataset: MapDataset, indices: np.ndarray[Any, Any]) -> Any:
     """The samples one by one, or all at once where the dataset can: as torch's DataLoader fetches them."""
     many = getattr(dataset, "__getitems__", None)
     if callable(many):
@@ -249,7 +249,7 @@ class Feed:
         """What leases are asked for; None: its data is its own, counted but not leased."""
         self.passed = 0.0
         """Alone: how much of the one pass is done."""
-        self._leased: Leased | None = None
+        self._leased: LeasedSamples | None = None
         self._saved: dict[str, Any] | None = None
         self._used: Callable[[], int] | None = None
         """Of how many of the batches drawn the step just made was; None: of all of them."""
@@ -279,18 +279,18 @@ class Feed:
 
     # ---- batches ------------------------------------------------------------------------------------------------
 
-    def open(self, data: Datasets, batch_size: int, weights: Mapping[str, float] | None) -> tuple[Source, ...]:
+    def open(self, data: Datasets, batch_size: int, weights: Mapping[str, float] | None) -> tuple[NamedDataset, ...]:
         found = sources(data, weights)
         for source in found:
             check_batch(len(source.samples), batch_size)
         return found
 
-    def ask(self, found: tuple[Source, ...], batch_size: int, epochs: int, seed: int) -> Registered:
+    def ask(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, seed: int) -> Registered:
         """Take leases from now on; what the syncer is to be told. A second loop goes on where the first was left."""
         datasets = tuple((source.name, len(source.samples), source.weight) for source in found)
         before, self.registered = self.registered, Registered(datasets, epochs, batch_size)
         if self._leased is None or before is None or before.datasets != datasets:
-            self._leased = Leased([len(source.samples) for source in found], batch_size, seed)
+            self._leased = LeasedSamples([len(source.samples) for source in found], batch_size, seed)
         self._leased.batch_size = batch_size
         if self._saved is not None:
             self._leased.load(self._saved)
@@ -306,7 +306,7 @@ class Feed:
 
     def draw_leased(
         self,
-        found: tuple[Source, ...],
+        found: tuple[NamedDataset, ...],
         batch_size: int,
         done: Callable[[], bool],
         wait: Callable[[float], None],
@@ -347,7 +347,7 @@ class Feed:
 
     def draw_own(
         self,
-        found: tuple[Source, ...],
+        found: tuple[NamedDataset, ...],
         batch_size: int,
         done: Callable[[], bool],
         *,

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from atoll.fabric.client import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import METRICS, SAMPLE_CHARS, Score
+from atoll.fabric.transfer import get_fragment_once, get_json, post_score
+from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
@@ -40,7 +40,7 @@ FETCH_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class DecidingFigure:
     """What a model is judged by."""
 
     name: str
@@ -71,12 +71,12 @@ class FetchedModel:
 
 def deciding_figure(
     loss: float | None, metrics: Mapping[str, float | None], directions: Mapping[str, Direction]
-) -> Figure | None:
+) -> DecidingFigure | None:
     """The loss; where the scorer gives none, the first metric of which it says what is better."""
     if loss is not None:
-        return Figure(LOSS, loss, "min")
+        return DecidingFigure(LOSS, loss, "min")
     declared = ((name, metrics.get(name), direction) for name, direction in directions.items())
-    return next((Figure(name, value, better) for name, value, better in declared if value is not None), None)
+    return next((DecidingFigure(name, value, better) for name, value, better in declared if value is not None), None)
 
 
 class BestModel:
@@ -84,7 +84,7 @@ class BestModel:
         self.path = path
         self._complained = False
 
-    def keep(self, figure: Figure, model: FetchedModel) -> bool:
+    def keep(self, figure: DecidingFigure, model: FetchedModel) -> bool:
         """Write it down if it is better than what lies there; a disk that fails costs the file, not the scores."""
         if not self._is_better(figure, model.run):
             return False
@@ -100,7 +100,7 @@ class BestModel:
             return False
         return True
 
-    def _is_better(self, figure: Figure, run: str) -> bool:
+    def _is_better(self, figure: DecidingFigure, run: str) -> bool:
         """What another evaluator of the same run has left counts; of another run, or by another figure, it does not."""
         known = read_model_facts(self.path)
         if known.get("run") != run or known.get("figure") != figure.name:
@@ -202,7 +202,7 @@ class Evaluator:
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent
-        score = Score(
+        score = ScoreReport(
             round=round,
             loss=found.loss,
             cpu_s=float(f"{spent:.3f}"),

@@ -21,14 +21,14 @@ from torch import nn
 
 from atoll.fabric.address import without_secrets
 from atoll.learner.courier_process import CourierProcess
-from atoll.learner.data import Datasets, Drawn, Feed, Samples, Source, collect
+from atoll.learner.data import Datasets, Drawn, Feed, MapDataset, NamedDataset, collect
 from atoll.learner.folder import LearnerFolder, claim_folder
-from atoll.learner.loading import Ahead, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
+from atoll.learner.loading import DrawCounter, LeasedSampler, UsedBatches, check_dataset, check_options, load, seed_of
 from atoll.learner.model import BufferRule, refuse_several_ranks
 from atoll.learner.script import INTERRUPTED, end_script, find_syncer, say
-from atoll.learner.session import Joining, RunSession
+from atoll.learner.session import JoinRequest, RunSession
 from atoll.learner.state import Optimizers, Stateful, check_kept, check_trained
-from atoll.learner.step_stats import Tally
+from atoll.learner.step_stats import StepCounter
 from atoll.learner.unmerged import FrozenRule
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.messages import BUFFER_RULES
@@ -95,9 +95,9 @@ class Learner:
             raise ValueError(f'frozen = {frozen!r} is not known: use "run", "refuse" or "mine"')
         declared = operator.index(tokens_per_step)
         whence = (folder.host, folder.pid, folder.proof)
-        self._joining = Joining(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)
+        self._joining = JoinRequest(url, self.name, seed, data, join_wait_s, declared, *whence, buffers, frozen)
         self._courier = CourierProcess(os.environ.get("ATOLL_REPLAY", ""))
-        self._tally = Tally()
+        self._tally = StepCounter()
         self._feed = Feed(seed=seed, name=self.name)
         self._extras: dict[str, Stateful] = {}
         self._from_peers: set[str] = set()
@@ -242,7 +242,7 @@ class Learner:
         found = self._feed.open(dataset, batch_size, weights)
         return self._load(found, batch_size, epochs, loader)
 
-    def sampler(self, dataset: Samples, batch_size: int, *, epochs: int = 0) -> LeasedSampler:
+    def sampler(self, dataset: MapDataset, batch_size: int, *, epochs: int = 0) -> LeasedSampler:
         """The same for a DataLoader of the script's own: `DataLoader(dataset, batch_sampler=learner.sampler(...))`.
 
         A batch counts when a step is made on it, however many the loader prefetches. It ends when the run is done; a
@@ -254,14 +254,14 @@ class Learner:
         found = self._feed.open(dataset, batch_size, None)
 
         def begin(loop: int) -> Iterator[Drawn]:
-            ahead = Ahead(self._draw(found, batch_size, epochs, loop))
+            ahead = DrawCounter(self._draw(found, batch_size, epochs, loop))
             self._feed.count_by(ahead.count_step)
             return iter(ahead)
 
         return LeasedSampler(begin)
 
     def _load(
-        self, found: tuple[Source, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]
+        self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loader: Mapping[str, Any]
     ) -> Iterator[Any]:
         draws, counted = self._draw(found, batch_size, epochs), UsedBatches()
         self._feed.count_by(counted.count_step)
@@ -275,7 +275,7 @@ class Learner:
             counted.count()
             yield batch
 
-    def _draw(self, found: tuple[Source, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
+    def _draw(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int, loop: int = 1) -> Iterator[Drawn]:
         """Leases; alone, one pass in an order of this loop's own."""
         if self._session is None or not self._inside:
             return self._feed.draw_own(found, batch_size, lambda: self.done, incarnation=loop, passes=1)

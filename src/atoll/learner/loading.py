@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from atoll.learner.data import Drawn, Samples, Source, collect, fetch
+from atoll.learner.data import Drawn, MapDataset, NamedDataset, collect, fetch
 
 OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
@@ -39,7 +39,7 @@ class LeasedSampler(Sampler[list[int]]):
         return (indices.tolist() for _, indices in draws)
 
 
-class Ahead:
+class DrawCounter:
     """Of how many batches each step was, where only the draws of a loader are seen.
 
     The first step was on as many as the next one that drew; until that one at least on one. When the data has ended
@@ -97,8 +97,8 @@ class UsedBatches:
 class DrawnBatches(Dataset[Any]):
     """What a loader's workers fetch from: a batch as it was drawn, collected at once or sample by sample."""
 
-    def __init__(self, found: tuple[Source, ...], whole: bool) -> None:
-        self._samples: list[Samples] = [source.samples for source in found]
+    def __init__(self, found: tuple[NamedDataset, ...], whole: bool) -> None:
+        self._samples: list[MapDataset] = [source.samples for source in found]
         self._whole = whole
 
     def __getitems__(self, drawn: Any) -> Any:
@@ -109,7 +109,9 @@ class DrawnBatches(Dataset[Any]):
         return self.__getitems__(index)
 
 
-def load(found: tuple[Source, ...], draws: Iterator[Drawn], options: Mapping[str, Any], seed: int) -> DataLoader[Any]:
+def load(
+    found: tuple[NamedDataset, ...], draws: Iterator[Drawn], options: Mapping[str, Any], seed: int
+) -> DataLoader[Any]:
     """A loader of what is drawn. Its workers' chance is this learner's own unless `options` name a generator."""
     whole = options.get("collate_fn") is None
     given = {"generator": torch.Generator().manual_seed(seed), **options}

@@ -18,7 +18,7 @@ from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
 
 
-class Transfer(Protocol):
+class DeviceCopy(Protocol):
     """A copy under way."""
 
     def done(self) -> bool: ...
@@ -26,11 +26,11 @@ class Transfer(Protocol):
 
 
 class Offload(Protocol):
-    def read(self, fragment: int, slot: int) -> Transfer:
+    def read(self, fragment: int, slot: int) -> DeviceCopy:
         """Start copying the fragment as it is now into an outgoing slot."""
         ...
 
-    def bring(self, fragment: int, slot: int) -> Transfer:
+    def bring(self, fragment: int, slot: int) -> DeviceCopy:
         """Start bringing an incoming slot to where `arrived` gives it."""
         ...
 
@@ -43,7 +43,7 @@ class Offload(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
+class FinishedCopy:
     """A copy that was made at once."""
 
     def done(self) -> bool:
@@ -53,7 +53,7 @@ class Done:
         pass
 
 
-class Views:
+class SlotViews:
     """The shared memory as tensors shaped like the parameters of a fragment; made when first asked for."""
 
     def __init__(self, box: Mailbox) -> None:
@@ -91,16 +91,16 @@ def shaped(flat: torch.Tensor, box: Mailbox, fragment: int) -> list[torch.Tensor
 
 class CpuOffload:
     def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]]) -> None:
-        self._fragments, self._views = fragments, Views(box)
+        self._fragments, self._views = fragments, SlotViews(box)
         self.outgoing, self.base = self._views.outgoing, self._views.base
 
     @torch.no_grad()
-    def read(self, fragment: int, slot: int) -> Transfer:
+    def read(self, fragment: int, slot: int) -> DeviceCopy:
         torch._foreach_copy_(self._views.outgoing(fragment, slot), self._fragments[fragment])
-        return Done()
+        return FinishedCopy()
 
-    def bring(self, fragment: int, slot: int) -> Transfer:
-        return Done()
+    def bring(self, fragment: int, slot: int) -> DeviceCopy:
+        return FinishedCopy()
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
         return self._views.incoming(fragment, slot)
@@ -109,7 +109,7 @@ class CpuOffload:
         pass
 
 
-class OnStream:
+class StreamCopy:
     """A copy on the side stream, marked by an event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -125,7 +125,7 @@ class OnStream:
 class CudaOffload:
     def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]], device: torch.device) -> None:
         self._box, self._fragments, self._device = box, fragments, device
-        self._views = Views(box)
+        self._views = SlotViews(box)
         self._locked: dict[int, npt.NDArray[np.uint8]] = {}
         """Page-locked memory, by its first slot."""
         self._in_use = box.layout.slots
@@ -138,7 +138,7 @@ class CudaOffload:
         self._spare: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def read(self, fragment: int, slot: int) -> Transfer:
+    def read(self, fragment: int, slot: int) -> DeviceCopy:
         training = torch.cuda.current_stream(self._device)
         training.wait_stream(self._side)  # the staging buffer may still be on its way out
         torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._fragments[fragment])
@@ -149,7 +149,7 @@ class CudaOffload:
             host.copy_(self._read_stage[: host.numel()], non_blocking=True)
         return self._mark()
 
-    def bring(self, fragment: int, slot: int) -> Transfer:
+    def bring(self, fragment: int, slot: int) -> DeviceCopy:
         self._lock_if_new(slot, self._box.layout.most_outgoing + slot)
         host = torch.from_numpy(self._box.incoming(slot, fragment))
         stage = self._stages[slot] = self._stage(slot)
@@ -195,10 +195,10 @@ class CudaOffload:
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
             self._locked[first] = memory
 
-    def _mark(self) -> OnStream:
+    def _mark(self) -> StreamCopy:
         event = torch.cuda.Event()
         event.record(self._side)
-        return OnStream(event)
+        return StreamCopy(event)
 
 
 def make_offload(box: Mailbox, fragments: list[list[torch.Tensor]]) -> Offload:

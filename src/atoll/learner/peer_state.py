@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from atoll.learner.courier_process import CourierProcess, Recorder
+from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule
 from atoll.learner.packing import Unpacking
 from atoll.learner.script import say
@@ -46,7 +46,7 @@ from atoll.learner.state import (
     parameters_by_key,
     restore,
 )
-from atoll.learner.unmerged import Unmerged
+from atoll.learner.unmerged import UnmergedTensors
 from atoll.mailbox.box import mapped, reserve
 from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
@@ -63,16 +63,16 @@ class PeerStates:
         optimizers: Optimizers,
         extras: Mapping[str, Stateful],
         courier: CourierProcess,
-        tape: Recorder | None = None,
+        tape: TapeRecorder | None = None,
         buffers: BufferRule = None,
-        unmerged: Unmerged | None = None,
+        unmerged: UnmergedTensors | None = None,
         not_from_peers: Sequence[str] = (),
     ) -> None:
         """`extras`: what the script registered and lets newcomers take from peers; `not_from_peers`: the rest of it."""
         self._not_from_peers = not_from_peers
         self._model, self._optimizers, self._extras, self._courier = model, optimizers, extras, courier
-        self._tape, self._buffers = tape or Recorder(courier), buffers
-        self._unmerged = unmerged or Unmerged(model, buffers, "mine")
+        self._tape, self._buffers = tape or TapeRecorder(courier), buffers
+        self._unmerged = unmerged or UnmergedTensors(model, buffers, "mine")
         self.waits = False
         """A peer's state is on its way, or sought."""
         self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
@@ -182,7 +182,7 @@ PLAIN = (int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class StateSpec:
     """A tensor as this learner's optimizer makes it."""
 
     shape: tuple[int, ...]
@@ -191,7 +191,7 @@ class Spec:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
+    def of(cls, tensor: torch.Tensor) -> StateSpec:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
@@ -202,7 +202,7 @@ class Spec:
 
 
 Key: TypeAlias = str | int
-Layout: TypeAlias = dict[Key, dict[str, Spec | type]]
+Layout: TypeAlias = dict[Key, dict[str, StateSpec | type]]
 """By parameter and name: what the optimizer keeps of it."""
 States: TypeAlias = dict[Key, dict[str, Any]]
 
@@ -267,8 +267,8 @@ def wrong_buffers(own: Mapping[str, torch.Tensor], came: Mapping[str, torch.Tens
     for name, buffer in own.items():
         if (value := came.get(name)) is None:
             reasons.append(f"{name!r} is missing")
-        elif (there := Spec.of(value)).shape != tuple(buffer.shape) or there.dtype != buffer.dtype:
-            reasons.append(f"{name!r} is {there}, here it is {Spec.of(buffer)}")
+        elif (there := StateSpec.of(value)).shape != tuple(buffer.shape) or there.dtype != buffer.dtype:
+            reasons.append(f"{name!r} is {there}, here it is {StateSpec.of(buffer)}")
         elif not _is_finite(value, but=buffer.cpu()):
             reasons.append(f"{name!r} has values that are not finite")
     return reasons
@@ -286,14 +286,14 @@ def _wrong_state(layout: Layout, key: Any, state: Any) -> list[str]:
     return [f"{name!r} of {key!r} {reason}" for name, reason in wrong if reason]
 
 
-def _wrong_value(name: str, spec: Spec | type, value: Any) -> str:
+def _wrong_value(name: str, spec: StateSpec | type, value: Any) -> str:
     if isinstance(spec, type):
         if type(value) is not spec:
             return f"is a {type(value).__name__}, here it is a {spec.__name__}"
         return _wrong_number(name, value)
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, here it is a tensor of {spec}"
-    if (there := Spec.of(value)).shape != spec.shape or there.dtype != spec.dtype:
+    if (there := StateSpec.of(value)).shape != spec.shape or there.dtype != spec.dtype:
         return f"is {there}, here it is {spec}"
     if not _is_finite(value):
         return "has values that are not finite"
@@ -327,8 +327,8 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.itemsize == 1 else values
 
 
-def _own(spec: Spec | type, value: Any) -> Any:
-    return spec.filled(value) if isinstance(spec, Spec) else value
+def _own(spec: StateSpec | type, value: Any) -> Any:
+    return spec.filled(value) if isinstance(spec, StateSpec) else value
 
 
 def _fitting(path: str, optimizer: Optimizer, model: nn.Module, layout: Layout, came: Snapshot) -> States:
@@ -367,9 +367,9 @@ def expected_layout(optimizer: Optimizer, model: nn.Module) -> Layout:
     return layout
 
 
-def _spec(optimizer: Optimizer, name: str, value: Any) -> Spec | type:
+def _spec(optimizer: Optimizer, name: str, value: Any) -> StateSpec | type:
     if isinstance(value, torch.Tensor):
-        return Spec.of(value)
+        return StateSpec.of(value)
     if type(value) in PLAIN:
         return type(value)
     raise _untakeable(optimizer, f"it keeps {name!r} as a {type(value).__name__}")

@@ -52,7 +52,7 @@ from atoll.store.rundir import UNMERGED
 
 
 @dataclass
-class Place:
+class RunPlace:
     """As a `Stateful`, so that it travels with the other state."""
 
     state: dict[str, Any]
@@ -76,9 +76,9 @@ def describe_place(
     total: int,
     busy_s: float,
     feed: dict[str, Any],
-) -> Place:
+) -> RunPlace:
     fragments = range(len(box.plan.fragments))
-    return Place(
+    return RunPlace(
         {
             "learner": name,
             "session": session,
@@ -278,7 +278,7 @@ PLACE = "atoll"
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class EarlierState:
     """What an earlier life left."""
 
     snapshot: Snapshot
@@ -289,7 +289,7 @@ class Earlier:
     """Of what nobody named: the run that it has to be of, where its folder says so."""
 
 
-def find_earlier(folder: Path | None, run: str = "") -> Earlier | None:
+def find_earlier_state(folder: Path | None, run: str = "") -> EarlierState | None:
     """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
     its link says so."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
@@ -298,19 +298,19 @@ def find_earlier(folder: Path | None, run: str = "") -> Earlier | None:
     if folder is not None and not exact and not other and (left := folder / FILE).exists():
         snapshot = read(left)
         left.unlink()  # once: the next cut is newer
-        return Earlier(snapshot, False, left.name, run=of)
+        return EarlierState(snapshot, False, left.name, run=of)
     if path:
-        return Earlier(read(Path(path)), exact, Path(path).name)
+        return EarlierState(read(Path(path)), exact, Path(path).name)
     if path is None and folder is not None and of and not other:
         return _find_own_part(folder, of)
     return None
 
 
-def _find_own_part(folder: Path, run: str) -> Earlier | None:
+def _find_own_part(folder: Path, run: str) -> EarlierState | None:
     """The newest that can be read; None: there is none."""
     for part in reversed(list_parts(folder)):
         with suppress(AtollError, OSError):
-            return Earlier(read(part), False, part.name, run=run)
+            return EarlierState(read(part), False, part.name, run=run)
     return None
 
 
@@ -321,19 +321,19 @@ class OwnState:
         """`extras`: what the script registered, by name."""
         self._model, self._optimizers, self._extras, self._buffers = model, optimizers, extras, buffers
 
-    def capture(self, place: Place) -> Snapshot:
+    def capture(self, place: RunPlace) -> Snapshot:
         return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
 
     def stand_where(self, saved: Snapshot) -> dict[str, Any]:
         """All but chance is as it was; the place it was saved at."""
-        place = Place({})
+        place = RunPlace({})
         extras = {**self._extras, PLACE: place}
         restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
         return place.state
 
     def put_back(self, saved: Snapshot) -> dict[str, Any]:
         """What the run does not know: optimizer, schedules, chance. The place it was saved at."""
-        place = Place({})
+        place = RunPlace({})
         extras = {**self._extras, PLACE: place}
         restore(self._model, self._optimizers, extras, saved, parameters=False, buffers=self._buffers)
         return place.state

@@ -63,7 +63,7 @@ FILE = "preempted.safetensors"
 AGAIN = b"atoll: leaving in good order: the last steps go to the run; Ctrl-C again ends it at once\n"
 
 
-class Preemption:
+class LeaveRequest:
     def __init__(self) -> None:
         self.why = ""
         """Why it is to leave, for the run's events; empty: nobody asked."""
@@ -125,7 +125,7 @@ def patience_s(cycle_s: float | None, *, hurried: bool) -> float:
     return DRAIN_S if hurried else max(LEAVE_WAIT_S, 2 * cycle_s)
 
 
-class Leaving:
+class LeaveWait:
     def __init__(self, now: float, *, ending: bool) -> None:
         """`ending`: the run was told to end."""
         self._early, self._nothing_left, self._since = not ending, False, now

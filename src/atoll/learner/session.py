@@ -18,22 +18,22 @@ import torch
 from torch import nn
 
 from atoll.fabric.address import parse_address
-from atoll.learner.boundary import Shared
-from atoll.learner.courier_process import CourierProcess, Recorder, describe_machine
-from atoll.learner.data import Feed, Source
+from atoll.learner.boundary import SharedMailbox
+from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
+from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state import PeerOrder, PeerStates
-from atoll.learner.saved_state import Earlier, OwnState, Saver, describe_place, find_earlier
-from atoll.learner.script import Leaving, Preemption, broken_off, patience_s, say
+from atoll.learner.saved_state import EarlierState, OwnState, Saver, describe_place, find_earlier_state
+from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import Optimizers, Stateful, optimizers_by_path
-from atoll.learner.step_stats import Inputs, Tally
-from atoll.learner.unmerged import FrozenRule, Unmerged
+from atoll.learner.step_stats import InputDigest, StepCounter
+from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import (
-    Bye,
     DialFailed,
     DrainOrder,
     ForgetOrder,
+    Goodbye,
     GoOrder,
     Kept,
     OwnOrder,
@@ -41,7 +41,7 @@ from atoll.mailbox.channel import (
     SaveOrder,
     Sources,
     Start,
-    Step,
+    StepReport,
     StopOrder,
     Supplies,
     ToTraining,
@@ -54,7 +54,7 @@ from atoll.store.rundir import UNMERGED
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class JoinRequest:
     """Who comes to which run."""
 
     url: str
@@ -77,7 +77,7 @@ class Joining:
 class RunSession:
     def __init__(
         self,
-        joining: Joining,
+        joining: JoinRequest,
         model: nn.Module,
         optimizers: Optimizers,
         extras: Mapping[str, Stateful],
@@ -85,7 +85,7 @@ class RunSession:
         *,
         folder: Path | None = None,
         courier: CourierProcess,
-        tally: Tally,
+        tally: StepCounter,
         feed: Feed,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
@@ -93,18 +93,18 @@ class RunSession:
         self._joining, self._model, self._optimizers = joining, model, optimizers
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
-        self._tape = Recorder(courier)
-        self.shared = Shared(model, courier, self._tape, joining.buffers)
-        self._unmerged = Unmerged(model, joining.buffers, joining.frozen)
+        self._tape = TapeRecorder(courier)
+        self.shared = SharedMailbox(model, courier, self._tape, joining.buffers)
+        self._unmerged = UnmergedTensors(model, joining.buffers, joining.frozen)
         shared = {name: thing for name, thing in extras.items() if name in from_peers}
         rest = [name for name in extras if name not in from_peers]
         self._peers = PeerStates(model, optimizers, shared, courier, self._tape, joining.buffers, self._unmerged, rest)
         self._own = OwnState(model, optimizers, extras, joining.buffers)
-        self._inputs = Inputs(model, wanted=lambda: feed.position < 0)
+        self._inputs = InputDigest(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
         self._folder, self._saver = folder, Saver(folder)
-        self._preemption = Preemption()
+        self._preemption = LeaveRequest()
         self._until: int | None = 0 if courier.replays else None
         """Replay: the step at which it waits."""
         self._told: RunProgress | None = None
@@ -139,7 +139,7 @@ class RunSession:
         self.shared.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
-        earlier = find_earlier(self._folder, self._named_run())
+        earlier = find_earlier_state(self._folder, self._named_run())
         self._kept = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
@@ -159,7 +159,7 @@ class RunSession:
         self._look_up()
         self._preemption.begun = True
 
-    def _put_back(self, earlier: Earlier) -> None:
+    def _put_back(self, earlier: EarlierState) -> None:
         if earlier.run and self._run and self._run != earlier.run:
             say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
             return
@@ -198,7 +198,7 @@ class RunSession:
         self.shared.stand(place)
         self._feed.load(place["feed"])
 
-    def _began(self, earlier: Earlier | None) -> Began:
+    def _began(self, earlier: EarlierState | None) -> Began:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
         return describe_machine(self._tally.t, device, file, exact)
@@ -244,7 +244,7 @@ class RunSession:
         what = "state of a peer's" if self.shared.has_parameters() else f"parameters from the syncer at {syncer}"
         say(f"no {what} for {self._joining.wait_s:g} s: training goes on, joining when it can")
 
-    def ask_for_leases(self, found: tuple[Source, ...], batch_size: int, epochs: int) -> None:
+    def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
         self._courier.send(Sources(self._feed.ask(found, batch_size, epochs, seed)))
@@ -300,7 +300,7 @@ class RunSession:
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
         if self._stopped or self._until is not None or not self._courier.clogged:
-            self._courier.send(Step(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
+            self._courier.send(StepReport(self._counted(), self.shared.boundary.epoch if self.shared.boundary else 0))
 
     def _counted(self) -> Stepped:
         rows = self.shared.counters()
@@ -418,14 +418,14 @@ class RunSession:
         if not self._final:
             asked = self._preemption.why
             saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._captured)
-            self._courier.send(Bye(leaving.goodbye(asked, saved=saved)))
+            self._courier.send(Goodbye(leaving.goodbye(asked, saved=saved)))
         elif boundary is not None:
             boundary.take_base()
 
-    def _await_the_end(self) -> Leaving:
+    def _await_the_end(self) -> LeaveWait:
         """The run's, or that of what keeps this learner in it."""
         shared = self.shared
-        leaving = Leaving(time.monotonic(), ending=self._done)
+        leaving = LeaveWait(time.monotonic(), ending=self._done)
         while not self._final and shared.boundary is not None:
             if leaving.may_go(time.monotonic(), self._patience_s(), replay=self._until is not None):
                 break
@@ -445,7 +445,7 @@ class RunSession:
     def end(self, error: BaseException | None) -> None:
         """Let everything go; the syncer hears why."""
         if error is not None and not self._final:
-            self._courier.send(Bye(broken_off(error)))
+            self._courier.send(Goodbye(broken_off(error)))
         self._inputs.close()
         self._preemption.stop()
         self._courier.close()

@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 from atoll.protocol.limits import near
 
 
-class Tally:
+class StepCounter:
     def __init__(self) -> None:
         self.t = self.tokens = 0
         self.busy_s = 0.0
-        self._losses = Losses()
+        self._losses = LossReader()
         self._left_at = 0.0
 
     @property
@@ -54,7 +54,7 @@ class Tally:
         self.t, self.tokens, self.busy_s = place["t"], place["total"], place["busy_s"]
 
 
-class Losses:
+class LossReader:
     """Keeps the newest loss whose value is known. On CUDA that is a step or two old."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ VALUES = 256
 """… so many values of each."""
 
 
-class Inputs:
+class InputDigest:
     def __init__(self, model: nn.Module, wanted: Callable[[], bool]) -> None:
         """`wanted`: whether the data is the script's own."""
         self._wanted = wanted
@@ -104,7 +104,7 @@ class Inputs:
         self._pending: tuple[list[torch.Tensor], torch.cuda.Event] | None = None
         self._hook: RemovableHandle | None = None
         with suppress(RuntimeError):  # a model of torch.jit.script takes no hooks
-            self._hook = model.register_forward_pre_hook(Hook(self.look), with_kwargs=True)
+            self._hook = model.register_forward_pre_hook(InputHook(self.look), with_kwargs=True)
 
     @property
     def number(self) -> int:
@@ -140,7 +140,7 @@ class Inputs:
             self._pending = (copies, event)
 
 
-class Hook:
+class InputHook:
     """What a model carries of it. A copy of the model, or a file of it, carries a hook that does nothing."""
 
     def __init__(self, look: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
@@ -150,8 +150,8 @@ class Hook:
         if self._look is not None and not torch.compiler.is_compiling():
             self._look(module, given, named)
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
+        return InputHook, ()
 
 
 def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:

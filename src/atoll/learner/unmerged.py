@@ -71,7 +71,7 @@ def _mark(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(plain.numpy().data, digest_size=16).hexdigest()
 
 
-class Unmerged:
+class UnmergedTensors:
     def __init__(self, model: nn.Module, buffers: BufferRule, rule: FrozenRule) -> None:
         self._model, self._buffers, self._rule = model, buffers, rule
         self.digest = ""

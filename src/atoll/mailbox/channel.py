@@ -61,7 +61,7 @@ class Start(Frame, frozen=True):
     """… frozen parameters, which have so many bytes."""
 
 
-class Box(Frame, frozen=True):
+class MailboxReady(Frame, frozen=True):
     """The descriptor of the shared memory comes with this frame."""
 
     settings: Settings
@@ -72,7 +72,7 @@ class Box(Frame, frozen=True):
     """It waited for a peer's state when that courier died."""
 
 
-class Step(Frame, frozen=True):
+class StepReport(Frame, frozen=True):
     stepped: Stepped
     epoch: int = 0
 
@@ -83,7 +83,7 @@ class Sources(Frame, frozen=True):
     registered: Registered
 
 
-class Copy(Frame, frozen=True):
+class CopyMade(Frame, frozen=True):
     slot: int
     round: int
     fragment: int
@@ -97,7 +97,7 @@ class Copy(Frame, frozen=True):
     position: int = -1
 
 
-class Took(Frame, frozen=True):
+class VersionTaken(Frame, frozen=True):
     """A version is in the model; its slot may be copied into the base."""
 
     slot: int
@@ -105,7 +105,7 @@ class Took(Frame, frozen=True):
     epoch: int
 
 
-class Freed(Frame, frozen=True):
+class SlotFreed(Frame, frozen=True):
     """An order was dropped undone; its slot is free."""
 
     slot: int
@@ -145,7 +145,7 @@ class Told(Frame, frozen=True):
     entries: tuple[AnyEntry, ...]
 
 
-class Bye(Frame, frozen=True):
+class Goodbye(Frame, frozen=True):
     reason: str
 
 
@@ -290,7 +290,20 @@ class StopOrder(Frame, frozen=True):
     """It failed, and the operator can mend it: the model or the settings do not fit."""
 
 
-ToCourier = Start | Box | Step | Told | Sources | Copy | Took | Freed | Kept | StateCopy | StateTaken | Bye
+ToCourier = (
+    Start
+    | MailboxReady
+    | StepReport
+    | Told
+    | Sources
+    | CopyMade
+    | VersionTaken
+    | SlotFreed
+    | Kept
+    | StateCopy
+    | StateTaken
+    | Goodbye
+)
 ToTraining = (
     Welcomed
     | RunProgress
@@ -314,7 +327,7 @@ ToTraining = (
 )
 
 
-class Channel:
+class CourierChannel:
     """One end of the socket: whole frames in, whole frames out, never blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -327,10 +340,10 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     @staticmethod
-    def pair() -> tuple[Channel, socket.socket]:
+    def pair() -> tuple[CourierChannel, socket.socket]:
         """Our end, and the end to hand to the other process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return Channel(ours), theirs
+        return CourierChannel(ours), theirs
 
     @property
     def clogged(self) -> bool:

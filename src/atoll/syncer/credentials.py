@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from atoll.config import Service
-from atoll.fabric.authorizer import Authorizer, TokenDoor, host_name
-from atoll.fabric.join_tokens import SECRET, Role, Token, Tokens, new_secret
+from atoll.fabric.authorizer import Authorizer, TokenAuthorizer, host_name
+from atoll.fabric.join_tokens import SECRET, JoinToken, JoinTokens, Role, new_secret
 from atoll.fabric.listener import Tls
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_folder, check_private, kept_secret, stamp
@@ -51,11 +51,11 @@ def doors_of(
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
-        door = TokenDoor(lambda: own, run, password=False)
+        door = TokenAuthorizer(lambda: own, run, password=False)
         by_role = {token.role: token.secret for token in own.all}
         return Doors(door, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
-    authorizer = TokenDoor(LiveTokens(keys), run, lambda text: say("warning", text))
+    authorizer = TokenAuthorizer(LiveTokens(keys), run, lambda text: say("warning", text))
     names = names_of(keys, service)
     if service.front:
         return Doors(authorizer, names=names)
@@ -83,25 +83,27 @@ def advertised_names(service: Service) -> frozenset[str]:
     return frozenset(host_name(one) or one for one in service.advertise)
 
 
-def local_tokens(folder: Path) -> Tokens:
+def local_tokens(folder: Path) -> JoinTokens:
     """Of a run without keys, one for each role, made if it is not there. An earlier term's stay: learners hold them."""
     KeyDir.create(folder)
     check_folder(folder)
     made = (
-        Token(id=name, role=role, names=LOCAL_NAMES, secret=kept_secret(folder / name, new_secret, SECRET.fullmatch))
+        JoinToken(
+            id=name, role=role, names=LOCAL_NAMES, secret=kept_secret(folder / name, new_secret, SECRET.fullmatch)
+        )
         for name, role in LOCAL.items()
     )
-    return Tokens(made)
+    return JoinTokens(made)
 
 
-def read_tokens(keys: KeyDir) -> Tokens:
+def read_tokens(keys: KeyDir) -> JoinTokens:
     try:
-        return Tokens(msgspec.json.decode(keys.tokens.read_bytes(), type=list[Token]))
+        return JoinTokens(msgspec.json.decode(keys.tokens.read_bytes(), type=list[JoinToken]))
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"{keys.tokens} cannot be read: {error}") from error
 
 
-def write_tokens(keys: KeyDir, tokens: Tokens) -> None:
+def write_tokens(keys: KeyDir, tokens: JoinTokens) -> None:
     keys.write(keys.tokens, msgspec.json.format(msgspec.json.encode(tokens.all)))
 
 
@@ -113,7 +115,7 @@ class LiveTokens:
         self._looked_at, self._stamp = clock(), stamp(keys.tokens)
         self._tokens = read_tokens(keys)
 
-    def __call__(self) -> Tokens:
+    def __call__(self) -> JoinTokens:
         now = self._clock()
         if now - self._looked_at >= RELOAD_S:
             self._looked_at = now

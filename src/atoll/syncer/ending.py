@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atoll.fabric.control_channel import Channel
+from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.wire import one_line, understood
 from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError
@@ -24,7 +24,7 @@ LAST_SCORE_S = 120.0
 """How long it waits for the evaluator's last word."""
 
 
-def drain(learner: str, channel: Channel | None, *, known: bool) -> DrainAsked:
+def drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
     """`known`: it is of this run, or was. PeerError: it cannot be asked."""
     if channel is None:
         raise PeerError(

@@ -16,7 +16,7 @@ import msgspec
 
 from atoll.config import Config, Outer
 from atoll.fabric.relay import RelayLimits
-from atoll.fabric.wire import KIB, MIB, Limits
+from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.codec import make_codec
 from atoll.numerics.filter import NAMES
@@ -171,7 +171,7 @@ class MemoryBound(msgspec.Struct, frozen=True):
 
 
 def memory_bound(
-    plan: Plan, settings: Settings, slots: int, limits: Limits | None = None, relay: RelayLimits | None = None
+    plan: Plan, settings: Settings, slots: int, limits: FabricLimits | None = None, relay: RelayLimits | None = None
 ) -> MemoryBound:
     """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter.
 
@@ -185,9 +185,9 @@ def memory_bound(
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
-    | one name | what is kept of a learner for good, also after it left; a join token brings so many (`Token.names`) |
+    | one name | kept of a learner for good, also after it left; a join token brings so many (`JoinToken.names`) |
     """
-    limits, relay = limits or Limits(), relay or RelayLimits()
+    limits, relay = limits or FabricLimits(), relay or RelayLimits()
     model, largest = 4 * plan.size, 4 * plan.largest
     fixed = PROGRAM + model * (1 + 1 + OLD) + 2 * slots * model + 2 * largest
     if settings.guard == "rollback":

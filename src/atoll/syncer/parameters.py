@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from atoll.config import Outer
-from atoll.fabric.handlers import Served
+from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.wire import digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import Plan, elements
@@ -246,14 +246,14 @@ class Parameters:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def serve(self, fragment: int) -> Served:
+    def serve(self, fragment: int) -> ServedFragment:
         if not 0 <= fragment < len(self._committed):
             raise PeerError(f"there is no fragment {fragment}: the run has {len(self._committed)}")
         buffer = self._committed[fragment]
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
-        return Served(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
+        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
 
     def tensors(self) -> dict[str, FloatArray]:
         """The whole committed model by the names it has there."""

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol
 
 from atoll.config import Config
 from atoll.fabric.address import host_port
-from atoll.fabric.handlers import Pages
-from atoll.fabric.tasks import Vital, keep_showing
+from atoll.fabric.handlers import ServedPages
+from atoll.fabric.tasks import VitalTasks, keep_showing
 from atoll.numerics import kernels
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.store.atomic import Appender, write_atomic
@@ -44,7 +44,7 @@ Figures = Callable[[], RunStatus]
 """The state of the run now."""
 
 
-class LivePages(Pages, Protocol):
+class LivePages(ServedPages, Protocol):
     """The dashboard: made above this layer, and handed in or named."""
 
     def run(self, figures: Figures) -> Coroutine[Any, Any, None]:
@@ -221,7 +221,7 @@ async def show(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn
     await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))
 
 
-def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: Vital) -> None:
+def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> None:
     """A mistake of ours in a timer must not leave a syncer that looks alive and does nothing."""
 
     def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -22,14 +22,14 @@ import msgspec
 import numpy as np
 
 from atoll.config import Config, Outer
-from atoll.fabric.authorizer import TokenDoor
-from atoll.fabric.control_channel import Channel
-from atoll.fabric.handlers import Pages, Served
-from atoll.fabric.join_tokens import Owners
+from atoll.fabric.authorizer import TokenAuthorizer
+from atoll.fabric.control_channel import ControlChannel
+from atoll.fabric.handlers import ServedFragment, ServedPages
+from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
-from atoll.fabric.tasks import Vital, lasting
-from atoll.fabric.wire import Limits, Score, one_line
+from atoll.fabric.tasks import VitalTasks, lasting
+from atoll.fabric.wire import FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import Screen
 from atoll.protocol import effects as fx
@@ -64,12 +64,12 @@ class SyncerService:
         events: EventLog,
         run_store: RunStore,
         evaluated: bool = False,
-        pages: Pages | None = None,
-        limits: Limits | None = None,
+        pages: ServedPages | None = None,
+        limits: FabricLimits | None = None,
     ) -> None:
         self._config, self._run, self._events, self._run_store = config, run, events, run_store
         self._loop = asyncio.get_running_loop()
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, ControlChannel] = {}
         self._machine: Syncer | None = None
         self._model: Model | None = None
         """Both are there once the run has begun, with all that `_set_up` makes."""
@@ -90,13 +90,13 @@ class SyncerService:
         self.meter = Meter(config)
         self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=run_store.secrets)
         self.meter.notice = doors.notice
-        known = Owners(run_store.recovered.history.owners if run_store.recovered is not None else None)
+        known = NameOwners(run_store.recovered.history.owners if run_store.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
             self,
             host=host,
             port=port,
-            limits=msgspec.structs.replace(limits or Limits(), answer_s=config.protocol.heartbeat_s),
+            limits=msgspec.structs.replace(limits or FabricLimits(), answer_s=config.protocol.heartbeat_s),
             pages=pages,
             authorizer=doors.authorizer,
             tls=doors.tls,
@@ -147,7 +147,7 @@ class SyncerService:
                 self._wake.cancel()
 
     @property
-    def vital(self) -> Vital:
+    def vital(self) -> VitalTasks:
         """What must not fail: the port's tasks, the rules, timers."""
         return self.server.vital
 
@@ -159,7 +159,9 @@ class SyncerService:
     def dashboard_path(self) -> str:
         """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
         authorizer = self._doors.authorizer
-        return authorizer.make_code("viewer") if self._doors.secrets and isinstance(authorizer, TokenDoor) else "/"
+        return (
+            authorizer.make_code("viewer") if self._doors.secrets and isinstance(authorizer, TokenAuthorizer) else "/"
+        )
 
     def model_facts(self) -> dict[str, str]:
         """What the finished model is of."""
@@ -251,7 +253,7 @@ class SyncerService:
 
     # ---- the desk: learners -------------------------------------------------------------------------------------
 
-    def opened(self, channel: Channel, hello: Hello) -> None:
+    def opened(self, channel: ControlChannel, hello: Hello) -> None:
         try:
             if self._machine is None:
                 self._begin(hello)
@@ -271,7 +273,7 @@ class SyncerService:
         if text := self._model.other_data(hello):
             self._events.say("warning", text, {"learner": hello.learner})
 
-    def received(self, channel: Channel, message: FromLearner) -> None:
+    def received(self, channel: ControlChannel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:
             return
         if isinstance(message, Contribution):
@@ -279,7 +281,7 @@ class SyncerService:
         else:
             self._handle(fx.Received(channel.learner, message))
 
-    def closed(self, channel: Channel, reason: str) -> None:
+    def closed(self, channel: ControlChannel, reason: str) -> None:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
             self._handle(fx.Lost(channel.learner, reason))
@@ -321,7 +323,7 @@ class SyncerService:
         if self._first.whole:
             self._handle(fx.Initialised(learner))
 
-    def fragment(self, index: int) -> Served:
+    def fragment(self, index: int) -> ServedFragment:
         if self._machine is None:
             raise PeerError("the run has no parameters yet")
         return self._parameters.serve(index)
@@ -350,7 +352,7 @@ class SyncerService:
     def manifest(self) -> bytes:
         return manifest(self._begun(), self._parameters.plan, self._config.service.evaluate_every)
 
-    def score(self, score: Score) -> None:
+    def score(self, score: ScoreReport) -> None:
         self.meter.score(score)
         self._events.say("score", *told(score))
         if score.has_loss:
@@ -452,6 +454,6 @@ class SyncerService:
         self._tasks.create_task(work)
 
 
-def _refuse(channel: Channel, reason: str) -> None:
+def _refuse(channel: ControlChannel, reason: str) -> None:
     channel.send(Refused(reason=reason, final=True))
     channel.close(reason)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from atoll.config import Config
-from atoll.fabric.wire import Score, one_line
+from atoll.fabric.wire import ScoreReport, one_line
 from atoll.numerics.fragments import Plan
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
@@ -46,7 +46,7 @@ class Meter:
         self._alive_s = 0.0
         """Learner-seconds of those alive, up to the last change of who is."""
         self._changed = 0.0
-        self._score: Score | None = None
+        self._score: ScoreReport | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
         self._rules_alarm = ""
@@ -71,7 +71,7 @@ class Meter:
         elif kind == "alarm":
             self._rules_alarm = "" if data["over"] else text
 
-    def score(self, score: Score) -> None:
+    def score(self, score: ScoreReport) -> None:
         self._score = score
 
     def _count_busy(self, learner: str, incarnation: int, busy_s: float) -> None:
@@ -234,7 +234,7 @@ def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
     )
 
 
-def told(score: Score) -> tuple[str, dict[str, object]]:
+def told(score: ScoreReport) -> tuple[str, dict[str, object]]:
     found = [_told_figure("validation loss", score.loss)] if score.has_loss else []
     found += [_told_figure(one_line(name), value) for name, value in score.metrics.items()]
     data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from atoll.config import convert
-from atoll.fabric.control import Control
+from atoll.fabric.control import ControlServer
 from atoll.fabric.intake import Intake
 from atoll.protocol import messages
 from atoll.protocol.settings import Settings
@@ -66,14 +66,16 @@ class Recorder:
         self.kept: list[dict[str, str]] = []
 
     def listen(self) -> None:
-        frame, send, receive, kept = Control._frame, Control._send, Intake.receive, self.kept
+        frame, send, receive, kept = ControlServer._frame, ControlServer._send, Intake.receive, self.kept
 
-        async def heard(control: Control, socket: web.WebSocketResponse, deadline_s: float | None = None) -> bytes:
+        async def heard(
+            control: ControlServer, socket: web.WebSocketResponse, deadline_s: float | None = None
+        ) -> bytes:
             data = await frame(control, socket, deadline_s)
             kept.append({"from": "learner", "frame": data.hex()})
             return data
 
-        async def said(control: Control, socket: web.WebSocketResponse, data: bytes) -> None:
+        async def said(control: ControlServer, socket: web.WebSocketResponse, data: bytes) -> None:
             kept.append({"from": "syncer", "frame": data.hex()})
             await send(control, socket, data)
 
@@ -82,7 +84,7 @@ class Recorder:
             kept.append({"from": "learner", "put": request.path, "digest": mark, "body": bytes(into).hex()})
             return mark
 
-        Control._frame, Control._send, Intake.receive = heard, said, came  # type: ignore[method-assign]
+        ControlServer._frame, ControlServer._send, Intake.receive = heard, said, came  # type: ignore[method-assign]
 
 
 async def recorded(folder: Path) -> list[dict[str, str]]:

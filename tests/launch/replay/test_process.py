@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.launch.replay.process import ReplayedProcess, ReplayServices
 from atoll.launch.replay.recording import ProcessRecording
-from atoll.mailbox.channel import Channel, RunProgress, decode_to_training
+from atoll.mailbox.channel import CourierChannel, RunProgress, decode_to_training
 from atoll.protocol.records import Played, Stretch, decode, encode
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Informed
@@ -34,11 +34,11 @@ class Journal:
 
 
 def told(entry: Informed, progress: dict[int, float]) -> RunProgress:
-    near, theirs = Channel.pair()
+    near, theirs = CourierChannel.pair()
     actor = ReplayedProcess(ProcessRecording("a", "session", 1), [entry], cast(Any, None))
     actor._channel, actor._shared, actor._box = near, cast(ReplayServices, Journal(progress)), cast(Any, object())
     assert actor._do(entry) is None
-    far = Channel(theirs)
+    far = CourierChannel(theirs)
     [frame] = map(decode_to_training, far.receive())
     far.close()
     near.close()

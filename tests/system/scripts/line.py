@@ -33,7 +33,7 @@ if said.poor:
 second = os.environ.get("ATOLL_LEARNER") == "learner-1"
 width = said.odd if said.odd and second else said.width
 while said.odd and second:
-    from atoll.fabric.client import get_json
+    from atoll.fabric.transfer import get_json
 
     if asyncio.run(get_json(os.environ["ATOLL_SYNCER"], "/v1/status"))["phase"] != "waiting":
         break

@@ -22,13 +22,13 @@ from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    Box,
-    Bye,
     CaptureOrder,
-    Channel,
-    Copy,
+    CopyMade,
+    CourierChannel,
     ForgetOrder,
+    Goodbye,
     GoOrder,
+    MailboxReady,
     OwnOrder,
     ReadOrder,
     RunProgress,
@@ -36,13 +36,13 @@ from atoll.mailbox.channel import (
     Start,
     StateCopy,
     StateTaken,
-    Step,
+    StepReport,
     StopOrder,
     Supplies,
     TakeOrder,
     ToCourier,
     Told,
-    Took,
+    VersionTaken,
     Welcomed,
     decode_to_courier,
 )
@@ -94,7 +94,7 @@ class ReplayedProcess:
         self._shared: ReplayServices | None = None
         self._acts = acts
         self._next = 0
-        self._channel: Channel | None = None
+        self._channel: CourierChannel | None = None
         self._box: Mailbox | None = None
         self._epoch = 0
         self._at: int | None = None
@@ -138,7 +138,7 @@ class ReplayedProcess:
         assert self._shared is not None
         return self._shared
 
-    def connect(self, channel: Channel, start: Start, house: ReplayServices) -> None:
+    def connect(self, channel: CourierChannel, start: Start, house: ReplayServices) -> None:
         self._channel, self._shared = channel, house
         if not start.boxed:
             settings, plan = self._house.settings, self._house.plan
@@ -149,7 +149,7 @@ class ReplayedProcess:
         return self._channel is not None
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> CourierChannel:
         assert self._channel is not None
         return self._channel
 
@@ -297,13 +297,13 @@ class ReplayedProcess:
 
     def _hear(self, frame: ToCourier) -> None:
         match frame:
-            case Box(settings, stepped):
+            case MailboxReady(settings, stepped):
                 fd = self.channel.take_descriptor()
                 plan = self._house.plan
                 self._box = Mailbox(fd, Layout.of(plan, settings), plan)
                 os.close(fd)
                 self._at = stepped.t
-            case Step(stepped):
+            case StepReport(stepped):
                 self._stopped = stepped.stopped
                 if stepped.stopped or stepped.t >= self._until:
                     self._at = stepped.t
@@ -312,9 +312,9 @@ class ReplayedProcess:
                 for supplies in self._supplies:
                     self.channel.send(supplies)
                 self._supplies = []
-            case Copy():
+            case CopyMade():
                 self._copied(frame)
-            case Took(_, adopted):
+            case VersionTaken(_, adopted):
                 self._taken(adopted.fragment, adopted.version)
             case StateCopy(size=size, reason=reason):
                 assert not reason, reason
@@ -325,12 +325,12 @@ class ReplayedProcess:
                 self._waits_for = ""
             case Told(_, entries):
                 self._compare_machine(entries)
-            case Bye():
+            case Goodbye():
                 self._stopped = True
             case _:
                 pass
 
-    def _copied(self, frame: Copy) -> None:
+    def _copied(self, frame: CopyMade) -> None:
         assert self._box is not None and self._reading is not None
         act, part = self._reading, self._box.plan.fragments[frame.fragment]
         codec, values = self._house.codec, self._box.outgoing(frame.slot, frame.fragment)

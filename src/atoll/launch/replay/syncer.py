@@ -29,7 +29,7 @@ from atoll.config import Outer
 from atoll.launch.children import Child, describe_exit
 from atoll.launch.replay.process import ReplayedProcess, ReplayServices, SharedState
 from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RecordedCopy, RunRecording
-from atoll.mailbox.channel import Channel, Start, decode_to_courier
+from atoll.mailbox.channel import CourierChannel, Start, decode_to_courier
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import difference
@@ -219,7 +219,7 @@ class ReplaySyncer:
 
     def _admit(self, door: socket.socket, look: selectors.BaseSelector) -> None:
         sock, _ = door.accept()
-        channel = Channel(sock)
+        channel = CourierChannel(sock)
         frames: list[bytes] = []
         poll = select.poll()
         poll.register(channel.sock, select.POLLIN)

@@ -30,7 +30,7 @@ from pathlib import Path
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from atoll.fabric.authorizer import NOBODY, VISITOR, Rejected
-from atoll.fabric.control_channel import Outbox
+from atoll.fabric.control_channel import SendQueue
 from atoll.observe.dashboard.history import DashboardHistory
 from atoll.observe.tail import EventTail
 from atoll.store.rundir import RunDir
@@ -209,7 +209,7 @@ class Viewer:
     token: str = ""
     mark: str = ""
     """The name and the mark of what it showed at the door."""
-    outbox: Outbox = field(default_factory=lambda: Outbox(WAITING))
+    outbox: SendQueue = field(default_factory=lambda: SendQueue(WAITING))
     code: int = WSCloseCode.GOING_AWAY
     why: str = "the syncer is stopping"
 

@@ -21,11 +21,11 @@ import msgspec
 
 from atoll.estimate.bandwidth import Codec
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
-from atoll.fabric.calls import Dialled, dial, next_chunk
+from atoll.fabric.calls import DialResult, dial, next_chunk
 from atoll.fabric.certificates import FEW_DAYS, days_left
 from atoll.fabric.intake import LONGEST, TIME_HEADER
 from atoll.fabric.transfer import asked, body_session, get_json_at, pieces, sent
-from atoll.fabric.wire import Limits
+from atoll.fabric.wire import FabricLimits
 from atoll.observe.doctor import carry
 from atoll.observe.doctor.carry import CODECS, LinkLoad, MeasuredLink
 from atoll.observe.doctor.local import Check, brief, size
@@ -116,7 +116,7 @@ async def _knock(address: SyncerAddress) -> list[DialledAddress]:
 
 
 async def _session(address: SyncerAddress) -> aiohttp.ClientSession:
-    return body_session(address, Limits())
+    return body_session(address, FabricLimits())
 
 
 async def _closed(session: aiohttp.ClientSession) -> None:
@@ -154,7 +154,7 @@ ENOUGH_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class DialledAddress:
     url: str
-    dialled: Dialled | None
+    dialled: DialResult | None
     trouble: str = ""
 
     @property
@@ -220,7 +220,7 @@ def judge_no_tls(address: SyncerAddress) -> Check:
     )
 
 
-def judge_tls(dialled: Dialled, moved: int, cpu_s: float) -> Check:
+def judge_tls(dialled: DialResult, moved: int, cpu_s: float) -> Check:
     """Seconds of one core per gigabyte: what the cipher alone takes here, and what moving it takes in all."""
     rate = cipher_rate(dialled.cipher)
     figures: dict[str, Any] = {
