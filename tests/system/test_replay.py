@@ -1,36 +1,126 @@
-"""A real run with accidents, then the same run from its tape."""
+"""A real run with accidents: what the dashboard shows of them in a real browser, then the same run from its tape."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.system.conftest import SCRIPTS, Run, members
+from tests.system.conftest import SCRIPTS, Event, Run, browser_page, members
 
 from atoll.store.verify import verify_run
 
-pytestmark = pytest.mark.system
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
+WAIT_MS = 120_000
+GONE = "#rows tr[data-learner=learner-1][data-state=gone]"
+BACK = "#rows tr[data-learner=learner-1][data-state=stepping]"
+ALL_STEPPING = "#rows:has(tr:nth-child(2)):not(:has(tr:not([data-state=stepping])))"
 
 
-def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(run: Run) -> None:
-    run.train(*LINE)
-    run.until(lambda events: len(members(events)) == 2)
-    os.kill(run.pid("learner-1"), signal.SIGKILL)
-    run.until(lambda events: ("learner-1", 2) in members(events))
-    os.kill(run.pid("syncer"), signal.SIGKILL)
-    run.until(lambda events: any(e["kind"] == "reigned" for e in events))
+@pytest.fixture(scope="module")
+def accidents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Both learners are in it. The first test kills a learner and the syncer, the second ends it and repeats it."""
+    run = Run(tmp_path_factory.mktemp("accidents"))
+    try:
+        yield run.train(*LINE, "--port", "0")
+    finally:
+        run.kill()
+
+
+def kill(run: Run, process: str) -> None:
+    os.kill(run.pid(process), signal.SIGKILL)
+
+
+def restarted(run: Run, process: str) -> bool:
+    return any(event["process"] == process for event in run.events("restarted"))
+
+
+def is_back(events: list[Event]) -> bool:
+    return ("learner-1", 2) in members(events)
+
+
+def reigned(events: list[Event]) -> bool:
+    return any(event["kind"] == "reigned" for event in events)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with browser_page(viewport={"width": 1300, "height": 1000}, color_scheme="dark") as page:
+        page.set_default_timeout(WAIT_MS)
+        yield page
+
+
+def test_a_killed_learner_turns_red_says_gone_and_returns(accidents: Run, page: Page, tmp_path: Path) -> None:
+    run = accidents
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if "Content Security Policy" in line.text else None)
+    address = run.address()
+    assert page.goto(f"{address}/").status == 401, "without a link nobody looks on"
+    page.goto(run.command("dashboard", run.out).stdout.strip())
+    page.wait_for_selector("body[data-connection=live]")
+    page.wait_for_selector(ALL_STEPPING, state="attached")
+    page.wait_for_selector("#loss .main-svg", state="attached")
+    page.get_by_text("Learners as a table").click()
+    page.screenshot(path=tmp_path / "before.png", full_page=True)
+
+    kill(run, "learner-1")
+    page.wait_for_selector(GONE)
+    red = page.locator(GONE).locator("td").first
+    assert red.inner_text() == "gone"
+    assert red.evaluate("node => getComputedStyle(node).color") == "rgb(255, 107, 102)"
+    assert "1 gone" in (page.get_attribute("#lanes", "aria-label") or "")
+    page.wait_for_selector("#said:has-text('learner-1')", state="attached")
+    page.screenshot(path=tmp_path / "gone.png", full_page=True)
+    page.wait_for_selector(BACK)
+    assert page.locator(BACK).locator("td").nth(1).inner_text() == "2", "its second life"
+
+    before = int(page.locator("#tiles dd span").first.inner_text().replace(",", ""))
+    kill(run, "syncer")
+    page.wait_for_selector("body[data-connection=lost]")
+    assert "connects again by itself" in page.inner_text("#lost")
+    page.wait_for_selector("body[data-connection=live]")
+    page.wait_for_selector(ALL_STEPPING)
+    assert int(page.locator("#tiles dd span").first.inner_text().replace(",", "")) >= before
+    assert "learner-1" in page.inner_text("#notes"), "the new syncer knows what happened before it"
+    page.screenshot(path=tmp_path / "after.png", full_page=True)
+
+    page.evaluate("() => { new WebSocket(`ws://${location.host}/v1/live`).onopen = (e) => e.target.send('garbage'); }")
+    said = len(run.events("round"))
+    run.until(lambda events: sum(event["kind"] == "round" for event in events) > said + 20)
+    assert not complaints
+
+
+def test_a_run_with_a_killed_learner_and_a_killed_syncer_is_repeated_bit_for_bit(accidents: Run) -> None:
+    """Where no browser looked on, they are killed here."""
+    run = accidents
+    run.until(lambda events: len(members(events)) >= 2)
+    if not restarted(run, "learner-1"):
+        kill(run, "learner-1")
+    run.until(is_back)
+    if not restarted(run, "syncer"):
+        kill(run, "syncer")
+    run.until(reigned)
     at = len(run.events("round"))
     run.until(lambda events: sum(e["kind"] == "round" for e in events) > at + 20)
+    address = run.address()
     run.interrupt()
     run.ended()
+    assert f"dashboard: {address}/enter/" in run.stdout
+    run.until_gone(2.0)
     run.check_replay()
 
 
+@pytest.mark.faults
 def test_a_run_whose_loaders_prefetch_is_repeated_and_no_leased_sample_is_left_out(run: Run) -> None:
     """One is killed: what it had prefetched and not trained on goes to whoever is leased it next."""
     run.train(SCRIPTS / "loader.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--learners", "2")
