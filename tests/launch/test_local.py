@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.console import Console
 
 from atoll.config import convert
 from atoll.launch import children
+from atoll.launch import local as local_run
+from atoll.launch.children import Child
 from atoll.launch.environment import LaunchEnvironment, assign_devices, read_environment
 from atoll.launch.local import LocalRun, script_arguments
 from atoll.observe.screen import LiveScreen
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "BACKOFF_S", (0.01,) * children.LIMIT)
+    monkeypatch.setattr(local_run, "Child", partial(Child, waits_s=(0.01,) * children.LIMIT))
 
 
 def local(tmp_path: Path, code: str, **options: Any) -> LocalRun:
@@ -40,6 +43,7 @@ def events(run: LocalRun, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines if event["kind"] == kind]
 
 
+@pytest.mark.faults
 async def test_learners_that_die_too_often_are_given_up_and_the_run_fails(tmp_path: Path) -> None:
     run = local(tmp_path, "raise SystemExit(7)")
     with pytest.raises(RunFailed, match="every learner died too often; their logs are in"):
@@ -77,6 +81,7 @@ async def test_a_script_that_fails_on_every_learner_before_its_first_step_ends_t
     assert len(exits) <= 3, "while the other starts, the first may have been started once more"
 
 
+@pytest.mark.faults
 async def test_learners_that_fail_each_in_another_way_are_started_again(tmp_path: Path) -> None:
     code = "import os\nif os.environ['ATOLL_LEARNER'][-1] == '1': raise ValueError('odd')\nraise ValueError('even')"
     run = local(tmp_path, code, max_restarts=1)
@@ -103,6 +108,7 @@ async def test_a_scorer_that_fails_before_its_first_score_ends_the_run(tmp_path:
         await local(tmp_path, code, evaluator=True).run()
 
 
+@pytest.mark.faults
 async def test_a_mistake_that_the_evaluator_only_met_first_is_the_scripts(tmp_path: Path) -> None:
     code = "import os, time\nif os.environ['ATOLL_ROLE'] != 'evaluator': time.sleep(1)\nopen('no/such/file')"
     with pytest.raises(RunFailed, match="the script failed on every learner before its first step: FileNotFoundError"):
@@ -115,6 +121,7 @@ async def test_a_run_that_nobody_joined_falls_short(tmp_path: Path) -> None:
     assert run.shortfall.startswith("no learner joined the run: the script has to train inside 'with atoll.Learner(")
 
 
+@pytest.mark.faults
 async def test_a_learner_that_fails_after_the_run_is_told(tmp_path: Path) -> None:
     code = """
 import os, socket, urllib.parse
@@ -144,6 +151,7 @@ async def test_when_nobody_can_take_part_the_first_reason_is_the_runs(tmp_path: 
         await local(tmp_path, "import sys\nsys.exit('bad disk')", evaluator=True).run()
 
 
+@pytest.mark.faults
 async def test_a_run_without_parameters_does_not_wait_for_a_score(tmp_path: Path) -> None:
     run = local(
         tmp_path, "import os\nif os.environ['ATOLL_ROLE'] == 'evaluator': import time; time.sleep(60)", evaluator=True
@@ -172,6 +180,7 @@ async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: 
     assert events(run, "devices")[0]["text"] == "GPUs: learner-0 on 4, learner-1 on 5, evaluator on 6"
 
 
+@pytest.mark.faults
 async def test_a_script_starts_where_and_with_what_it_was_started_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +226,7 @@ async def test_a_score_of_hundreds_of_digits_ends_no_run(tmp_path: Path) -> None
     assert 400 <= int((tmp_path / "code").read_text()) < 500
 
 
+@pytest.mark.faults
 async def test_what_cannot_be_shown_ends_no_run_and_is_said_once(tmp_path: Path) -> None:
     shown = []
 
