@@ -57,6 +57,7 @@ def _names(event: dict[str, Any], learner: str) -> bool:
     return event.get("learner") == learner or any(m["learner"] == learner for m in event.get("members", ()))
 
 
+@pytest.mark.faults
 async def test_a_drained_learner_leaves_with_code_0_and_nothing_is_lost(tmp_path: Path) -> None:
     run = Run(tmp_path)
     serving = asyncio.ensure_future(run.service.run(lambda parameters: None))

@@ -163,12 +163,13 @@ def assert_is_the_runs(result: dict[str, Any], out: RunDir) -> None:
         assert np.array_equal(np.array(result["model"][name], dtype=np.float32), values), name
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "rules",
     [
-        pytest.param({"adopt": "blend", "codec": "bf16"}, id="blend", marks=pytest.mark.faults),
-        pytest.param({"adopt": "carry"}, id="carry", marks=pytest.mark.faults),
-        pytest.param({"adopt": "overwrite", "synchronous": True, "overlap": 0}, id="sync", marks=pytest.mark.faults),
+        pytest.param({"adopt": "blend", "codec": "bf16"}, id="blend"),
+        pytest.param({"adopt": "carry"}, id="carry"),
+        pytest.param({"adopt": "overwrite", "synchronous": True, "overlap": 0}, id="sync"),
     ],
 )
 def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) -> None:
@@ -184,12 +185,10 @@ def test_both_end_with_the_runs_model(place: Place, rules: dict[str, object]) ->
     assert not events(out, "refused")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "rules",
-    [
-        pytest.param({}, id="asynchronous"),
-        pytest.param({"synchronous": True, "overlap": 0}, id="synchronous", marks=pytest.mark.faults),
-    ],
+    [pytest.param({}, id="asynchronous"), pytest.param({"synchronous": True, "overlap": 0}, id="synchronous")],
 )
 def test_a_killed_courier_is_replaced_and_its_learner_contributes_again(place: Place, rules: dict[str, object]) -> None:
     out = place.syncer(tokens=100_000_000, **rules)
@@ -220,6 +219,7 @@ def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Pla
     assert report.ok, report.problem
 
 
+@pytest.mark.faults
 def test_learners_that_shuffle_alike_are_told_of(place: Place) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {name: place.learner(name, HOW="own") for name in ("learner-0", "learner-1")}
@@ -231,6 +231,7 @@ def test_learners_that_shuffle_alike_are_told_of(place: Place) -> None:
     assert len(events(out, "same_batches")) == 1
 
 
+@pytest.mark.faults
 def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: Place) -> None:
     out = place.syncer(tokens=100_000_000)
     learners = {name: place.learner(name) for name in ("learner-0", "learner-1")}
@@ -246,6 +247,7 @@ def test_learners_outlive_a_syncer_and_join_the_next_on_its_port(place: Place) -
         assert_is_the_runs(place.result(process, name), again)
 
 
+@pytest.mark.faults
 def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place: Place) -> None:
     out = place.syncer(learners=4, tokens=100_000_000)
     stays, early = place.learner("learner-0"), place.learner("learner-1", MOST_STEPS="30")

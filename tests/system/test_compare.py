@@ -67,6 +67,7 @@ def test_elastic_ranks_go_on_without_the_dead_and_take_it_in_again(tmp_path: Pat
     assert 0.3 < summary["goodput"] < 1 and summary["validation_loss"] < 5.4
 
 
+@pytest.mark.faults
 def test_restarted_ranks_go_back_to_their_checkpoint_and_lose_what_came_after(tmp_path: Path) -> None:
     run = RestartingRun(config(tmp_path, 2), RunDir.create(tmp_path / "run"), LIMIT_S, checkpoint_every=40)
     killed: list[int] = []

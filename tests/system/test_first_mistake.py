@@ -25,6 +25,7 @@ def test_a_typo_is_on_the_screen_at_the_first_death_and_ends_the_run(run: Run) -
     assert run.stderr.count("\n") == 1 and f"atoll train --resume {run.out}" in run.stderr
 
 
+@pytest.mark.faults
 def test_a_script_that_never_joins_is_exit_code_1_and_no_model_is_named(run: Run) -> None:
     run.train(write_script(run, "print('hello')\n"), "--learners", "2", "--set", "evaluate_every=0").ended(code=1)
     assert run.stderr.startswith(

@@ -70,6 +70,7 @@ def test_with_an_alarm_the_operator_is_told_and_nothing_else_happens(run: Run) -
     assert not run.events("restored")
 
 
+@pytest.mark.faults
 def test_a_run_that_was_rolled_back_is_repeated_bit_for_bit(run: Run) -> None:
     drift(run, "--set", "guard=rollback", script=("--from", "150", "--to", "450", "--broken-at", "20"))
     run.until(lambda events: any(event["kind"] == "restored" for event in events))

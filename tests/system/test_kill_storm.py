@@ -19,21 +19,20 @@ from atoll.protocol.records import Begun, Merged
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-LEARNERS = 3
-LEASED = (SCRIPTS / "lease.py", "--set", "evaluate_every=0", "--learners", str(LEARNERS))
-NAMES = ["syncer", *(f"{kind}-{n}" for kind in ("learner", "courier") for n in range(LEARNERS))]
+LEASED = (SCRIPTS / "lease.py", "--set", "evaluate_every=0")
 LONGEST_CALM_S = 3.0
 """Between two kills: shorter and longer than a learner takes to come back."""
 MOST = 4
 """Deaths of one process: the supervisor gives up one that dies more often in a minute."""
 
 
-def storm(run: Run, seed: int, kills: int, deaths: Counter[str]) -> None:
+def storm(run: Run, learners: int, seed: int, kills: int, deaths: Counter[str]) -> None:
     """Chance says whom it hits, and how soon after the last; now and then two at once."""
     chance = random.Random(seed)
+    names = ["syncer", *(f"{kind}-{n}" for kind in ("learner", "courier") for n in range(learners))]
     for _ in range(kills):
         time.sleep(chance.uniform(0.0, LONGEST_CALM_S))
-        hit = [name for name in chance.sample(NAMES, chance.choice((1, 1, 2))) if deaths[name] < MOST]
+        hit = [name for name in chance.sample(names, chance.choice((1, 1, 2))) if deaths[name] < MOST]
         deaths.update(name for name in hit if victims.pids(run, name))
         victims.kill(run, *hit)
 
@@ -66,35 +65,34 @@ def check_all_accounted(run: Run) -> None:
     print(f"tokens {report.facts['tokens']}, samples {dict(fates)}, {report.facts['incarnations']} incarnations")
 
 
-def survive(run: Run, *seeds: int, kills: int) -> None:
-    run.train(*LEASED)
-    until_in_rounds(run, LEARNERS, since=0.0)
+def survive(run: Run, seed: int, *, learners: int, kills: int) -> None:
+    run.train(*LEASED, "--learners", str(learners))
+    until_in_rounds(run, learners, since=0.0)
     deaths: Counter[str] = Counter()
-    for seed in seeds:
-        storm(run, seed, kills, deaths)
-        until_in_rounds(run, 1, since=time.time())
-    until_in_rounds(run, LEARNERS, since=time.time())
+    storm(run, learners, seed, kills, deaths)
+    until_in_rounds(run, learners, since=time.time())
     run.interrupt()
     run.ended()
     print(f"killed: {dict(deaths)}")
-    assert sum(deaths.values()) >= len(seeds) * kills // 2
+    assert sum(deaths.values()) >= kills // 2
     facts.check_rounds(run, most_untold=deaths["syncer"])
     check_all_accounted(run)
 
 
 def test_every_token_and_every_sample_is_accounted_for_after_a_small_storm(run: Run) -> None:
-    survive(run, 1, kills=3)
+    survive(run, 1, learners=2, kills=3)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_every_token_and_every_sample_is_accounted_for_after_a_storm(run: Run, seed: int) -> None:
-    survive(run, seed, kills=10)
+    survive(run, seed, learners=3, kills=10)
 
 
 @pytest.mark.faults
 def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Run) -> None:
-    run.train(*LEASED, "--set", "synchronous=true", "--", "--epochs", "1", "--samples", "1500").ended()
+    words = ("--learners", "3", "--set", "synchronous=true", "--", "--epochs", "1", "--samples", "1500")
+    run.train(*LEASED, *words).ended()
     records = facts.records(run)
     samples = Samples.of(records)
     everything = Counter((0, 0, position) for position in range(1500))

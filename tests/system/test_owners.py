@@ -14,6 +14,7 @@ from atoll.store.verify import verify_run
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 
+@pytest.mark.faults
 def test_a_name_stays_its_tokens_when_the_syncer_is_killed_and_a_standby_takes_over(run: Run) -> None:
     keys, first, second = make_keys(run), run.free_port(), run.free_port()
     run.start(

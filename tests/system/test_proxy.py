@@ -13,6 +13,7 @@ from atoll.store.verify import verify_run
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.faults
 def test_a_learner_contributes_through_a_proxy_that_reads_nothing(run: Run) -> None:
     keys, port = make_keys(run), run.free_port()
     with ConnectProxy().beside() as proxy:

@@ -21,17 +21,9 @@ from atoll.store.verify import verify_run
 pytestmark = pytest.mark.system
 
 EXACT = (
-    SCRIPTS / "exact.py",
-    "--learners",
-    "2",
-    "--set",
-    "synchronous=true",
-    "--set",
-    "sync_every=6",
-    "--set",
-    "fragments=3",
+    *(SCRIPTS / "exact.py", "--set", "synchronous=true", "--set", "sync_every=6"),
+    *("--set", "fragments=3", "--set", "evaluate_every=0"),
 )
-QUIET = ("--set", "cut_every=20", "--set", "evaluate_every=0")
 LINE = (SCRIPTS / "line.py", "--set", "evaluate_every=0", "--set", "overlap=1", "--set", "cut_every=20")
 
 
@@ -39,23 +31,30 @@ def cut_at(number: int):  # type: ignore[no-untyped-def]
     return lambda events: any(e["kind"] == "cut" and e["cut"] >= number for e in events)
 
 
-def test_twenty_rounds_a_kill_and_twenty_more_are_forty_bit_for_bit(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("learners", "rounds"), [pytest.param(1, 6, id="few"), pytest.param(2, 20, id="twenty", marks=pytest.mark.faults)]
+)
+def test_rounds_a_kill_and_as_many_more_are_twice_as_many_bit_for_bit(
+    run: Run, tmp_path: Path, learners: int, rounds: int
+) -> None:
     """Parameters, momentum, inner optimizers, schedules, random states, bases and the place in the data."""
-    run.start("train", *EXACT, *QUIET, "--steps", "84", "--out", tmp_path / "straight").ended()
-    run.train(*EXACT, *QUIET, "--steps", "100000")
-    run.until(cut_at(20))
+    common, steps = (*EXACT, "--learners", str(learners), "--set", f"cut_every={rounds}"), str(2 * (2 * rounds + 2))
+    run.start("train", *common, "--steps", steps, "--out", tmp_path / "straight").ended()
+    run.train(*common, "--steps", "100000")
+    run.until(cut_at(rounds))
     run.kill_everything()
-    run.start("train", "--resume", run.out, "--from-cut", "20", "--steps", "84", "--out", tmp_path / "again").ended()
+    from_cut = ("--resume", run.out, "--from-cut", str(rounds), "--steps", steps)
+    run.start("train", *from_cut, "--out", tmp_path / "again").ended()
     straight, again = tmp_path / "straight", tmp_path / "again"
-    _, _, expected = read_syncer_part(straight / "cuts", 40)
-    _, _, found = read_syncer_part(again / "cuts", 40)
+    _, _, expected = read_syncer_part(straight / "cuts", 2 * rounds)
+    _, _, found = read_syncer_part(again / "cuts", 2 * rounds)
     assert expected.keys() == found.keys() and len(expected) == 6
     assert all(np.array_equal(expected[name], found[name]) for name in expected), "Θ and momentum"
-    for learner in ("learner-0", "learner-1"):
-        was = read(straight / "learners" / learner / "cut-000040.safetensors")
-        now = read(again / "learners" / learner / "cut-000040.safetensors")
+    for number in range(learners):
+        part = f"learners/learner-{number}/cut-{2 * rounds:06}.safetensors"
+        was, now = read(straight / part), read(again / part)
         assert was.tensors.keys() == now.tensors.keys()
-        assert all(torch.equal(was.tensors[name], now.tensors[name]) for name in was.tensors), learner
+        assert all(torch.equal(was.tensors[name], now.tensors[name]) for name in was.tensors), part
         assert was.states["optimizer"] == now.states["optimizer"]
         assert was.states["extra/schedule"] == now.states["extra/schedule"]
         assert was.rng == now.rng
