@@ -24,7 +24,7 @@ setup: $(RUNTIME) $(DEV) ## install all that the other verbs need into .venv
 run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 	$(BIN)/atoll train --out atoll-runs/first --demo
 
-test: check ## check, then every test but the long fault campaigns
+test: check ## check, then every test but the long ones of `make faults`
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 integrations: $(INTEGRATIONS) ## the examples with other libraries (transformers, peft): at most 10 minutes
@@ -33,7 +33,7 @@ integrations: $(INTEGRATIONS) ## the examples with other libraries (transformers
 check: $(DEV) ## ruff, mypy --strict, the layers of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(DEV) ## let ruff put the code in order
@@ -43,7 +43,7 @@ format: $(DEV) ## let ruff put the code in order
 bench: $(DEV) ## the benchmarks; one of them: make bench BENCH=benchmarks/NAME.py
 	@set -e; for bench in $(BENCH); do echo "== $$bench"; $(BIN)/python $$bench; done
 
-faults: $(DEV) ## the long fault campaigns
+faults: $(DEV) ## the long tests: fault campaigns, and all cases of what make test samples
 	$(BIN)/pytest -m faults --timeout 3600
 
 clean: ## remove .venv and every cache; runs stay
