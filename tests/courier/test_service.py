@@ -20,7 +20,6 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
 from atoll.protocol.messages import Refused
 
 

@@ -32,7 +32,7 @@ from atoll.fabric.wire import (
 )
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import acquire
@@ -198,7 +198,7 @@ class NewLearner:
 
     def __init__(self, url: str) -> None:
         assert isinstance(HELLO, msg.Hello)
-        self.machine = Learner(HELLO.learner, HELLO.session, HELLO.tensors)
+        self.machine = LearnerMachine(HELLO.learner, HELLO.session, HELLO.tensors)
         self.t, self.heard, self.lost = 0, 0, asyncio.Event()
         self.finished = asyncio.Event()
         self.reads: dict[int, int] = {}

@@ -10,12 +10,12 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.learner.machine import Learner as Machine
+from atoll.protocol.learner.machine import KnownLearner as Machine
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
 from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 BATCH = 4
@@ -38,7 +38,7 @@ class Desk:
         self.done.extend(effects)
         return effects
 
-    def join(self, name: str) -> Learner:
+    def join(self, name: str) -> KnownLearner:
         hello = Hello(protocol=PROTOCOL, learner=name, session=f"session of {name} {len(self.done)}")
         learner, _ = self.members.greet(0.0, hello, "run")
         self.accounts.open(learner)
@@ -47,7 +47,7 @@ class Desk:
 
     def register(
         self,
-        learner: Learner,
+        learner: KnownLearner,
         datasets: tuple[tuple[str, int, float], ...] = TEXT,
         epochs: int = 0,
         batch: int = BATCH,
@@ -56,21 +56,21 @@ class Desk:
         self.accounts.register(learner, Register(datasets=datasets, epochs=epochs, batch=batch))
         return self.leases(learner)
 
-    def leases(self, learner: Learner) -> list[Lease]:
+    def leases(self, learner: KnownLearner) -> list[Lease]:
         sends = [effect for effect in self.take() if isinstance(effect, fx.Send) and effect.learner == learner.name]
         return [send.message for send in sends if isinstance(send.message, Lease)]
 
-    def took(self, learner: Learner, position: int) -> list[Lease]:
+    def took(self, learner: KnownLearner, position: int) -> list[Lease]:
         """It reports that it has taken so many samples; what it is sent for it."""
         learner.position = position
         self.accounts.reported(learner, self.report(learner, position=position))
         return self.leases(learner)
 
-    def report(self, learner: Learner, **said: Any) -> Progress:
+    def report(self, learner: KnownLearner, **said: Any) -> Progress:
         nothing = {"t": 0, "steps": (0, 0), "tokens": (0, 0), "versions": (0, 0), "dropped": (0, 0), "counted": (0, 0)}
         return Progress(**{**nothing, "incarnation": learner.incarnation, **said})
 
-    def merge(self, learner: Learner, position: int, fragment: int = 0) -> None:
+    def merge(self, learner: KnownLearner, position: int, fragment: int = 0) -> None:
         share = Share(learner.name, learner.incarnation, 1, 1, 8, 64.0, 0, 8, position)
         self.out.persist(Merged(self.out.history.committed, fragment, 1, 1, "every live learner", (share,), "digest"))
 

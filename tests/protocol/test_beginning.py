@@ -12,12 +12,12 @@ from atoll.simulate import campaign
 
 def test_nobody_trains_before_all_learners_are_here() -> None:
     world = World(3, present=2, wait_for_learners_s=30.0).run_until(seconds=10)
-    assert world.syncer.phase == "empty" and world.syncer.beginning.awaited == 1
+    assert world.syncer.phase == "empty" and world.syncer.run_start.awaited == 1
     assert [learner.t for learner in world.learners.values()] == [0, 0]
     assert world.said("waiting")[0].text == "waiting for 1 more of 3 learners, up to 30 s; then training begins"
     world.join("learner-2")
     world.run_until(seconds=1)
-    assert world.syncer.phase == "running" and world.syncer.beginning.awaited == 0
+    assert world.syncer.phase == "running" and world.syncer.run_start.awaited == 0
     world.run_until(round=1)
     assert world.members(0) == {"learner-0", "learner-1", "learner-2"}
     assert not world.said("warning")

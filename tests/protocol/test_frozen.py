@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Fresh, Helped, Seek, TensorSpec, Welcome
 from atoll.protocol.settings import Settings
 
@@ -17,13 +17,13 @@ WELCOME = Welcome(
 )
 
 
-def sought(machine: Learner, welcome: Welcome) -> list[Seek]:
+def sought(machine: LearnerMachine, welcome: Welcome) -> list[Seek]:
     effects = machine.handle(0.0, fx.Arrived(welcome))
     return [effect.message for effect in effects if isinstance(effect, fx.Say) and isinstance(effect.message, Seek)]
 
 
-def learner(frozen: str, *, takes: bool = True, kept: bool = False) -> Learner:
-    return Learner("a", "session", TENSORS, kept=kept, frozen=frozen, takes_frozen=takes)
+def learner(frozen: str, *, takes: bool = True, kept: bool = False) -> LearnerMachine:
+    return LearnerMachine("a", "session", TENSORS, kept=kept, frozen=frozen, takes_frozen=takes)
 
 
 @pytest.mark.parametrize("kept", [False, True])

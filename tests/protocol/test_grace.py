@@ -78,7 +78,7 @@ def test_one_that_answers_as_late_as_it_may_does_not_make_deadlines_longer_witho
 
 def test_where_all_links_are_slow_the_deadline_is_as_long_as_they_need() -> None:
     world = World(3, fragments=2, sync_every=8, latency_s=2.0, step_s=2.0, lost_after_s=30.0).run_until(round=30)
-    assert len(world.members(29)) == 3 and world.syncer.rounds.gathering.deadline_s > 12.0
+    assert len(world.members(29)) == 3 and world.syncer.rounds.closing.deadline_s > 12.0
 
 
 def test_the_first_round_waits_for_all_live_learners_at_most_the_start_up_time() -> None:

@@ -9,11 +9,11 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Drain, Leave, Progress, Welcome
 from atoll.protocol.records import Begun, Gone
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.closing import Gathering
+from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.state import Round, SyncerState
 
 
@@ -34,7 +34,7 @@ def test_who_is_not_there_is_not_asked() -> None:
 
 
 def test_a_learner_hands_it_to_its_training_process() -> None:
-    machine = Learner("a", "s", ())
+    machine = LearnerMachine("a", "s", ())
     settings = Settings(fragments=1, sync_every=4)
     welcome = Welcome(run="r", incarnation=1, settings=settings, fingerprint="", versions=(0,), gathering=0)
     machine.handle(0.0, fx.Arrived(welcome))
@@ -49,7 +49,7 @@ def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
     world.syncer.handle(world.now, fx.Lost("learner-0", "a bad line"))
     again = world.syncer.handle(world.now, fx.Greeted(hello))
     assert any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in again)
-    other = Learner("learner-0", "another session", ()).hello()
+    other = LearnerMachine("learner-0", "another session", ()).hello()
     effects = world.syncer.handle(world.now, fx.Greeted(other))
     assert not any(isinstance(effect, fx.Send) and isinstance(effect.message, Drain) for effect in effects)
 
@@ -58,7 +58,7 @@ def test_one_that_was_asked_is_told_again_also_where_another_process_had_its_nam
     world = World(2).run_until(round=4)
     world.syncer.handle(world.now, fx.DrainAsked("learner-0", "this rack goes down"))
     asked = world.learners["learner-0"].machine.hello()
-    world.syncer.handle(world.now, fx.Greeted(Learner("learner-0", "another session", ()).hello()))
+    world.syncer.handle(world.now, fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
     again = world.syncer.handle(world.now, fx.Greeted(asked))
     told = [one.message for one in again if isinstance(one, fx.Send) and isinstance(one.message, Drain)]
     assert [drain.reason for drain in told] == ["this rack goes down"]
@@ -89,7 +89,7 @@ def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over()
         )
         return fx.Arrived(welcome)
 
-    machine, drain = Learner("a", "mine", ()), fx.Arrived(Drain(reason="this rack goes down"))
+    machine, drain = LearnerMachine("a", "mine", ()), fx.Arrived(Drain(reason="this rack goes down"))
     machine.handle(0.0, welcome("mine", 1))
     machine.handle(0.0, welcome("another", 2))
     assert fx.Drain("this rack goes down") not in machine.handle(0.0, drain)
@@ -132,7 +132,7 @@ def test_what_is_said_with_a_goodbye_counts_for_no_other_life() -> None:
     world.unlink("learner-0")
     report, leave = world.learners["learner-0"].machine.make_goodbye("x")
     assert isinstance(report, Progress) and isinstance(leave, Leave)
-    world.inject(fx.Greeted(Learner("learner-0", "another session", ()).hello()))
+    world.inject(fx.Greeted(LearnerMachine("learner-0", "another session", ()).hello()))
     world.inject(fx.Received("learner-0", report))
     newcomer = world.syncer.members.learners["learner-0"]
     assert newcomer.connected and newcomer.tokens_total == 0 and newcomer.t == 0
@@ -179,9 +179,9 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
     state = SyncerState(History(Begun("run", settings, {}, (), "")))
-    one, _ = state.members.greet(0.0, Learner("a", "s", ()).hello(), "run")
+    one, _ = state.members.greet(0.0, LearnerMachine("a", "s", ()).hello(), "run")
     one.state, one.stopped, one.steps = "training", True, (0, 2)
-    gathering = Gathering(state)
+    gathering = RoundClosing(state)
     assert gathering.is_skipped(Round(4, 0, 0.0, frozenset()))
     assert not gathering.is_skipped(Round(5, 1, 0.0, frozenset())), "its last steps are collected here"
     one.steps = (0, 0)

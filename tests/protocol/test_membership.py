@@ -23,7 +23,7 @@ from atoll.protocol.effects import (
     Stepped,
     Uploading,
 )
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.messages import (
     Announce,
@@ -90,8 +90,8 @@ def asked(syncer: Syncer, names: Iterable[str], start: int, stop: int, sends: in
             for effect in syncer.handle(float(second), Received(name, Heartbeat())):
                 if isinstance(effect, Send) and isinstance(effect.message, Welcome) and effect.message.upload:
                     found[float(second)] = effect.learner
-        if sends and second % sends == 0 and syncer.beginning._uploader is not None:
-            syncer.handle(float(second), Uploading(syncer.beginning._uploader, 0))
+        if sends and second % sends == 0 and syncer.run_start._uploader is not None:
+            syncer.handle(float(second), Uploading(syncer.run_start._uploader, 0))
     return found
 
 
@@ -330,7 +330,7 @@ def test_progress_does_not_go_back_when_one_returns_whose_account_was_closed() -
 
 def test_nothing_is_heeded_before_the_welcome() -> None:
     """What waited for the disk while its learner dialled anew goes to the new connection, and may come first."""
-    learner = Learner("learner-0", "session", ())
+    learner = LearnerMachine("learner-0", "session", ())
     announce = Announce(round=6, fragment=0, version=4, members=(), gathering=7, term=1)
     assert learner.handle(0.0, Arrived(announce)) == []
     assert learner.handle(0.0, Arrived(Ending(reason="asked to", term=1))) == [] and learner.phase == "out"
@@ -338,7 +338,7 @@ def test_nothing_is_heeded_before_the_welcome() -> None:
 
 def test_the_welcome_of_an_earlier_process_is_passed_over() -> None:
     """Its process died while the welcome waited for the disk, and another has the name by the time it is sent."""
-    learner = Learner("learner-0", "second", ())
+    learner = LearnerMachine("learner-0", "second", ())
     settings = Settings(learners=2, fragments=2, sync_every=4)
     welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(1, 0), gathering=1)
     merged = ((1, 1, 10), (-1, 0, 0))
@@ -350,7 +350,7 @@ def test_the_welcome_of_an_earlier_process_is_passed_over() -> None:
 
 def test_a_life_that_begins_in_the_middle_of_a_step_is_told_of_once_the_step_is_over() -> None:
     """A peer's word came before the training process had forgotten: the step under way was in no life's account."""
-    learner = Learner("learner-0", "session", ())
+    learner = LearnerMachine("learner-0", "session", ())
     settings = Settings(learners=2, fragments=1, sync_every=4)
     welcome = Welcome(
         run="run", incarnation=1, settings=settings, fingerprint="p", versions=(5,), gathering=5, committed=5
@@ -372,7 +372,7 @@ def test_a_life_that_begins_in_the_middle_of_a_step_is_told_of_once_the_step_is_
 
 def test_a_new_life_has_taken_none_of_its_samples() -> None:
     """Its first report spoke of the samples of the life before, as if they were of its own leases."""
-    learner = Learner("learner-0", "session", ())
+    learner = LearnerMachine("learner-0", "session", ())
     learner.handle(0.0, Registered((("text", 1000, 1.0),), 0, 4))
     settings = Settings(learners=2, fragments=2, sync_every=4)
     welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0, 0), gathering=0)
@@ -392,7 +392,7 @@ def reports(effects: list[Any]) -> list[Progress]:
 def test_a_life_that_begins_while_it_joins_is_told_of_once_the_step_under_way_is_over(late: bool) -> None:
     """It trained on without the run, or before the life before had the run's parameters: "the ledger does not balance",
     for the step in the middle of which its courier was welcomed was in no life's account."""
-    learner, ledger = Learner("learner-0", "session", ()), Ledger(1)
+    learner, ledger = LearnerMachine("learner-0", "session", ()), Ledger(1)
     settings = Settings(learners=2, fragments=1, sync_every=4)
     welcome = Welcome(run="run", incarnation=1, settings=settings, fingerprint="p", versions=(0,), gathering=0)
     if not late:

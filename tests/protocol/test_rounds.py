@@ -10,7 +10,7 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Pull
 from atoll.protocol.records import Begun
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.closing import Gathering
+from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.rounds import SILENT_BEATS
 from atoll.protocol.syncer.state import Round, SyncerState
 from atoll.simulate import campaign
@@ -162,7 +162,7 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
     """now − since could round to just under the patience; nothing would happen then until somebody says something."""
     settings = Settings(learners=2, fragments=2, sync_every=4, quorum=2, patience_s=3.2)
     for number in range(1000):
-        gathering = Gathering(SyncerState(History(Begun("run", settings, {}, (), ""))))
+        gathering = RoundClosing(SyncerState(History(Begun("run", settings, {}, (), ""))))
         gathering.watch(number / 7)
         wakes: list[float] = []
         assert gathering._quorum(number / 7, wakes) == 2

@@ -80,7 +80,7 @@ def test_a_new_term_goes_on_from_the_step_that_is_written_and_makes_no_round_up(
     written = rounds_of(world)[-1].step
     assert written == pytest.approx(40, abs=2)
     world.crash_syncer()
-    pace = world.syncer.rounds.gathering.pace
+    pace = world.syncer.rounds.closing.pace
     assert (pace.clock, pace.due) == (written, written + 2.0)
     before = world.syncer.committed
     world.run_until(seconds=6.0)

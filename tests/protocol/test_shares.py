@@ -10,7 +10,7 @@ from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Merged, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.learner_warnings import ShareWatch
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 H = 8
@@ -26,7 +26,7 @@ def alarms(world: World) -> list[tuple[str, bool]]:
 def test_learners_whose_work_is_merged_raise_no_alarm() -> None:
     world = World(4, fragments=4, sync_every=H, latency_s=0.02).run_until(seconds=40 * H)
     assert not alarms(world)
-    assert not any(world.syncer.hearing.shares.alarm(one) for one in world.syncer.members.learners.values())
+    assert not any(world.syncer.contributions.shares.alarm(one) for one in world.syncer.members.learners.values())
 
 
 def test_a_learner_that_nobody_hears_out_is_told_once_and_again_when_it_is_over() -> None:
@@ -36,11 +36,11 @@ def test_a_learner_that_nobody_hears_out_is_told_once_and_again_when_it_is_over(
     world.run_until(seconds=12 * H)
     assert alarms(world) == [("learner-2", False)], "once, however long it lasts"
     learner = world.syncer.members.learners["learner-2"]
-    assert "learner-2" in world.syncer.hearing.shares.alarm(learner)
+    assert "learner-2" in world.syncer.contributions.shares.alarm(learner)
     mute.answers = True
     world.run_until(seconds=12 * H)
     assert alarms(world) == [("learner-2", False), ("learner-2", True)]
-    assert not world.syncer.hearing.shares.alarm(learner)
+    assert not world.syncer.contributions.shares.alarm(learner)
     mute.answers = False
     world.run_until(seconds=12 * H)
     assert alarms(world)[2:] == [("learner-2", False)], "another episode"
@@ -76,7 +76,7 @@ class Watched:
         self.version = 0
         for number in range(learners):
             name = f"learner-{number}"
-            self.members._add(Learner(name, "", 1, 0.0, 1, state="training", versions=(0,)))
+            self.members._add(KnownLearner(name, "", 1, 0.0, 1, state="training", versions=(0,)))
             self.out.history.ledger.joined(name, 1, 0)
         self.told: list[Note] = []
         self.merged: dict[str, int] = dict.fromkeys(self.members.learners, 0)
@@ -89,7 +89,7 @@ class Watched:
         self.told += [effect for effect in self.out.take() if isinstance(effect, Note)]
         return self
 
-    def _step(self, learner: Learner, merged: int) -> None:
+    def _step(self, learner: KnownLearner, merged: int) -> None:
         learner.t += 1
         total = 10 * learner.t
         if merged:

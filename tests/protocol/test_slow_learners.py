@@ -197,7 +197,7 @@ def test_orders_follow_the_round_that_gathers_and_keep_what_pulls_wait_for() -> 
 def test_a_newcomer_has_the_time_of_the_median_learner_until_it_is_known() -> None:
     """A round waited for one that had just joined over a bad link for as long as the slowest link needs."""
     world = World(4, fragments=4, sync_every=8, latency_s=0.02).run_until(round=20)
-    gathering, learners = world.syncer.rounds.gathering, world.syncer.members.learners
+    gathering, learners = world.syncer.rounds.closing, world.syncer.members.learners
     gathering.estimates.sync_s.value = 0.5  # one on a slow link has raised it
     newcomer, usual = learners["learner-3"], gathering.deadline_of(learners["learner-2"])
     newcomer.answer_s.value = newcomer.step_s.value = None

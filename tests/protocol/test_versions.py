@@ -3,7 +3,7 @@
 from tests.protocol.world import TENSORS, World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.messages import Announce, Member, Welcome
 from atoll.protocol.settings import Settings
@@ -11,8 +11,8 @@ from atoll.protocol.settings import Settings
 SETTINGS = Settings(learners=2, fragments=2, sync_every=4, adopt="carry").resolved(10)
 
 
-def a_learner(**welcome: object) -> Learner:
-    learner = Learner("a", "s", TENSORS)
+def a_learner(**welcome: object) -> LearnerMachine:
+    learner = LearnerMachine("a", "s", TENSORS)
     learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)))
     learner.handle(0.0, fx.Arrived(welcomed(**welcome)))
     return learner
@@ -70,7 +70,7 @@ def test_a_syncer_of_an_earlier_term_is_not_listened_to() -> None:
 
 
 def test_a_courier_that_missed_the_order_to_recover_makes_up_for_it() -> None:
-    learner = Learner("a", "s", TENSORS)
+    learner = LearnerMachine("a", "s", TENSORS)
     learner.restore("run", [3, 3], fx.Stepped(10, (4, 4), (40, 40)), incarnation=1)
     effects = learner.handle(0.0, fx.Arrived(welcomed(incarnation=2, reset=True)))
     assert [forget.reset for forget in of(fx.Forget, effects)] == [True]  # type: ignore[attr-defined]

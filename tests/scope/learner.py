@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromLearner, Range
 from atoll.protocol.statistics import after_adoption
 
@@ -20,7 +20,7 @@ DATA = fx.Registered((("text", 1_000_000, 1.0),), 0, 1)
 
 @dataclass(slots=True)
 class PretendLearner:
-    machine: Learner
+    machine: LearnerMachine
     fragments: int
     t: int = 0
     total: int = 0

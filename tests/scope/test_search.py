@@ -14,7 +14,7 @@ from tests.simulate.mutants import planted
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Hello
-from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.membership import KnownLearner, Membership
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
@@ -92,7 +92,7 @@ def test_a_copy_behaves_like_what_it_was_copied_from() -> None:
 def test_a_bug_is_found_by_the_shortest_way_and_told_as_a_story(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Membership.greet
 
-    def greet(self: Membership, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
+    def greet(self: Membership, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """Another process under a known name is taken for a new life of the same number."""
         known = self.learners.get(hello.learner)
         learner, new = plain(self, now, hello, run)

@@ -38,7 +38,7 @@ from tests.scope.learner import DATA, PretendLearner
 from atoll.protocol import effects as fx
 from atoll.protocol import records
 from atoll.protocol.history import History
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effect_order import EffectOrder
@@ -129,7 +129,7 @@ def begin(settings: Settings, faults: int) -> State:
 
 def newcomer(name: str, session: int, settings: Settings) -> SearchedLearner:
     tensors = (TensorSpec("w", (1,), "float32"),)
-    process = PretendLearner(Learner(name, f"{name}/{session}", tensors), settings.fragments)
+    process = PretendLearner(LearnerMachine(name, f"{name}/{session}", tensors), settings.fragments)
     process.hear(0.0, DATA)
     return SearchedLearner(process, form(process), session=session)
 

@@ -11,10 +11,10 @@ from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.learner.connection import ConnectionState
 from atoll.protocol.learner.copies import Copies, Pulls, Standing
-from atoll.protocol.learner.machine import Learner
-from atoll.protocol.learner.peer_state import Copy, Helping
+from atoll.protocol.learner.machine import LearnerMachine
+from atoll.protocol.learner.peer_state import Helping, StateCopy
 from atoll.protocol.learner.versions import Versions
-from atoll.protocol.syncer.contributions import Hearing
+from atoll.protocol.syncer.contributions import Contributions
 
 # ---- recovery -----------------------------------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def _any_fragment(plain: Plain) -> Any:
 
 
 def _recovered_already(plain: Plain) -> Any:
-    def broken(self: Learner) -> Standing:
+    def broken(self: LearnerMachine) -> Standing:
         return Standing(self.t, self._counters.last.steps, self._stepping, True)
 
     return broken
@@ -32,13 +32,13 @@ def _recovered_already(plain: Plain) -> Any:
 
 mutant(
     "a newcomer contributes before it has every fragment",
-    (Hearing, "_has_recovered", _any_fragment),
-    (Learner, "_standing", _recovered_already),
+    (Contributions, "_has_recovered", _any_fragment),
+    (LearnerMachine, "_standing", _recovered_already),
 )
 mutant(
     "a newcomer contributes before its peer's state is there",
-    (Hearing, "_has_recovered", lambda plain: lambda self, report: min(report.versions) >= 0),
-    (Learner, "recovered", lambda plain: property(lambda self: self._versions.complete)),
+    (Contributions, "_has_recovered", lambda plain: lambda self, report: min(report.versions) >= 0),
+    (LearnerMachine, "recovered", lambda plain: property(lambda self: self._versions.complete)),
 )
 
 
@@ -46,22 +46,22 @@ def _no_reset(plain: Plain) -> Any:
     return lambda self, now, reason, *, reset: plain(self, now, reason, reset=False)
 
 
-mutant("quarantine leaves the broken inner optimizer", (Learner, "_recover", _no_reset))
+mutant("quarantine leaves the broken inner optimizer", (LearnerMachine, "_recover", _no_reset))
 
 
 def _same_life(plain: Plain) -> Any:
-    def broken(self: Learner, now: float, welcome: msg.Welcome) -> None:
+    def broken(self: LearnerMachine, now: float, welcome: msg.Welcome) -> None:
         self._connection.incarnation = welcome.incarnation if self.incarnation else 0
         plain(self, now, welcome)
 
     return broken
 
 
-mutant("a learner that was given up goes on as if nothing had happened", (Learner, "_welcome", _same_life))
+mutant("a learner that was given up goes on as if nothing had happened", (LearnerMachine, "_welcome", _same_life))
 mutant(
     "a peer gives a copy before it is current",
     (Helping, "_is_current", always(True)),
-    (Copy, "serves", always(True)),
+    (StateCopy, "serves", always(True)),
 )
 
 # ---- copies and pulls ---------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ mutant("heartbeats are never sent", (ConnectionState, "say", _no_heartbeat))
 
 
 def _ends_at_once(plain: Plain) -> Any:
-    def broken(self: Learner, now: float) -> None:
+    def broken(self: LearnerMachine, now: float) -> None:
         """The run is over, so it leaves, whether it holds the finished model or not."""
         if self._final is not None and self.phase != "finished":
             self._report(now)
@@ -170,4 +170,4 @@ def _ends_at_once(plain: Plain) -> Any:
     return broken
 
 
-mutant("a learner leaves without the finished model", (Learner, "_finish_if_done", _ends_at_once))
+mutant("a learner leaves without the finished model", (LearnerMachine, "_finish_if_done", _ends_at_once))

@@ -8,8 +8,8 @@ from tests.simulate.planting import Plain, always, mutant, nothing
 
 from atoll.protocol.learner.versions import Versions
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.syncer.membership import Learner
-from atoll.protocol.syncer.restoring import Restoring
+from atoll.protocol.syncer.membership import KnownLearner
+from atoll.protocol.syncer.rollback import Rollback
 from atoll.protocol.syncer.rounds import Rounds
 
 
@@ -20,7 +20,7 @@ def _merged_alone(plain: Plain) -> Any:
 def _next_versions(plain: Plain) -> Any:
     """Versions as they were: no new ones."""
 
-    def broken(self: Restoring, now: float, ready: Any) -> None:
+    def broken(self: Rollback, now: float, ready: Any) -> None:
         self.state.versions = [version - 1 for version in self.state.versions]
         plain(self, now, ready)
 
@@ -28,7 +28,7 @@ def _next_versions(plain: Plain) -> Any:
 
 
 mutant("a learner keeps its own steps on top of a rollback", (Versions, "replaces_all", always(False)))
-mutant("who has not taken a rollback contributes", (Learner, "least_base", _merged_alone))
+mutant("who has not taken a rollback contributes", (KnownLearner, "least_base", _merged_alone))
 mutant("the ledger knows nothing of a rollback", (Ledger, "roll_back", nothing))
-mutant("a rollback gives the versions of then their old numbers", (Restoring, "restore", _next_versions))
+mutant("a rollback gives the versions of then their old numbers", (Rollback, "restore", _next_versions))
 mutant("rounds go on behind a rollback that is under way", (Rounds, "abandon", nothing))

@@ -13,13 +13,13 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.messages import Contribution, Progress
 from atoll.protocol.syncer import claims, closing, contributions
 from atoll.protocol.syncer.closing import Pace, Verdict
-from atoll.protocol.syncer.contributions import Hearing
-from atoll.protocol.syncer.ending import Drain
-from atoll.protocol.syncer.joining import Attendance
-from atoll.protocol.syncer.membership import Learner, Membership
+from atoll.protocol.syncer.contributions import Contributions
+from atoll.protocol.syncer.ending import LastCycle
+from atoll.protocol.syncer.joining import Joining
+from atoll.protocol.syncer.liveness import Liveness
+from atoll.protocol.syncer.membership import KnownLearner, Membership
 from atoll.protocol.syncer.rounds import SILENT_BEATS, Rounds
 from atoll.protocol.syncer.state import Round, Seat
-from atoll.protocol.syncer.watch import Watch
 from atoll.protocol.syncer.weights import weight
 
 # ---- what may be merged -------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ mutant("the syncer does not note whose steps it merged", (Rounds, "_include", _n
 
 
 def _any_base(plain: Plain) -> Any:
-    def broken(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
+    def broken(learner: KnownLearner, round_: Round, given: Contribution, newest: int) -> str | None:
         merged, learner.merged = learner.merged, [-1] * learner.fragments
         try:
             wrong: str | None = plain(learner, round_, given, newest)
@@ -54,13 +54,13 @@ def _any_base(plain: Plain) -> Any:
 mutant(
     "a stale base is accepted",
     (contributions, "against_the_rules", _any_base),
-    (Learner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
+    (KnownLearner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
     (Versions, "owed", always(None)),
 )
 
 
 def _any_seat(plain: Plain) -> Any:
-    def broken(self: Rounds, learner: Learner, number: int, attempt: int) -> Seat | None:
+    def broken(self: Rounds, learner: KnownLearner, number: int, attempt: int) -> Seat | None:
         """An answer is an answer, whichever try it answers and whoever was asked."""
         round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ else None
@@ -73,20 +73,20 @@ mutant("the answer to an earlier attempt is taken", (Rounds, "seat", _any_seat))
 
 
 def _any_life(plain: Plain) -> Any:
-    def broken(self: Hearing, now: float, learner: Learner, progress: Progress) -> bool:
+    def broken(self: Contributions, now: float, learner: KnownLearner, progress: Progress) -> bool:
         return bool(plain(self, now, learner, replace(progress, incarnation=learner.incarnation)))
 
     return broken
 
 
-mutant("a report of an earlier life counts", (Hearing, "report", _any_life))
+mutant("a report of an earlier life counts", (Contributions, "report", _any_life))
 
 
 def _no_refusal(plain: Plain) -> Any:
     return lambda self, now, learner, given, refusal: plain(self, now, learner, given, None)
 
 
-mutant("broken numbers are merged", (Hearing, "contribution", _no_refusal))
+mutant("broken numbers are merged", (Contributions, "contribution", _no_refusal))
 
 
 def _two_of_a_fragment(plain: Plain) -> Any:
@@ -169,10 +169,10 @@ def _no_deadline(plain: Plain) -> Any:
 
 
 mutant("a pull has no deadline", (Rounds, "_collect", _no_deadline))
-mutant("a muted learner is never probed", (Watch, "_probe", nothing))
+mutant("a muted learner is never probed", (Liveness, "_probe", nothing))
 mutant(
     "a learner that makes no steps is waited for",
-    (Learner, "live", lambda plain: property(lambda self: self.state == "training" and not self.muted)),
+    (KnownLearner, "live", lambda plain: property(lambda self: self.state == "training" and not self.muted)),
 )
 mutant("a dead member keeps its seat", (Rounds, "unseat", nothing))
 mutant("silence is not noticed", (Membership, "silence_limit", lambda plain: lambda self, one: one.last_heard + 1e6))
@@ -246,7 +246,7 @@ mutant("a skipped round is not written down", (Rounds, "skip", _skip_unwritten))
 
 
 def _one_short(plain: Plain) -> Any:
-    def broken(self: Drain, now: float, wakes: list[float]) -> bool:
+    def broken(self: LastCycle, now: float, wakes: list[float]) -> bool:
         done = plain(self, now, wakes)
         if self._until is not None and self.state.next_round == self._until - 1 and not self.state.open_rounds:
             return True
@@ -255,12 +255,12 @@ def _one_short(plain: Plain) -> Any:
     return broken
 
 
-mutant("the last cycle leaves out a fragment", (Drain, "step", _one_short))
+mutant("the last cycle leaves out a fragment", (LastCycle, "step", _one_short))
 mutant(
     "the run ends without a last cycle",
-    (Drain, "step", lambda plain: lambda self, now, wakes: not self.state.open_rounds),
+    (LastCycle, "step", lambda plain: lambda self, now, wakes: not self.state.open_rounds),
 )
-mutant("the last cycle does not wait for those that train on", (Drain, "_waits_for_stops", always(False)))
+mutant("the last cycle does not wait for those that train on", (LastCycle, "_waits_for_stops", always(False)))
 
 
 def _all_alike(plain: Plain) -> Any:
@@ -283,26 +283,26 @@ mutant("a moment of silence costs the last steps", (Rounds, "_leave_out_silent",
 
 
 def _as_if_it_had_ended(plain: Plain) -> Any:
-    def broken(self: Membership, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+    def broken(self: Membership, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         plain(self, now, learner, replace(progress, leaving=False), furthest)
 
     return broken
 
 
 mutant("a run whose learners are drained is at its end", (Membership, "report", _as_if_it_had_ended))
-mutant("last steps wait behind a round that has none", (closing.Gathering, "is_skipped", always(False)))
-mutant("last steps wait for a pace that nobody sets", (closing.Gathering, "_is_paced", always(True)))
+mutant("last steps wait behind a round that has none", (closing.RoundClosing, "is_skipped", always(False)))
+mutant("last steps wait for a pace that nobody sets", (closing.RoundClosing, "_is_paced", always(True)))
 
 
 def _told_once(plain: Plain) -> Any:
-    def broken(self: Attendance, learner: Learner) -> None:
+    def broken(self: Joining, learner: KnownLearner) -> None:
         learner.draining = ""
         plain(self, learner)
 
     return broken
 
 
-mutant("one that was cut off is not told again that it is to leave", (Attendance, "_tell_again", _told_once))
+mutant("one that was cut off is not told again that it is to leave", (Joining, "_tell_again", _told_once))
 
 
 # ---- what is believed ---------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ mutant("what was leased is forgotten where it is judged", (Leases, "leased", alw
 
 
 def _keeps_its_place(plain: Plain) -> Any:
-    def broken(self: Membership, now: float, learner: Learner) -> None:
+    def broken(self: Membership, now: float, learner: KnownLearner) -> None:
         place = learner.position
         plain(self, now, learner)
         learner.position = place
@@ -328,7 +328,7 @@ mutant("a life is judged by the place that the one before had", (Membership, "re
 
 
 def _of_the_term_before(plain: Plain) -> Any:
-    def broken(learner: Learner, given: Contribution, run: str, term: int) -> str | None:
+    def broken(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
         wrong: str | None = plain(learner, given, run, term - 1)
         return wrong
 

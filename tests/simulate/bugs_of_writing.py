@@ -16,8 +16,8 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.effect_order import EffectOrder
-from atoll.protocol.syncer.ending import End
-from atoll.protocol.syncer.joining import Attendance
+from atoll.protocol.syncer.ending import RunEnd
+from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.membership import Membership
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate.disk import Disk
@@ -39,9 +39,9 @@ def _written_last(plain: Plain) -> Any:
 
 
 mutant("a round is announced before it is durable", (Rounds, "commit", _written_last))
-mutant("a learner is welcomed before its incarnation is durable", (Attendance, "greet", _written_last))
+mutant("a learner is welcomed before its incarnation is durable", (Joining, "greet", _written_last))
 mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
-mutant("the end is told before it is durable", (End, "_finish", _written_last))
+mutant("the end is told before it is durable", (RunEnd, "_finish", _written_last))
 mutant("nothing waits for the disk", (EffectOrder, "_must_wait", always(False)))
 
 
@@ -166,7 +166,7 @@ def _found_nothing(plain: Plain) -> Any:
 
 
 mutant("a contribution merged after its learner is gone stays lost", (ledger.Ledger, "_found", _found_nothing))
-mutant("who has been away too long keeps its account", (Attendance, "abandon", nothing))
+mutant("who has been away too long keeps its account", (Joining, "abandon", nothing))
 
 # ---- leases -------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Contribution
 from atoll.protocol.records import Begun
 from atoll.protocol.statistics import after_adoption
@@ -112,7 +112,7 @@ HARMLESS = ("duplicate",)
 
 class Rogue:
     def __init__(self, begun: Begun, url: str, attack: Attack, name: str, step_s: float = STEP_S) -> None:
-        self.machine = Learner(name, secrets.token_hex(8), begun.tensors)
+        self.machine = LearnerMachine(name, secrets.token_hex(8), begun.tensors)
         self.attack, self.step_s = attack, step_s
         self._plan: Plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
         self._codec = make_codec(begun.settings.codec)

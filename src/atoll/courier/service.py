@@ -57,7 +57,7 @@ from atoll.numerics.fragments import Plan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer, Hello, Leave, Recover, Refused, Welcome
 from atoll.protocol.settings import Settings
 from atoll.protocol.succession import Holder
@@ -75,7 +75,7 @@ class Courier:
         self._over = asyncio.Event()
         self._parent = os.getppid()
         self._start: Start | None = None
-        self._machine: Learner | None = None
+        self._machine: LearnerMachine | None = None
         self._link: SyncerConnection | None = None
         self._box: Mailbox | None = None
         self._bodies: FragmentTransfers | None = None
@@ -142,7 +142,7 @@ class Courier:
         match frame:
             case Start():
                 self._start = frame
-                self._machine = Learner(
+                self._machine = LearnerMachine(
                     frame.learner,
                     frame.session,
                     frame.tensors,

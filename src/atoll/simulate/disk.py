@@ -19,7 +19,7 @@ from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
 from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Restored, Started
 from atoll.protocol.syncer.effect_order import must_be_synced
-from atoll.protocol.syncer.restoring import undone
+from atoll.protocol.syncer.rollback import undone
 
 Entry = tuple[AnyRecord, float | list[float] | None]
 """A record, and what belongs to it: the merged outer gradient, or the values that the run is rolled back to."""

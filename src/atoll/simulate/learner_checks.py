@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
 from atoll.protocol.records import Gone
 from atoll.protocol.settings import Settings
@@ -42,7 +42,7 @@ class LearnerChecks:
         self._oracle, self._disk = oracle, disk
         self._wanted: dict[str, list[int]] = {}
         """Per ticket, what was committed when its peer was asked."""
-        self._told: dict[Learner, tuple[list[int], set[int]]] = {}
+        self._told: dict[LearnerMachine, tuple[list[int], set[int]]] = {}
         """By machine: the versions that it was told of, and fragments of which it was sent one before it was told."""
 
     def asked(self, help_: Help, versions: list[int]) -> None:

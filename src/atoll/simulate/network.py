@@ -15,7 +15,7 @@ from math import isnan
 from typing import Protocol
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import FromSyncer
 from atoll.simulate.simulated_learner import NOT_FINITE, SimulatedLearner
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
@@ -263,7 +263,7 @@ class Network:
     def _uploaded(
         self,
         learner: SimulatedLearner,
-        machine: Learner,
+        machine: LearnerMachine,
         syncer: SimulatedSyncer,
         number: int,
         attempt: int,
@@ -284,7 +284,7 @@ class Network:
         return None
 
     def _received(
-        self, learner: SimulatedLearner, machine: Learner, syncer: SimulatedSyncer, number: int, attempt: int
+        self, learner: SimulatedLearner, machine: LearnerMachine, syncer: SimulatedSyncer, number: int, attempt: int
     ) -> object:
         """Its receipt is back, or lost: then the syncer has what its learner believes it has not."""
         if self.apart and (why := self._breaks(learner, syncer)):
@@ -319,7 +319,9 @@ class Network:
         else:
             self.queue.call_later(delay, self.if_same, learner, machine, fx.FetchFailed(fragment, "unreachable"))
 
-    def _serve(self, learner: SimulatedLearner, machine: Learner, syncer: SimulatedSyncer, fragment: int) -> object:
+    def _serve(
+        self, learner: SimulatedLearner, machine: LearnerMachine, syncer: SimulatedSyncer, fragment: int
+    ) -> object:
         if learner.machine is not machine or not learner.alive:
             return False
         why = self._breaks(learner, syncer) or ("the run has no parameters yet" if syncer.served[fragment] < 0 else "")
@@ -334,7 +336,7 @@ class Network:
     def _fetched(
         self,
         learner: SimulatedLearner,
-        machine: Learner,
+        machine: LearnerMachine,
         syncer: SimulatedSyncer,
         fragment: int,
         version: int,
@@ -347,10 +349,10 @@ class Network:
         learner.fetched[fragment] = value
         return learner.handle_event(fx.Fetched(fragment, version))
 
-    def _not_fetched(self, learner: SimulatedLearner, machine: Learner, fragment: int, why: str) -> object:
+    def _not_fetched(self, learner: SimulatedLearner, machine: LearnerMachine, fragment: int, why: str) -> object:
         stuck = STUCK_S if why == "it got stuck" else 0.0
         self.queue.call_later(stuck, self.if_same, learner, machine, fx.FetchFailed(fragment, why))
         return None
 
-    def if_same(self, learner: SimulatedLearner, machine: Learner, event: fx.LearnerEvent) -> object:
+    def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: fx.LearnerEvent) -> object:
         return learner.handle_event(event) if learner.machine is machine else False

@@ -11,7 +11,7 @@ from math import isfinite
 
 from atoll.protocol import records
 from atoll.protocol.records import Gone, Granted, Share
-from atoll.protocol.syncer.restoring import undone
+from atoll.protocol.syncer.rollback import undone
 from atoll.simulate.disk import Disk
 from atoll.simulate.training import Payload
 

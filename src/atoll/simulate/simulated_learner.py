@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from atoll.protocol import effects as fx
-from atoll.protocol.learner.machine import Learner
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Contribution, FromLearner, TensorSpec
 from atoll.simulate.simulated_syncer import Connection, SimulatedSyncer
 from atoll.simulate.training import Leased, Payload, Training, TrainingWorld
@@ -101,7 +101,7 @@ class SimulatedLearner(Training):
     ) -> None:
         super().__init__(world, name, step_s, gradient)
         self.session, self.data = session, data
-        self.machine = Learner(name, session, TENSORS, kept=kept)
+        self.machine = LearnerMachine(name, session, TENSORS, kept=kept)
         self.clock = HostClock()
         self.connection: Connection | None = None
         self.courier = True
@@ -214,7 +214,7 @@ class SimulatedLearner(Training):
         """It takes over what the shared memory and the training process say."""
         old = self.machine
         self.courier = True
-        self.machine = Learner(self.name, self.session, TENSORS)
+        self.machine = LearnerMachine(self.name, self.session, TENSORS)
         stepped = self.stepped_event()
         self.machine.restore(old.run, list(self.adopted), stepped, old.incarnation, seeking=self.waits, term=old.term)
         if self.data is not None and self.leased is not None:

@@ -25,9 +25,9 @@ from typing import Any
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.messages import Progress, Pull
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.liveness import PROBE_EVERY_S
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round
-from atoll.protocol.syncer.watch import PROBE_EVERY_S
 from atoll.simulate.oracle import Violation
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 
@@ -79,7 +79,7 @@ class Timing:
             self._next_look = now + LOOK_S
             self._look(syncer, now)
 
-    def _reported(self, one: Learner) -> None:
+    def _reported(self, one: KnownLearner) -> None:
         if one.state == "training" and one.versions and min(one.versions) < 0:
             said = f"{one.name} may contribute with versions {one.versions}"
             raise Violation("only the recovered contribute", said, one.name)
@@ -103,7 +103,7 @@ class Timing:
                 "a cut never waits for the dead", f"cut {cut} waits for {sorted(open_.awaited)} for too long"
             )
 
-    def _learner(self, syncer: SimulatedSyncer, now: float, one: Learner) -> None:
+    def _learner(self, syncer: SimulatedSyncer, now: float, one: KnownLearner) -> None:
         settings = syncer.machine.settings
         if one.connected and now >= one.last_heard + settings.lost_after_s:
             raise Violation(
@@ -157,7 +157,7 @@ class Timing:
     def _quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """It asks K, or fewer once K could not be had for a while."""
         machine = syncer.machine
-        gathering, settings = machine.rounds.gathering, machine.settings
+        gathering, settings = machine.rounds.closing, machine.settings
         if gathering.state.draining or settings.synchronous:
             return
         least = self._least(syncer, now)
@@ -165,7 +165,7 @@ class Timing:
             raise Violation("quorum", f"round {round_.number} asks {len(round_.seats)} where {least} are to be had")
 
     def _least(self, syncer: SimulatedSyncer, now: float) -> int:
-        gathering, settings = syncer.machine.rounds.gathering, syncer.machine.settings
+        gathering, settings = syncer.machine.rounds.closing, syncer.machine.settings
         short = gathering._short_since
         if short is None or now < short + settings.patience_s:
             return settings.quorum
@@ -173,7 +173,7 @@ class Timing:
 
     def _gathers(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         rounds, settings = syncer.machine.rounds, syncer.machine.settings
-        gathering, key = rounds.gathering, (round_.number, round_.attempt)
+        gathering, key = rounds.closing, (round_.number, round_.attempt)
         if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
         ready, live = len(gathering.ready(round_)), len(syncer.machine.members.stepping())

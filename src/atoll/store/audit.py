@@ -47,7 +47,7 @@ from atoll.protocol.records import (
     Sources,
     Started,
 )
-from atoll.protocol.syncer.restoring import undone
+from atoll.protocol.syncer.rollback import undone
 from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState
 

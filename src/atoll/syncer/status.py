@@ -17,7 +17,7 @@ from atoll.numerics.fragments import Plan
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.telemetry.status import LearnerStatus, RunStatus
 
 RECENT = 256
@@ -161,7 +161,7 @@ class Meter:
         busy_s = self._busy_before + sum({**past, **now}.values())
         return min(1.0, busy_s / (max(self._learners, 1) * elapsed))
 
-    def _learner(self, now: float, one: Learner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
+    def _learner(self, now: float, one: KnownLearner, machine: Syncer | None, fates: Totals | None) -> LearnerStatus:
         assert machine is not None
         return LearnerStatus(
             learner=one.name,
@@ -181,7 +181,7 @@ class Meter:
             tokens_per_step=one.declared,
         )
 
-    def _adopted(self, one: Learner) -> int:
+    def _adopted(self, one: KnownLearner) -> int:
         """The newest round whose version it has adopted."""
         rounds = [-1]
         for fragment, version in enumerate(one.versions):
@@ -190,7 +190,7 @@ class Meter:
             rounds += [known[place - 1][1]] if place else []
         return max(rounds)
 
-    def _rate(self, now: float, one: Learner) -> float:
+    def _rate(self, now: float, one: KnownLearner) -> float:
         """Tokens per second over the last few looks."""
         seen = self._seen.setdefault(one.name, deque(maxlen=16))
         if seen and seen[-1][1] > one.tokens_total:
@@ -213,7 +213,7 @@ def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
 
 def awaited_learners(machine: Syncer | None) -> str:
     """Why nobody trains yet, where others are waited for; empty: nobody is."""
-    if machine is None or not (awaited := machine.beginning.awaited):
+    if machine is None or not (awaited := machine.run_start.awaited):
         return ""
     settings = machine.settings
     some = f"{awaited} more of {settings.learners} learners"
@@ -253,11 +253,11 @@ def _version(known: tuple[int, int]) -> int:
     return known[0]
 
 
-def _alarm(one: Learner, machine: Syncer) -> str:
-    return f"{one.name} is suspect: {one.suspect}" if one.suspect else machine.hearing.shares.alarm(one)
+def _alarm(one: KnownLearner, machine: Syncer) -> str:
+    return f"{one.name} is suspect: {one.suspect}" if one.suspect else machine.contributions.shares.alarm(one)
 
 
-def _state(one: Learner) -> str:
+def _state(one: KnownLearner) -> str:
     if not one.connected:
         return "gone"
     if one.stopped:

@@ -33,7 +33,7 @@ from atoll.protocol.tape import Spoken
 Phase = Literal["out", "joining", "training", "ending", "finished"]
 
 
-class Learner:
+class LearnerMachine:
     def __init__(
         self,
         name: str,

@@ -111,7 +111,7 @@ BYTES_PER_S = 8 * 2**20
 
 
 @dataclass(slots=True)
-class Copy:
+class StateCopy:
     """A peer's part in a recovery: a copy of its state for a newcomer, while it goes on training.
 
     Rules kept here, each with its test: a copy is made only once everything that was committed when it was asked for
@@ -150,7 +150,7 @@ class Helping:
         self._do, self._say, self._versions = do, say, versions
         self._asked: dict[str, Wanted] = {}
         """Tickets that wait for a copy."""
-        self._copies: dict[int, Copy] = {}
+        self._copies: dict[int, StateCopy] = {}
         self._number = 0
 
     @property
@@ -225,7 +225,7 @@ class Helping:
             self._give(now, ticket, *ready[0])
         elif not fit and len(self._copies) < COPIES and self._is_current(wanted.versions) and not self._is_copying():
             self._number += 1
-            self._copies[self._number] = Copy(list(self._versions.held), frozen=wanted.frozen)
+            self._copies[self._number] = StateCopy(list(self._versions.held), frozen=wanted.frozen)
             self._do(Capture(self._number, wanted.frozen))
 
     def _give(self, now: float, ticket: str, number: int, fact: Captured) -> None:

@@ -13,7 +13,7 @@ from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
 from atoll.protocol.records import Alarmed, Gone, Granted, Joined, Owned, Sources
 from atoll.protocol.syncer.claims import beyond_lease
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 AHEAD = 3
@@ -31,18 +31,18 @@ class Accounts:
         """Samples per batch of those that take leases, by name."""
         self._alarmed: set[tuple[str, int]] = set()
 
-    def open(self, learner: Learner) -> None:
+    def open(self, learner: KnownLearner) -> None:
         before = self.state.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else learner.origin
         joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
         self.state.out.persist(Joined(*joined))
 
-    def own(self, learner: Learner, token: str) -> None:
+    def own(self, learner: KnownLearner, token: str) -> None:
         """Its name is that token's: also a syncer that takes over knows whose it is."""
         if token and self.state.history.owners.get(learner.name) != token:
             self.state.out.persist(Owned(learner.name, token))
 
-    def close(self, learner: Learner, reason: str, under_way: Contribution | None = None) -> None:
+    def close(self, learner: KnownLearner, reason: str, under_way: Contribution | None = None) -> None:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
         if learner.closed:
             return
@@ -66,7 +66,7 @@ class Accounts:
         )
         self.state.out.persist(record)
 
-    def reported(self, learner: Learner, report: Progress) -> None:
+    def reported(self, learner: KnownLearner, report: Progress) -> None:
         wrong = self.state.history.ledger.reported(
             learner.name,
             learner.incarnation,
@@ -82,19 +82,19 @@ class Accounts:
             self._took(learner)
             self._supply(learner)
 
-    def beyond_lease(self, learner: Learner, position: int, before: int = -1) -> str | None:
+    def beyond_lease(self, learner: KnownLearner, position: int, before: int = -1) -> str | None:
         """What is wrong with its place in its leases; nothing where it takes none."""
         leases = self.state.history.leases
         if position < 0 or leases is None or learner.name not in self._batch:
             return None
         return beyond_lease(position, before, leases.leased(learner.name, learner.incarnation))
 
-    def beyond_ledger(self, learner: Learner, given: Contribution) -> str | None:
+    def beyond_ledger(self, learner: KnownLearner, given: Contribution) -> str | None:
         return self.state.history.ledger.beyond(
             learner.name, learner.incarnation, given.fragment, given.tokens, given.total
         )
 
-    def _alarm(self, learner: Learner, wrong: str) -> None:
+    def _alarm(self, learner: KnownLearner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
             self._alarmed.add((learner.name, learner.incarnation))
             self.state.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
@@ -102,7 +102,7 @@ class Accounts:
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
-    def register(self, learner: Learner, message: Register) -> None:
+    def register(self, learner: KnownLearner, message: Register) -> None:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
         reason = wrong_sources(message.datasets, message.epochs) or _wrong_sizes(message)
         if reason is None and self.state.history.leases is None:
@@ -118,19 +118,19 @@ class Accounts:
         self._batch[learner.name] = message.batch
         self._supply(learner)
 
-    def held(self, learner: Learner) -> tuple[Range, ...]:
+    def held(self, learner: KnownLearner) -> tuple[Range, ...]:
         """What it was leased, in order, for one that comes back."""
         if self.state.history.leases is None:
             return ()
         return tuple(_range(lease) for lease in self.state.history.leases.held(learner.name, learner.incarnation))
 
-    def _took(self, learner: Learner) -> None:
+    def _took(self, learner: KnownLearner) -> None:
         assert self.state.history.leases is not None
         wrong = self.state.history.leases.taken(learner.name, learner.incarnation, max(0, learner.position))
         if wrong is not None:
             self._alarm(learner, wrong)
 
-    def _supply(self, learner: Learner) -> None:
+    def _supply(self, learner: KnownLearner) -> None:
         """A few leases ahead of what it has taken; in a synchronous run to all at once, so that who reports first does
         not decide who trains on what."""
         if not self.state.settings.synchronous:
@@ -140,7 +140,7 @@ class Accounts:
         if len(there) >= self.state.settings.learners or self.state.history.committed > 0:
             self._lease(there)
 
-    def _lease(self, learners: list[Learner]) -> None:
+    def _lease(self, learners: list[KnownLearner]) -> None:
         leases = self.state.history.leases
         assert leases is not None
         if not any(self._lacks(one) for one in learners):
@@ -160,10 +160,10 @@ class Accounts:
                 ranges = tuple(granted[one.name])
                 self.state.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
 
-    def _lacks(self, learner: Learner) -> bool:
+    def _lacks(self, learner: KnownLearner) -> bool:
         return self._room(learner) < AHEAD - 1
 
-    def _room(self, learner: Learner) -> float:
+    def _room(self, learner: KnownLearner) -> float:
         """Whole leases that it has not taken yet."""
         assert self.state.history.leases is not None
         size = LEASE_BATCHES * self._batch[learner.name]

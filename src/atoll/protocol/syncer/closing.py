@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from atoll.protocol import schedule
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
 OWN_STEPS = 1.5
 """Of its own steps, by which a learner surely has come to a boundary."""
 
 
-class Gathering:
+class RoundClosing:
     def __init__(self, state: SyncerState) -> None:
         self.state = state
         self.estimates = Estimates()
@@ -44,7 +44,7 @@ class Gathering:
         """What a pull may take of one whose copy lies ready."""
         return self.estimates.pull_deadline_s(self.state.settings, self.state.members.answer_s())
 
-    def deadline_of(self, one: Learner) -> float:
+    def deadline_of(self, one: KnownLearner) -> float:
         """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
         is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner
         until it has answered or missed a pull. It may have to come to its next boundary first, but no round is held
@@ -72,7 +72,7 @@ class Gathering:
             self._short_since = now
         return changed
 
-    def stepped(self, learner: Learner) -> None:
+    def stepped(self, learner: KnownLearner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
         if not self.state.settings.synchronous:
             self.pace.stepped(learner.name, learner.t)
@@ -83,11 +83,11 @@ class Gathering:
         if self.state.settings.synchronous and not self.state.draining:
             self.pace.clock = schedule.step_after(self.pace.clock, 1, self.state.settings)
 
-    def ready(self, round_: Round) -> list[Learner]:
+    def ready(self, round_: Round) -> list[KnownLearner]:
         some = self.state.members.reachable() if self.state.draining else self.state.members.live()
         return [one for one in some if self._is_ready(one, round_)]
 
-    def _is_ready(self, one: Learner, round_: Round) -> bool:
+    def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
         if not one.may_give(round_.fragment):
             return False
         if self.state.draining or one.stopped:
@@ -96,7 +96,9 @@ class Gathering:
             return one.offers_from <= round_.number <= one.offer
         return one.is_ready(round_.fragment)
 
-    def judge(self, now: float, round_: Round, ready: list[Learner], *, in_turn: bool, wakes: list[float]) -> Verdict:
+    def judge(
+        self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
+    ) -> Verdict:
         if self.state.draining:
             return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
         if self.state.settings.synchronous:
@@ -137,13 +139,13 @@ class Gathering:
         """Not where no step would ever make it due."""
         return round_.attempt == 1 and not self._only_last_steps()
 
-    def _only_last_steps(self) -> list[Learner]:
+    def _only_last_steps(self) -> list[KnownLearner]:
         """Those that have them; nobody as long as anybody steps."""
         if self.state.draining or self.state.members.stepping():
             return []
         return [one for one in self.state.members.live() if any(one.steps)]
 
-    def _awaited(self, round_: Round, ready: list[Learner]) -> int:
+    def _awaited(self, round_: Round, ready: list[KnownLearner]) -> int:
         names = round_.roster - {one.name for one in ready}
         return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping())
 
@@ -170,7 +172,7 @@ class Gathering:
             return self.grace_s
         return max(self.grace_s, min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
 
-    def _note_on_time(self, round_: Round, ready: list[Learner]) -> None:
+    def _note_on_time(self, round_: Round, ready: list[KnownLearner]) -> None:
         """Once the window opens."""
         if round_.quorum_at is not None and round_.due_at is not None and round_.on_time is None:
             round_.on_time = frozenset(one.name for one in ready)
@@ -183,7 +185,7 @@ class Gathering:
                 one.late.add(round_.fragment)
 
 
-def _may_yet_copy(one: Learner, round_: Round) -> bool:
+def _may_yet_copy(one: KnownLearner, round_: Round) -> bool:
     return one.offer < round_.number and one.aims <= round_.number
 
 

@@ -18,43 +18,43 @@ from atoll.protocol.limits import MOST
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.claims import STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
-from atoll.protocol.syncer.joining import Attendance
+from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.learner_warnings import SameBatches, ShareWatch
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.liveness import Liveness
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
-from atoll.protocol.syncer.watch import Watch
 
 
-class Hearing:
+class Contributions:
     def __init__(
         self,
         state: SyncerState,
         accounts: Accounts,
         rounds: Rounds,
-        watch: Watch,
+        liveness: Liveness,
         peers: Peers,
-        attendance: Attendance,
+        joining: Joining,
         strikes: Strikes,
     ) -> None:
-        self.state, self.accounts, self.rounds, self.watch = state, accounts, rounds, watch
-        self.peers, self.attendance, self.strikes = peers, attendance, strikes
+        self.state, self.accounts, self.rounds, self.liveness = state, accounts, rounds, liveness
+        self.peers, self.joining, self.strikes = peers, joining, strikes
         self.scrutiny = Scrutiny(state, accounts)
         self.shares = ShareWatch(state)
         self.same_batches = SameBatches(state)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
-    def report(self, now: float, learner: Learner, said: Progress) -> bool:
+    def report(self, now: float, learner: KnownLearner, said: Progress) -> bool:
         """True: it moved counters and nothing else."""
         if said.incarnation > learner.incarnation:
-            self.attendance.expel(learner, f"a report of incarnation {said.incarnation}, which has not begun")
+            self.joining.expel(learner, f"a report of incarnation {said.incarnation}, which has not begun")
             return False
         if not self._tape(learner, said) or said.incarnation != learner.incarnation:  # a tape also of the life before
             return False
         if (wrong := wrong_report(learner, said, self.state.versions)) is not None:
-            self.attendance.expel(learner, wrong)
+            self.joining.expel(learner, wrong)
             return False
         if (beyond := self.scrutiny.report(now, learner, said)) is not None:
             self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
@@ -73,11 +73,11 @@ class Hearing:
             self.peers.gave_up(learner)
         if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
-        same = not self.rounds.gathering.watch(now)
-        self.rounds.gathering.stepped(learner)
+        same = not self.rounds.closing.watch(now)
+        self.rounds.closing.stepped(learner)
         return same and learner.live and not learner.stopped
 
-    def _compare(self, learner: Learner) -> None:
+    def _compare(self, learner: KnownLearner) -> None:
         """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""
         allowed = learner.name in self.state.settings.weight_limits
         if allowed or learner.above or (text := self.scrutiny.above(learner)) is None:
@@ -90,26 +90,26 @@ class Hearing:
         """It holds a committed version of every fragment, and waits for no peer's state."""
         return min(said.versions) >= 0 and not said.seeking
 
-    def _let_in(self, now: float, learner: Learner) -> None:
+    def _let_in(self, now: float, learner: KnownLearner) -> None:
         learner.state, learner.last_step_at, learner.recovered = "training", now, True
         text = f"{learner.name} took the run's parameters and may contribute"
         self.state.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
 
-    def _tape(self, learner: Learner, said: Progress | Contribution) -> bool:
+    def _tape(self, learner: KnownLearner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
         if not 0 <= said.taped < MOST:
-            self.attendance.expel(learner, f"its tape goes on at entry {said.taped}")
+            self.joining.expel(learner, f"its tape goes on at entry {said.taped}")
             return False
         missing = self.state.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.state.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
         if self.state.out.taping.is_full(learner.name):
-            self.attendance.expel(learner, "it said more of its tape than a learner keeps")
+            self.joining.expel(learner, "it said more of its tape than a learner keeps")
         return learner.connected
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def contribution(self, now: float, learner: Learner, given: Contribution, refusal: str | None) -> None:
+    def contribution(self, now: float, learner: KnownLearner, given: Contribution, refusal: str | None) -> None:
         """`refusal`: what screening its body found."""
         history = self.state.history
         if (foreign := not_its_own(learner, given, history.run, history.term)) is not None:
@@ -118,7 +118,7 @@ class Hearing:
             return
         elif given.probe:
             self.state.out.discard(learner.name, given.round, given.attempt)
-            self.watch.answered(learner)
+            self.liveness.answered(learner)
         elif self.rounds.has_given(learner, given.round, given.attempt):
             return  # said twice: once is what counts, and its body is still needed
         elif (seat := self.rounds.seat(learner, given.round, given.attempt)) is None:
@@ -126,7 +126,7 @@ class Hearing:
         else:
             self._judge(now, learner, seat, given, refusal)
 
-    def _judge(self, now: float, learner: Learner, seat: Seat, given: Contribution, refusal: str | None) -> None:
+    def _judge(self, now: float, learner: KnownLearner, seat: Seat, given: Contribution, refusal: str | None) -> None:
         """It was asked for: refused, nothing to give, or taken."""
         round_ = self.state.open_rounds[given.round]
         refusal = refusal or against_the_rules(learner, round_, given, self.state.versions[round_.fragment])
@@ -145,7 +145,7 @@ class Hearing:
             learner.misses = learner.strikes = 0
             learner.helper = ""  # whatever it began with, its numbers are good
 
-    def _turn_away(self, learner: Learner, given: Contribution, reason: str) -> None:
+    def _turn_away(self, learner: KnownLearner, given: Contribution, reason: str) -> None:
         """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
         if self.rounds.has_given(learner, given.round, given.attempt):
             return
@@ -163,7 +163,7 @@ class Hearing:
 # What a learner's hello, report or contribution must keep to; each function says what is wrong with it, or None.
 
 
-def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) -> str | None:
+def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int]) -> str | None:
     """An honest learner never sends such a report: its channel is closed."""
     fragments = len(versions)
     rows = (report.steps, report.tokens, report.versions, report.dropped, report.counted)
@@ -184,7 +184,7 @@ def wrong_report(learner: Learner, report: Progress, versions: Sequence[int]) ->
     return None
 
 
-def not_its_own(learner: Learner, given: Contribution, run: str, term: int) -> str | None:
+def not_its_own(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
     """Whether a contribution was meant for another run, life or reign than the channel's that it came on.
 
     Version 1 names neither run nor life. Who was welcomed knows the term: whoever is asked has heard of it.
@@ -200,7 +200,7 @@ def _life(run: str, learner: str, incarnation: int) -> str:
     return f"{learner or 'nobody'} (incarnation {incarnation}) in run {run or 'none'}"
 
 
-def against_the_rules(learner: Learner, round_: Round, given: Contribution, newest: int) -> str | None:
+def against_the_rules(learner: KnownLearner, round_: Round, given: Contribution, newest: int) -> str | None:
     """Why a contribution may not be merged."""
     merged, least = learner.merged[round_.fragment], learner.least_base(round_.fragment)
     if given.fragment != round_.fragment:
@@ -227,13 +227,13 @@ class Scrutiny:
     def __init__(self, state: SyncerState, accounts: Accounts) -> None:
         self.state, self._accounts = state, accounts
 
-    def report(self, now: float, learner: Learner, said: Progress) -> str | None:
+    def report(self, now: float, learner: KnownLearner, said: Progress) -> str | None:
         """What it claims beyond what it can have, in one line."""
         if (wrong := self._accounts.beyond_lease(learner, said.position, learner.position)) is not None:
             return wrong
         return self._beyond_rate(now, learner, said.t, said.tokens_total)
 
-    def contribution(self, now: float, learner: Learner, given: Contribution) -> str | None:
+    def contribution(self, now: float, learner: KnownLearner, given: Contribution) -> str | None:
         """Its copy may be older than the last report, or newer."""
         before = learner.position if given.t >= learner.t else -1
         wrong = self._accounts.beyond_lease(learner, given.position, before)
@@ -245,14 +245,14 @@ class Scrutiny:
             return wrong  # alone, it is weighed against nobody
         return beyond_steps(given.steps, given.tokens, learner.usual, others)
 
-    def above(self, learner: Learner) -> str | None:
+    def above(self, learner: KnownLearner) -> str | None:
         """Whether its steps have far more tokens than the others'; looked at every `STEPS` of its steps."""
         if not learner.usual.known or learner.t < learner.compared_at:
             return None
         learner.compared_at = learner.t + STEPS
         return above_others(learner.usual.per_step, self.state.members.per_step(learner))
 
-    def _beyond_rate(self, now: float, learner: Learner, t: int, total: int) -> str | None:
+    def _beyond_rate(self, now: float, learner: KnownLearner, t: int, total: int) -> str | None:
         usual = learner.usual
         if usual.began_at is not None:
             wrong = beyond_declared(t - usual.t, total - usual.total, learner.declared)
@@ -270,35 +270,33 @@ class Strikes:
     newcomer never asks it again.
     """
 
-    def __init__(
-        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, attendance: Attendance
-    ) -> None:
+    def __init__(self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, joining: Joining) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
-        self.peers, self.attendance = peers, attendance
+        self.peers, self.joining = peers, joining
 
-    def strike(self, now: float, learner: Learner, what: str, reason: str, **data: object) -> None:
+    def strike(self, now: float, learner: KnownLearner, what: str, reason: str, **data: object) -> None:
         """`what` was refused."""
         learner.strikes += 1
         self.state.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
         if learner.strikes >= self.state.settings.strikes:
             self.quarantine(now, learner, f"after {learner.strikes} refusals in a row", reason)
 
-    def strike_helper(self, now: float, peer: Learner, newcomer: Learner, reason: str) -> None:
+    def strike_helper(self, now: float, peer: KnownLearner, newcomer: KnownLearner, reason: str) -> None:
         """For the state that it gave the newcomer."""
         self.strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
 
-    def quarantine(self, now: float, learner: Learner, when: str, reason: str) -> None:
+    def quarantine(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
         text = f"{learner.name} is in quarantine {when}; it recovers from the run"
         self.state.out.note("quarantined", text, learner)
         self.rounds.unseat(learner, "it is in quarantine")
         self.peers.lost(learner, "it is in quarantine")
-        self.attendance.close(learner, f"its numbers are broken: {reason}")
+        self.joining.close(learner, f"its numbers are broken: {reason}")
         self.state.members.restart(now, learner)
         self.accounts.open(learner)
         self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
         self._doubt_its_helper(now, learner, reason)
 
-    def _doubt_its_helper(self, now: float, learner: Learner, reason: str) -> None:
+    def _doubt_its_helper(self, now: float, learner: KnownLearner, reason: str) -> None:
         peer, learner.helper = self.state.members.learners.get(learner.helper), ""
         if peer is not None and peer.session not in learner.distrusted:
             learner.distrusted.add(peer.session)

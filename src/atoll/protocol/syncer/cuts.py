@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.protocol.effects import CompleteCut, TakeCut
 from atoll.protocol.messages import CutSaved, Ending
 from atoll.protocol.records import CutDone
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 
@@ -65,13 +65,13 @@ class Cuts:
             self.state.out.send(learner.name, Ending(reason=reason))
         return False
 
-    def _take(self, now: float, rounds: int, learners: list[Learner], *, last: bool = False) -> None:
+    def _take(self, now: float, rounds: int, learners: list[KnownLearner], *, last: bool = False) -> None:
         awaited = {one.name: one.incarnation for one in learners}
         self.open = OpenCut(rounds, now + self.state.settings.cut_wait_s, awaited, last=last)
         self.state.out.cut = rounds
         self.state.out.add(TakeCut(rounds, self.state.history.state()))
 
-    def saved(self, learner: Learner, said: CutSaved) -> None:
+    def saved(self, learner: KnownLearner, said: CutSaved) -> None:
         open_ = self.open
         if open_ is None or said.of != open_.cut or open_.awaited.get(learner.name) != learner.incarnation:
             return
@@ -81,7 +81,7 @@ class Cuts:
         else:
             open_.saved[learner.name] = said
 
-    def lose(self, learner: Learner) -> None:
+    def lose(self, learner: KnownLearner) -> None:
         """Its connection is gone. If it is back at once, the cut is old news to it."""
         if self.open is not None and self.open.awaited.pop(learner.name, None) is not None:
             self.open.left_out[learner.name] = "it was gone"

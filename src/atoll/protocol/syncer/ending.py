@@ -1,7 +1,7 @@
 """The end of a run: when it comes, and what is said of it.
 
 Rules kept here, each with its test: a run ends when its budget of steps or tokens is spent, when every learner has
-stopped, or when the operator asks; first the last steps are collected (`Drain`) and a last cut is taken (cuts.py), then
+stopped, or when the operator asks; first the last steps are collected (`LastCycle`) and a last cut is taken (cuts.py), then
 it is finished. Both ends are durable before they are told. A term that finds a run ending lets the learners come back
 first; one that finds it finished says so once more, unless its first event opens the run again. The last record of an
 end says how much of the budget is spent: tokens that came after the last round are in no other record.
@@ -13,16 +13,16 @@ from atoll.protocol import schedule
 from atoll.protocol.effects import Finished
 from atoll.protocol.messages import Ending, Finish
 from atoll.protocol.records import Ended
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
 
-class End:
-    def __init__(self, state: SyncerState, rounds: Rounds, peers: Peers, assembling: Assembling) -> None:
-        self.state, self.rounds, self.peers, self.assembling = state, rounds, peers, assembling
-        self.drain = Drain(state, rounds)
+class RunEnd:
+    def __init__(self, state: SyncerState, rounds: Rounds, peers: Peers, assembly: Assembly) -> None:
+        self.state, self.rounds, self.peers, self.assembly = state, rounds, peers, assembly
+        self.last_cycle = LastCycle(state, rounds)
         self._idle_since = 0.0
         """The last moment at which somebody made steps, or nobody was there."""
         self._was_over = state.phase == "finished"
@@ -32,7 +32,7 @@ class End:
         """Begin to end, or go on with it, where it is time."""
         if self.state.phase == "running" and (reason := self._reason(now, wakes)) is not None:
             self.begin(now, reason)
-        if self.state.phase == "ending" and self.drain.step(now, wakes) and self._took_last_cut(now, wakes):
+        if self.state.phase == "ending" and self.last_cycle.step(now, wakes) and self._took_last_cut(now, wakes):
             self._finish(self.state.end_reason)
 
     def _took_last_cut(self, now: float, wakes: list[float]) -> bool:
@@ -40,7 +40,7 @@ class End:
 
     def _reason(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""
-        if not self.assembling.may_end(now, wakes):
+        if not self.assembly.may_end(now, wakes):
             return None
         if self.state.history.ended:
             return self.state.history.ended  # an earlier term had begun to
@@ -82,7 +82,7 @@ class End:
             self.state.out.persist(Ended(reason, step=self.rounds.step))
         self.state.enter_phase("ending", reason)
         self.state.out.note("ending", f"the run ends: {reason}; the last steps are collected")
-        self.drain.begin(now)
+        self.last_cycle.begin(now)
         self.peers.end("the run ends")
         for learner in self.state.members.connected():
             self.state.out.send(learner.name, Ending(reason=reason))
@@ -109,7 +109,7 @@ class End:
         self._was_over = False
 
 
-class Drain:
+class LastCycle:
     """The last cycle: when the learners have stopped, one unpaced cycle of P rounds brings their last steps in.
 
     Rounds under way are finished first. A fragment of which nobody has steps left is skipped. Whoever does not stop,
@@ -167,7 +167,7 @@ class Drain:
         return now < until and any(not one.may_give(fragment) for one in self.state.members.reachable())
 
 
-def _needs_s(one: Learner) -> float:
+def _needs_s(one: KnownLearner) -> float:
     """What it takes to tell this learner something, and to hear of it after its next boundary."""
     return 2 * (one.step_s.value or 0.0) + (one.answer_s.value or 0.0)
 
@@ -176,7 +176,7 @@ RETURN_S = 1.5
 """So long a new term's rounds wait for the learners it knows: whoever lives dials every second."""
 
 
-class Assembling:
+class Assembly:
     """Whether the learners are there that a run waits for, before it opens rounds or comes to its end.
 
     Rules kept here, each with its test: a new term lets the learners come back that it knows, before its rounds

@@ -16,19 +16,19 @@ from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Start
 from atoll.protocol.records import Started as StartedRecord
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
-from atoll.protocol.syncer.ending import Assembling
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.ending import Assembly
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
 
-class Attendance:
+class Joining:
     def __init__(
-        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, beginning: Beginning
+        self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, run_start: RunStart
     ) -> None:
         self.state, self.accounts, self.rounds = state, accounts, rounds
-        self.peers, self.beginning = peers, beginning
+        self.peers, self.run_start = peers, run_start
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class Attendance:
         self.accounts.own(learner, token)
         if hello.run == self.state.history.run:
             self.state.out.hear(hello.clock)
-        self.beginning.greeted(hello)
+        self.run_start.greeted(hello)
         self._welcome(learner)
         word = "joined" if new else "came back"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
@@ -56,7 +56,7 @@ class Attendance:
         self.state.out.note("joined", text, learner, declared=learner.declared, known_as=known_as)
         self._tell_again(learner)
 
-    def _turn_off(self, before: Learner | None, hello: Hello, wrong: str) -> None:
+    def _turn_off(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
         """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
         if before is not None:
             self._disconnect(before, hello)
@@ -64,12 +64,12 @@ class Attendance:
         self.state.out.send(hello.learner, Refused(reason=wrong))
         self.state.out.add(Expel(hello.learner, wrong))
 
-    def _disconnect(self, before: Learner, hello: Hello) -> None:
+    def _disconnect(self, before: KnownLearner, hello: Hello) -> None:
         if before.connected:
             same = before.session == hello.session
             self.lose(before, "lost", "it dialled again" if same else "another process took its name")
 
-    def _take_the_place_of(self, before: Learner, hello: Hello) -> None:
+    def _take_the_place_of(self, before: KnownLearner, hello: Hello) -> None:
         """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
         self._disconnect(before, hello)
         if before.session != hello.session:
@@ -90,7 +90,7 @@ class Attendance:
             or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
         )
 
-    def _welcome(self, learner: Learner) -> None:
+    def _welcome(self, learner: KnownLearner) -> None:
         welcome = Welcome(
             run=self.state.history.run,
             incarnation=learner.incarnation,
@@ -99,7 +99,7 @@ class Attendance:
             versions=tuple(self.state.versions),
             gathering=self.state.gathering_round,
             reset=learner.reset,
-            upload=self.beginning.asks(learner),
+            upload=self.run_start.asks(learner),
             progress=self.state.history.progress,
             global_step=self.state.history.global_step,
             committed=self.state.committed,
@@ -115,7 +115,7 @@ class Attendance:
         )
         self.state.out.send(learner.name, welcome)
 
-    def _tell_again(self, learner: Learner) -> None:
+    def _tell_again(self, learner: KnownLearner) -> None:
         """For all we know it did not hear it."""
         if self.state.phase == "ending":
             self.state.out.send(learner.name, Ending(reason=self.state.end_reason))
@@ -126,12 +126,12 @@ class Attendance:
 
     # ---- going --------------------------------------------------------------------------------------------------
 
-    def ask_to_leave(self, learner: Learner, reason: str) -> None:
+    def ask_to_leave(self, learner: KnownLearner, reason: str) -> None:
         learner.draining = self.state.members.asked_to_leave[learner.session] = reason
         self.state.out.send(learner.name, Drain(reason=reason))
         self.state.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
 
-    def lose(self, learner: Learner, kind: str, reason: str) -> None:
+    def lose(self, learner: KnownLearner, kind: str, reason: str) -> None:
         """Its connection is gone; `kind`: "lost", and it may come back, or "left", which is for good."""
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
@@ -143,19 +143,19 @@ class Attendance:
             self.close(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
         self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
-        if (heir := self.beginning.lost(learner)) is not None:
+        if (heir := self.run_start.lost(learner)) is not None:
             self._welcome(heir)
 
     def hurry(self, now: float, wakes: list[float]) -> None:
         """A run without parameters waits for nobody who sends none."""
-        if (heir := self.beginning.overdue(now, wakes)) is not None:
+        if (heir := self.run_start.overdue(now, wakes)) is not None:
             self._welcome(heir)
 
-    def expel(self, learner: Learner, reason: str) -> None:
+    def expel(self, learner: KnownLearner, reason: str) -> None:
         self.lose(learner, "lost", reason)
         self.state.out.add(Expel(learner.name, reason))
 
-    def close(self, learner: Learner, reason: str) -> None:
+    def close(self, learner: KnownLearner, reason: str) -> None:
         """This life is over for good."""
         self.accounts.close(learner, reason, self.rounds.under_way(learner))
 
@@ -170,23 +170,23 @@ class Attendance:
                 wakes.append(until)
 
 
-class Beginning:
+class RunStart:
     """How a run comes by its first parameters, and begins: one learner is asked for version 0.
 
     Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes
     before one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it;
-    when the one that was asked is gone, or sends nothing more (`Upload`), whatever it sent is discarded and the next
+    when the one that was asked is gone, or sends nothing more (`UploadWait`), whatever it sent is discarded and the next
     is asked. Once all of it is there, the run begins when as many learners are there as it is meant for, or
     `wait_for_learners_s` later: until then nobody trains, so that the first rounds have everybody in them and the
     run's step is that of everybody.
     """
 
-    def __init__(self, state: SyncerState, cuts: Cuts, assembling: Assembling) -> None:
-        self.state, self.cuts, self.assembling = state, cuts, assembling
+    def __init__(self, state: SyncerState, cuts: Cuts, assembly: Assembly) -> None:
+        self.state, self.cuts, self.assembly = state, cuts, assembly
         self._uploader: str | None = None
         self._uploader_holds = False
         """It has adopted a global model."""
-        self._upload = Upload()
+        self._upload = UploadWait()
         self._whole_at: float | None = None
         """Since when all of the first parameters are there."""
 
@@ -196,11 +196,11 @@ class Beginning:
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
             self._upload.asked()
 
-    def asks(self, learner: Learner) -> bool:
+    def asks(self, learner: KnownLearner) -> bool:
         """Whether this one is to give the first parameters."""
         return self.state.phase == "empty" and self._uploader == learner.name and self._whole_at is None
 
-    def lost(self, learner: Learner) -> Learner | None:
+    def lost(self, learner: KnownLearner) -> KnownLearner | None:
         """This one is gone; who is asked in its place, and has to be told."""
         return self._next() if self.asks(learner) else None
 
@@ -209,7 +209,7 @@ class Beginning:
         if uploader == self._uploader:
             self._upload.moved(now, size)
 
-    def overdue(self, now: float, wakes: list[float]) -> Learner | None:
+    def overdue(self, now: float, wakes: list[float]) -> KnownLearner | None:
         """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
         there = {one.name for one in self.state.members.connected()}
         if self.state.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
@@ -223,7 +223,7 @@ class Beginning:
         wakes.append(until)
         return heir
 
-    def _next(self) -> Learner | None:
+    def _next(self) -> KnownLearner | None:
         """What the last one sent is discarded. Those that had their chance come last."""
         heirs = sorted(self.state.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
         self._uploader = heirs[0].name if heirs else None
@@ -274,7 +274,7 @@ class Beginning:
         self.cuts.first()
         self.state.out.persist(StartedRecord(uploader))
         self.state.enter_phase("running")
-        self.assembling.started(now)
+        self.assembly.started(now)
         self.state.versions = [0] * len(self.state.versions)
         self.state.out.note("initial", f"{uploader} gave the first parameters")
         for learner in self.state.members.connected():
@@ -295,7 +295,7 @@ UPLOAD_RATE = 32 * 1024
 """… what the largest one that was begun takes at so many bytes a second: half of what a body must come at."""
 
 
-class Upload:
+class UploadWait:
     """How long whoever is asked for the first parameters has for them: as long as fragments keep coming.
 
     A large model over a slow link takes hours, and may. But nothing begins before version 0 is there, so one that is

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from atoll.protocol.statistics import merged_share, middle
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 LOW, RECOVERED = 1 / 2, 2 / 3
@@ -63,12 +63,12 @@ class ShareWatch:
         self.state = state
         self._windows: dict[str, Window] = {}
 
-    def alarm(self, learner: Learner) -> str:
+    def alarm(self, learner: KnownLearner) -> str:
         """What is wrong with its share; empty: nothing."""
         window = self._windows.get(learner.name)
         return window.alarm if window is not None and _is_of(window, learner) else ""
 
-    def reported(self, learner: Learner) -> None:
+    def reported(self, learner: KnownLearner) -> None:
         """It may have made enough steps for another look."""
         self._end_of_those_gone()
         window = self._windows.get(learner.name)
@@ -78,7 +78,7 @@ class ShareWatch:
         elif learner.t >= window.next_t:
             self._look(learner, window)
 
-    def _look(self, learner: Learner, window: Window) -> None:
+    def _look(self, learner: KnownLearner, window: Window) -> None:
         account = self.state.history.ledger.open.get((learner.name, learner.incarnation))
         if account is None or account.origin is None:
             return
@@ -89,7 +89,7 @@ class ShareWatch:
         if window.share is not None and others is not None:
             self._judge(learner, window, window.share, others)
 
-    def _judge(self, learner: Learner, window: Window, share: float, others: float) -> None:
+    def _judge(self, learner: KnownLearner, window: Window, share: float, others: float) -> None:
         window.low_looks = window.low_looks + 1 if share < LOW * others else 0
         if not window.alarm and window.low_looks >= LOW_LOOKS:
             window.alarm = f"only {share:.0%} of {learner.name}'s last work was merged, {others:.0%} of the others'"
@@ -99,10 +99,10 @@ class ShareWatch:
             text = f"{share:.0%} of {learner.name}'s last work was merged again, {others:.0%} of the others'"
             self._tell(learner, text, share, others, over=True)
 
-    def _tell(self, learner: Learner, text: str, share: float, others: float, *, over: bool) -> None:
+    def _tell(self, learner: KnownLearner, text: str, share: float, others: float, *, over: bool) -> None:
         self.state.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
 
-    def _share_of_others(self, but: Learner) -> float | None:
+    def _share_of_others(self, but: KnownLearner) -> float | None:
         windows = ((one, self._windows.get(one.name)) for one in self.state.members.reachable() if one is not but)
         shares = [window.share for one, window in windows if window is not None and _is_of(window, one)]
         known = [share for share in shares if share is not None]
@@ -120,7 +120,7 @@ class ShareWatch:
         return max(1, round(of_h * self.state.settings.sync_every))
 
 
-def _is_of(window: Window, learner: Learner) -> bool:
+def _is_of(window: Window, learner: KnownLearner) -> bool:
     return window.incarnation == learner.incarnation
 
 
@@ -142,7 +142,7 @@ class SameBatches:
         self._said: dict[str, deque[int]] = {}
         self._common: dict[tuple[str, str], int] = {}
 
-    def reported(self, learner: Learner, number: int) -> None:
+    def reported(self, learner: KnownLearner, number: int) -> None:
         """−1: it says nothing of its batches."""
         mine = self._said.setdefault(learner.name, deque(maxlen=KEPT))
         if number < 0 or number in mine:
@@ -152,7 +152,7 @@ class SameBatches:
             if other is not learner and number in self._said.get(other.name, ()):
                 self._count(*sorted((learner, other), key=lambda one: one.name))
 
-    def _count(self, one: Learner, other: Learner) -> None:
+    def _count(self, one: KnownLearner, other: KnownLearner) -> None:
         pair = (one.name, other.name)
         self._common[pair] = self._common.get(pair, 0) + 1
         if self._common[pair] == COMMON:

@@ -4,12 +4,12 @@ This file routes every event to its rule and then lets time do its work. The rul
 
     the state of a run             state.py; what is written down and sent, in order: outbox.py
     who takes part                 membership.py; who joins and leaves, how a run begins: joining.py
-    who is silent, stalled, muted  watch.py
+    who is silent, stalled, muted  liveness.py
     who helps a newcomer           peers.py
     reports and contributions      contributions.py; what a learner may claim: claims.py; data and ledger: accounts.py
     rounds                         rounds.py; when one closes: closing.py; what a contribution weighs: weights.py
     snapshots                      cuts.py
-    scores and rollbacks           restoring.py
+    scores and rollbacks           rollback.py
     the end                        ending.py
 
 Most messages of many learners change nothing yet: a heartbeat, a step before a round is due. They skip the second part
@@ -28,16 +28,16 @@ from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.closing import Estimates
-from atoll.protocol.syncer.contributions import Hearing, Strikes
+from atoll.protocol.syncer.contributions import Contributions, Strikes
 from atoll.protocol.syncer.cuts import Cuts
-from atoll.protocol.syncer.ending import Assembling, End
-from atoll.protocol.syncer.joining import Attendance, Beginning
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.ending import Assembly, RunEnd
+from atoll.protocol.syncer.joining import Joining, RunStart
+from atoll.protocol.syncer.liveness import Liveness
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
-from atoll.protocol.syncer.restoring import Restoring
+from atoll.protocol.syncer.rollback import Rollback
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import Phase, SyncerState
-from atoll.protocol.syncer.watch import Watch
 
 
 class Syncer:
@@ -54,15 +54,17 @@ class Syncer:
         self.accounts = Accounts(state)
         self.cuts = Cuts(state)
         self.rounds = rounds = Rounds(state, self.cuts)
-        self.watch = Watch(state, rounds)
+        self.liveness = Liveness(state, rounds)
         self.peers = Peers(state)
-        self.assembling = Assembling(state, returning=bool(history.lives))
-        self.beginning = Beginning(state, self.cuts, self.assembling)
-        self.attendance = Attendance(state, self.accounts, rounds, self.peers, self.beginning)
-        self.strikes = Strikes(state, self.accounts, rounds, self.peers, self.attendance)
-        self.hearing = Hearing(state, self.accounts, rounds, self.watch, self.peers, self.attendance, self.strikes)
-        self.restoring = Restoring(state, rounds, self.strikes)
-        self.end = End(state, rounds, self.peers, self.assembling)
+        self.assembly = Assembly(state, returning=bool(history.lives))
+        self.run_start = RunStart(state, self.cuts, self.assembly)
+        self.joining = Joining(state, self.accounts, rounds, self.peers, self.run_start)
+        self.strikes = Strikes(state, self.accounts, rounds, self.peers, self.joining)
+        self.contributions = Contributions(
+            state, self.accounts, rounds, self.liveness, self.peers, self.joining, self.strikes
+        )
+        self.rollback = Rollback(state, rounds, self.strikes)
+        self.end = RunEnd(state, rounds, self.peers, self.assembly)
 
     @classmethod
     def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
@@ -110,11 +112,11 @@ class Syncer:
 
     @property
     def estimates(self) -> Estimates:
-        return self.rounds.gathering.estimates
+        return self.rounds.closing.estimates
 
     @property
     def grace_s(self) -> float:
-        return self.rounds.gathering.grace_s
+        return self.rounds.closing.grace_s
 
     @property
     def last_members(self) -> tuple[str, ...]:
@@ -138,14 +140,14 @@ class Syncer:
     def _take(self, now: float, event: fx.SyncerEvent) -> None:
         match event:
             case fx.Greeted(hello, token):
-                self.attendance.greet(now, hello, token)
+                self.joining.greet(now, hello, token)
             case fx.Received(name) | fx.Delivered(name) | fx.Lost(name) | fx.DrainAsked(name):
                 if (learner := self._known(name)) is not None:
                     self._take_of(now, learner, event)
             case fx.Uploading(name, size):
-                self.beginning.uploading(now, name, size)
+                self.run_start.uploading(now, name, size)
             case fx.Initialised(name):
-                self.beginning.initialised(now, name)
+                self.run_start.initialised(now, name)
             case fx.Merged():
                 self.rounds.commit(now, event)
             case fx.Unmergeable(number, reason, reset):
@@ -153,11 +155,11 @@ class Syncer:
                     self.state.out.persist(Reset(self.state.open_rounds[number].fragment, reason))
                 self.rounds.fail(now, self.state.open_rounds[number], reason)
             case fx.Scored(number, loss):
-                self.restoring.scored(number, loss)
+                self.rollback.scored(number, loss)
             case fx.Restorable():
-                self.restoring.restore(now, event)
+                self.rollback.restore(now, event)
             case fx.Unrestorable(reason):
-                self.restoring.give_up(reason)
+                self.rollback.give_up(reason)
             case fx.CutKept(cut, reason):
                 self.cuts.kept(cut, reason)
             case fx.CutWritten(cut, manifest):
@@ -170,25 +172,25 @@ class Syncer:
                 self.end.begin(now, reason)
             case fx.Over():
                 for learner in self.members.learners.values():
-                    self.attendance.close(learner, "the run is over")
+                    self.joining.close(learner, "the run is over")
             case fx.PullsSent(number, attempt, probed):
                 if probed:
-                    self.watch.probe_sent(now, probed)
+                    self.liveness.probe_sent(now, probed)
                 else:
                     self.rounds.pulls_sent(now, number, attempt)
             case fx.StoodStill(seconds):
-                self.watch.stood_still(now, seconds)
+                self.liveness.stood_still(now, seconds)
             case fx.Tick():
                 pass
 
-    def _known(self, name: str) -> Learner | None:
+    def _known(self, name: str) -> KnownLearner | None:
         """One whose word counts. Once the run is over, accounts are closed of learners that are still connected: what
         was on its way then is passed over, since nothing of that life is left to judge it by."""
         learner = self.members.learners.get(name)
         return learner if learner is not None and learner.connected and not learner.closed else None
 
     def _take_of(
-        self, now: float, learner: Learner, event: fx.Received | fx.Delivered | fx.Lost | fx.DrainAsked
+        self, now: float, learner: KnownLearner, event: fx.Received | fx.Delivered | fx.Lost | fx.DrainAsked
     ) -> None:
         match event:
             case fx.Received(_, message):
@@ -196,20 +198,20 @@ class Syncer:
                 self._receive(now, learner, message)
             case fx.Delivered(_, contribution, refusal):
                 self._heard(now, learner, contribution)
-                self.hearing.contribution(now, learner, contribution, refusal)
+                self.contributions.contribution(now, learner, contribution, refusal)
             case fx.Lost(_, reason):
-                self.attendance.lose(learner, "lost", reason)
+                self.joining.lose(learner, "lost", reason)
             case fx.DrainAsked(_, reason):
-                self.attendance.ask_to_leave(learner, reason)
+                self.joining.ask_to_leave(learner, reason)
 
-    def _heard(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
+    def _heard(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
         learner.last_heard = now
         self.state.out.hear(message.clock)
 
-    def _receive(self, now: float, learner: Learner, message: msg.FromLearner) -> None:
+    def _receive(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
         match message:
             case msg.Progress():
-                self._only_counted = self.hearing.report(now, learner, message)
+                self._only_counted = self.contributions.report(now, learner, message)
             case msg.Decline(round=number, attempt=attempt, reason=reason):
                 if (seat := self.rounds.seat(learner, number, attempt)) is not None:
                     self.rounds.nothing_from(self.state.open_rounds[number], seat, reason)
@@ -228,7 +230,7 @@ class Syncer:
             case msg.Unable():
                 self.peers.unable(learner, message)
             case msg.Leave(reason=reason):
-                self.attendance.lose(learner, "left", reason)
+                self.joining.lose(learner, "left", reason)
 
     # ---- what need not be followed up -------------------------------------------------------------------------
 
@@ -249,11 +251,11 @@ class Syncer:
             case _:
                 return False
 
-    def _is_before_the_next(self, now: float, learner: Learner) -> bool:
+    def _is_before_the_next(self, now: float, learner: KnownLearner) -> bool:
         """Whether no report could bring a round or the end about; then all that this one moves is seen to here."""
         if self.phase != "running" or self.settings.synchronous or self._asked is not None:
             return False
-        if self.assembling.returning or self.rounds.any_due() or self.end.budget_spent():
+        if self.assembly.returning or self.rounds.any_due() or self.end.budget_spent():
             return False
         assert self.wake_at is not None
         self.end.stepped(now)
@@ -270,18 +272,18 @@ class Syncer:
             wakes.clear()
             if self._asked is not None:
                 self._change(self._asked)
-            self.beginning.turn(now, wakes)
-            for silent in self.watch.turn(now, wakes):
-                self.attendance.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
-            self.rounds.gathering.watch(now)
-            self.attendance.abandon(now, wakes)
+            self.run_start.turn(now, wakes)
+            for silent in self.liveness.turn(now, wakes):
+                self.joining.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+            self.rounds.closing.watch(now)
+            self.joining.abandon(now, wakes)
             self.cuts.turn(now, wakes)
             self._help(now, wakes)
-            if self.restoring.turn():
+            if self.rollback.turn():
                 break
             self.end.turn(now, wakes)
-            self.attendance.hurry(now, wakes)
-            if self.phase == "running" and self.assembling.may_open(now, wakes):
+            self.joining.hurry(now, wakes)
+            if self.phase == "running" and self.assembly.may_open(now, wakes):
                 self.rounds.open_next(now)
             moved = self.rounds.turn(now, wakes)
         self.wake_at = min([wake for wake in wakes if now < wake < inf], default=None)
@@ -302,5 +304,5 @@ class Syncer:
         self.state.change_settings()
         if asked.reopen:
             self.end.reopen()
-            self.assembling.reopen()
+            self.assembly.reopen()
         self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)

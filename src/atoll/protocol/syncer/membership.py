@@ -23,7 +23,7 @@ State = Literal["joining", "training", "gone"]
 
 
 @dataclass(slots=True)
-class Learner:
+class KnownLearner:
     """What the syncer knows of one learner."""
 
     name: str
@@ -155,8 +155,8 @@ class Membership:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.learners: dict[str, Learner] = {}
-        self._by_name: list[Learner] = []
+        self.learners: dict[str, KnownLearner] = {}
+        self._by_name: list[KnownLearner] = []
         """In the order of their names."""
         self.asked_to_leave: dict[str, str] = {}
         """Session → why, of processes that the operator drains: another may have their name when they come back."""
@@ -165,7 +165,7 @@ class Membership:
         self._uncounted = 0
         """Tokens that an earlier term was told of and did not count."""
 
-    def greet(self, now: float, hello: Hello, run: str) -> tuple[Learner, bool]:
+    def greet(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
         did not keep that it was given."""
         known = self.learners.get(hello.learner)
@@ -174,7 +174,7 @@ class Membership:
             return known, False
         again = known is not None and known.session == hello.session
         origin = hello.tokens_total if not again and _had_a_life(known, hello, run) else 0
-        learner = Learner(
+        learner = KnownLearner(
             name=hello.learner,
             session=hello.session,
             incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
@@ -199,7 +199,7 @@ class Membership:
 
     def remember(self, name: str, life: Life) -> None:
         """A learner that an earlier term knew; it is away until it says hello."""
-        learner = Learner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
+        learner = KnownLearner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t, learner.least = life.t, self.least
         learner.tokens_total, learner.tokens_before = life.total, life.before
         learner.budgeted = Counted(life.total, before=life.total)
@@ -214,13 +214,13 @@ class Membership:
         if self.settings.tokens:
             self._uncounted = max(0, self.tokens() - ceil(progress * self.settings.tokens))
 
-    def _add(self, learner: Learner) -> None:
+    def _add(self, learner: KnownLearner) -> None:
         place = bisect_left(self._by_name, learner.name, key=_name)
         known = learner.name in self.learners
         self._by_name[place : place + known] = [learner]
         self.learners[learner.name] = learner
 
-    def _come_back(self, now: float, learner: Learner, hello: Hello, run: str) -> None:
+    def _come_back(self, now: float, learner: KnownLearner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
         learner.protocol, learner.declared = hello.protocol, learner.declared or hello.tokens_per_step
         same = hello.run == run and hello.incarnation == learner.incarnation
@@ -234,7 +234,7 @@ class Membership:
         learner.offer = learner.aims = -1
         learner.stalled = False
 
-    def restart(self, now: float, learner: Learner) -> None:
+    def restart(self, now: float, learner: KnownLearner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
         learner.incarnation += 1
         learner.state, learner.joined_at = "joining", now
@@ -248,7 +248,7 @@ class Membership:
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
 
-    def report(self, now: float, learner: Learner, progress: Progress, furthest: int) -> None:
+    def report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
         offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
         if progress.t > learner.t and learner.state == "training":
@@ -266,7 +266,7 @@ class Membership:
         learner.reset = False
         learner.dropped, learner.position = progress.dropped, progress.position
 
-    def live(self) -> list[Learner]:
+    def live(self) -> list[KnownLearner]:
         return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
 
     def alive(self, heard_since: float) -> list[str]:
@@ -274,11 +274,11 @@ class Membership:
         makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands)."""
         return [one.name for one in self.reachable() if not one.stalled and one.last_heard >= heard_since]
 
-    def reachable(self) -> list[Learner]:
+    def reachable(self) -> list[KnownLearner]:
         """Live, or muted, or stalled: all that could have last steps to give."""
         return [one for one in self._by_name if one.state == "training"]
 
-    def stepping(self) -> list[Learner]:
+    def stepping(self) -> list[KnownLearner]:
         """Live, and more steps will come."""
         return [
             one
@@ -286,7 +286,7 @@ class Membership:
             if one.state == "training" and not one.muted and not one.stalled and not one.stopped
         ]
 
-    def connected(self) -> list[Learner]:
+    def connected(self) -> list[KnownLearner]:
         return [one for one in self._by_name if one.state != "gone"]
 
     def step_s(self) -> float | None:
@@ -299,7 +299,7 @@ class Membership:
         known = sorted(one.answer_s.value for one in self.reachable() if one.answer_s.value is not None)
         return known[(len(known) - 1) // 2] if known else None
 
-    def per_step(self, but: Learner) -> list[float]:
+    def per_step(self, but: KnownLearner) -> list[float]:
         """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
         that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
         others = [one.usual for one in self.reachable() if one is not but and one.usual.tokens > 0]
@@ -311,7 +311,7 @@ class Membership:
         """Trained on by all together, as far as that is believed."""
         return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
 
-    def _rate(self, now: float, but: Learner) -> float | None:
+    def _rate(self, now: float, but: KnownLearner) -> float | None:
         """Tokens a second that it is believed, by what the others make; 0 while they may yet show it; None: whatever it
         says, for there is nobody else, or no budget."""
         others = [one for one in self._by_name if one is not but and not one.closed] if self.settings.tokens else []
@@ -321,10 +321,10 @@ class Membership:
         since = max((one.joined_at if one.connected else one.last_heard for one in others), default=-inf)
         return 0.0 if now < since + self.settings.assemble_s else None
 
-    def silence_limit(self, learner: Learner) -> float:
+    def silence_limit(self, learner: KnownLearner) -> float:
         return learner.last_heard + self.settings.lost_after_s
 
-    def stall_limit(self, learner: Learner) -> float:
+    def stall_limit(self, learner: KnownLearner) -> float:
         """After this moment without a step a learner is not waited for. How long its first takes nobody knows: where
         all wait for it, it has the time that a run gives to assemble."""
         step_s, unknown_s = learner.step_s.value, self.settings.assemble_s if self.settings.synchronous else 0.0
@@ -332,16 +332,16 @@ class Membership:
         return max(learner.last_step_at, learner.idle_at) + patience_s
 
 
-def _name(one: Learner) -> str:
+def _name(one: KnownLearner) -> str:
     return one.name
 
 
-def _had_a_life(known: Learner | None, hello: Hello, run: str) -> bool:
+def _had_a_life(known: KnownLearner | None, hello: Hello, run: str) -> bool:
     """It has been part of this run, and then another process had its name."""
     return known is not None and hello.run == run and hello.incarnation > 0
 
 
-def _tokens_before(known: Learner | None, session: str) -> int:
+def _tokens_before(known: KnownLearner | None, session: str) -> int:
     """Of its earlier processes; one that comes back after its account was closed goes on counting."""
     if known is None:
         return 0

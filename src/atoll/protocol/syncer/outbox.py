@@ -16,7 +16,7 @@ from atoll.protocol.history import History
 from atoll.protocol.limits import MOST, Budgets
 from atoll.protocol.messages import FromSyncer
 from atoll.protocol.records import AnyRecord, Lent, Played, Stretch, encode
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.tape import KEPT, AnyEntry
 
 
@@ -51,7 +51,7 @@ class Outbox:
     def discard(self, learner: str, number: int, attempt: int) -> None:
         self.add(Discard(learner, number, attempt))
 
-    def note(self, kind: str, text: str, learner: Learner | None = None, **data: object) -> None:
+    def note(self, kind: str, text: str, learner: KnownLearner | None = None, **data: object) -> None:
         who: dict[str, object] = {"learner": learner.name, "incarnation": learner.incarnation} if learner else {}
         self.add(Note(kind, text, {**who, **data}))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from atoll.protocol.learner.peer_state import BYTES_PER_S
 from atoll.protocol.messages import Fresh, Help, Helped, Ready, Release, Settled, Stream, Unable
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
 BOUND_S = 10.0
@@ -33,12 +33,12 @@ ADDRESS_CHARS = 256
 class Recovery:
     """One newcomer, and the peer that helps it now."""
 
-    newcomer: Learner
+    newcomer: KnownLearner
     incarnation: int
     after: int
     since: float
     tries: int = 0
-    peer: Learner | None = None
+    peer: KnownLearner | None = None
     ticket: str = ""
     asked_at: float = 0.0
     asked_round: int = 0
@@ -49,7 +49,7 @@ class Recovery:
     frozen: bool = False
     """It needs frozen parameters too."""
 
-    def trusts(self, peer: Learner) -> bool:
+    def trusts(self, peer: KnownLearner) -> bool:
         return peer.name not in self.declined and peer.session not in self.newcomer.distrusted
 
     @property
@@ -67,13 +67,13 @@ class Peers:
 
     # ---- what the newcomer says ---------------------------------------------------------------------------------
 
-    def seek(self, now: float, newcomer: Learner, after: int, *, frozen: bool = False) -> None:
+    def seek(self, now: float, newcomer: KnownLearner, after: int, *, frozen: bool = False) -> None:
         """It cannot contribute until this is settled."""
         self.over(newcomer, "it asks anew")
         newcomer.state, newcomer.recovered = "joining", False
         self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now, frozen=frozen)
 
-    def settled(self, now: float, newcomer: Learner, said: Settled) -> Learner | None:
+    def settled(self, now: float, newcomer: KnownLearner, said: Settled) -> KnownLearner | None:
         """The peer whose state was refused, where that is a strike."""
         if (recovery := self.open.get(newcomer.name)) is None:
             return None
@@ -90,7 +90,7 @@ class Peers:
         self.over(newcomer, "the newcomer has it")
         return None
 
-    def _again(self, recovery: Recovery, said: Settled) -> Learner | None:
+    def _again(self, recovery: Recovery, said: Settled) -> KnownLearner | None:
         """It did not come, or was refused: what a newcomer says of one peer costs that peer a strike once."""
         if (peer := recovery.peer) is None or said.ticket != recovery.ticket:
             return None
@@ -100,19 +100,19 @@ class Peers:
         recovery.newcomer.distrusted.add(peer.session)
         return peer
 
-    def gave_up(self, newcomer: Learner) -> None:
+    def gave_up(self, newcomer: KnownLearner) -> None:
         """It says that it waits for nobody."""
         if (recovery := self.open.get(newcomer.name)) is not None:
             self._go_on(recovery, "it asks no more", tell=False)
 
-    def over(self, newcomer: Learner, reason: str) -> None:
+    def over(self, newcomer: KnownLearner, reason: str) -> None:
         """This one seeks no more, or is gone; its peer is free."""
         if (recovery := self.open.pop(newcomer.name, None)) is not None:
             self._release(recovery, reason)
 
     # ---- what the peer says -------------------------------------------------------------------------------------
 
-    def ready(self, peer: Learner, said: Ready) -> None:
+    def ready(self, peer: KnownLearner, said: Ready) -> None:
         recovery = self._of(said.ticket)
         if recovery is None or recovery.peer is not peer or said.size <= 0:
             self.state.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
@@ -123,14 +123,14 @@ class Peers:
         helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
         self.state.out.send(recovery.newcomer.name, helped)
 
-    def unable(self, peer: Learner, said: Unable) -> None:
+    def unable(self, peer: KnownLearner, said: Unable) -> None:
         recovery = self._of(said.ticket)
         if recovery is not None and recovery.peer is peer:
             recovery.declined.add(peer.name)
             recovery.ticket = ""  # it knows of none: nothing to release
             self._fail(recovery, said.reason)
 
-    def lost(self, learner: Learner, reason: str) -> None:
+    def lost(self, learner: KnownLearner, reason: str) -> None:
         """It is gone, or its numbers are broken: it helps nobody, and seeks anew when it comes back."""
         self.over(learner, "the newcomer is gone")
         for recovery in self.open.values():
@@ -197,7 +197,7 @@ class Peers:
         """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
         return self.state.settings.assemble_s if recovery.frozen else self.state.settings.patience_s
 
-    def _healthiest(self, recovery: Recovery) -> Learner | None:
+    def _healthiest(self, recovery: Recovery) -> KnownLearner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
         able = [one for one in self.state.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
@@ -215,11 +215,11 @@ class Peers:
         others = [one for one in self.state.members.learners.values() if one.name not in lacking]
         return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
 
-    def _chance(self, newcomer: Learner) -> Callable[[Learner], str]:
+    def _chance(self, newcomer: KnownLearner) -> Callable[[KnownLearner], str]:
         """A draw that nobody can foresee or bend: it takes the newcomer's session."""
         return lambda peer: self._hash(self.state.committed, newcomer.session, peer.session)
 
-    def _ask(self, now: float, recovery: Recovery, peer: Learner) -> None:
+    def _ask(self, now: float, recovery: Recovery, peer: KnownLearner) -> None:
         newcomer = recovery.newcomer
         recovery.tries += 1
         recovery.peer, recovery.ticket, recovery.ready = peer, self._ticket(newcomer, peer), None
@@ -249,7 +249,7 @@ class Peers:
         if recovery.peer is not None and recovery.ticket and recovery.peer.connected:
             self.state.out.send(recovery.peer.name, Release(ticket=recovery.ticket, reason=reason))
 
-    def _ticket(self, newcomer: Learner, peer: Learner) -> str:
+    def _ticket(self, newcomer: KnownLearner, peer: KnownLearner) -> str:
         self._tickets += 1
         return self._hash(self._tickets, newcomer.session, peer.session)
 

@@ -19,9 +19,9 @@ from atoll.protocol import records, schedule
 from atoll.protocol.effects import Commit, ConfirmSent, Judged, Merge, Merged, Part
 from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.statistics import RecentSamples, Spread
-from atoll.protocol.syncer.closing import OWN_STEPS, Gathering
+from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
 from atoll.protocol.syncer.weights import limit_of, limited, telling, weight
 
@@ -35,8 +35,8 @@ RECENT = 512
 class Rounds:
     def __init__(self, state: SyncerState, cuts: Cuts) -> None:
         self.state, self.cuts = state, cuts
-        self.gathering = Gathering(state)
-        self.gathering.pace.go_on_from(state.history.step)
+        self.closing = RoundClosing(state)
+        self.closing.pace.go_on_from(state.history.step)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
         self._since = RecentSamples(RECENT)
@@ -54,7 +54,7 @@ class Rounds:
     @property
     def step(self) -> float:
         """The run's step, as of now (`Pace`)."""
-        return self.gathering.pace.clock
+        return self.closing.pace.clock
 
     @property
     def global_step(self) -> int:
@@ -62,7 +62,7 @@ class Rounds:
 
     def any_due(self) -> bool:
         """Whether a gathering round may freeze as soon as enough learners have reported."""
-        return self.gathering.pace.is_due() or any(
+        return self.closing.pace.is_due() or any(
             round_.stage == "gathering" and (round_.attempt > 1 or round_.due_at is not None)
             for round_ in self.state.open_rounds.values()
         )
@@ -121,15 +121,15 @@ class Rounds:
         self.state.draining = True
 
     def _gather(self, now: float, round_: Round, wakes: list[float]) -> bool:
-        if self.gathering.is_behind_all(round_):
+        if self.closing.is_behind_all(round_):
             self._pass_over(round_, "every learner has gone past it")
             return True
-        if self.gathering.is_skipped(round_):
+        if self.closing.is_skipped(round_):
             self._pass_over(round_, NOTHING_LEFT)
             return True
         in_turn = not any(r.number < round_.number and r.stage == "gathering" for r in self.state.open_rounds.values())
-        ready = self.gathering.ready(round_)
-        verdict = self.gathering.judge(now, round_, ready, in_turn=in_turn, wakes=wakes)
+        ready = self.closing.ready(round_)
+        verdict = self.closing.judge(now, round_, ready, in_turn=in_turn, wakes=wakes)
         if not verdict.close:
             if verdict.until is not None:
                 wakes.append(verdict.until)
@@ -140,14 +140,14 @@ class Rounds:
         self._freeze(now, round_, ready, verdict.reason)
         return True
 
-    def _freeze(self, now: float, round_: Round, ready: list[Learner], reason: str) -> None:
-        self.gathering.froze(now, round_)
+    def _freeze(self, now: float, round_: Round, ready: list[KnownLearner], reason: str) -> None:
+        self.closing.froze(now, round_)
         round_.enter_stage("pulling")
         round_.frozen_at, round_.reason = now, reason
         alive = self.state.members.alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
-            deadline_s = self.gathering.deadline_of(one)
+            deadline_s = self.closing.deadline_of(one)
             round_.seats[one.name] = Seat(one.name, one.incarnation, one.t, deadline_s)
             pull = Pull(
                 round=round_.number,
@@ -169,7 +169,7 @@ class Rounds:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def seat(self, learner: Learner, number: int, attempt: int) -> Seat | None:
+    def seat(self, learner: KnownLearner, number: int, attempt: int) -> Seat | None:
         """The seat an answer belongs to, if it is still waited for."""
         round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ else None
@@ -177,7 +177,7 @@ class Rounds:
             return None
         return seat if seat.incarnation == learner.incarnation else None
 
-    def has_given(self, learner: Learner, number: int, attempt: int) -> bool:
+    def has_given(self, learner: KnownLearner, number: int, attempt: int) -> bool:
         """Whether its contribution to this attempt is in, and waits to be merged."""
         round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ is not None and round_.attempt == attempt else None
@@ -192,14 +192,14 @@ class Rounds:
         self.state.members.learners[seat.learner].declined[round_.fragment] = seat.t
         self.leave_out(round_, seat, reason)
 
-    def unseat(self, learner: Learner, reason: str) -> None:
+    def unseat(self, learner: KnownLearner, reason: str) -> None:
         """Nothing more will come from this learner to the rounds that asked it."""
         for round_ in self.state.open_rounds.values():
             seat = round_.seats.get(learner.name)
             if seat is not None and seat.state == "asked":
                 self.leave_out(round_, seat, reason)
 
-    def under_way(self, learner: Learner) -> Contribution | None:
+    def under_way(self, learner: KnownLearner) -> Contribution | None:
         """Its newest contribution to a round that is not committed yet."""
         seats = [
             round_.seats[learner.name] for round_ in self.state.open_rounds.values() if learner.name in round_.seats
@@ -214,7 +214,7 @@ class Rounds:
         for seat in missed:  # for all we know the deadline was too short: learn from it
             self.state.members.learners[seat.learner].answer_s.add(now - round_.frozen_at)
         if missed and not round_.given and len(missed) == len(round_.asked):
-            self.gathering.estimates.sync_s.add(now - round_.frozen_at)
+            self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
             self._miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
@@ -328,7 +328,7 @@ class Rounds:
         self.state.versions[round_.fragment] += 1
         self.state.out.persist(self._record(round_, event), round=round_.number)
         self.state.out.add(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
-        self.gathering.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
+        self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
         if not self.state.draining:  # a run that ends takes one behind its last round
             self.cuts.committed(now, self.state.committed)
         self._tell(now, round_, event)
@@ -358,7 +358,7 @@ class Rounds:
 
     def _count(self) -> None:
         self.state.committed += 1
-        self.gathering.count_round()
+        self.closing.count_round()
         self.state.out.count(self.state.committed)
 
     def _tell(self, now: float, round_: Round, event: Merged) -> None:
@@ -385,7 +385,7 @@ class Rounds:
         for one in event.judged:
             self._suspect(self.state.members.learners[one.learner], one)
 
-    def _suspect(self, learner: Learner, judged: Judged) -> None:
+    def _suspect(self, learner: KnownLearner, judged: Judged) -> None:
         """Told when it begins and when it is over."""
         learner.agreement, learner.influence = judged.agreement, judged.influence
         before, learner.suspect = learner.suspect, judged.suspect
@@ -424,7 +424,7 @@ class Rounds:
             "influence": None if judged is None else round(judged.influence, 4),
         }
 
-    def _told_last(self, learner: Learner, incarnation: int) -> dict[str, object]:
+    def _told_last(self, learner: KnownLearner, incarnation: int) -> dict[str, object]:
         """What it has said of itself, and the only trace of its work where everything is killed at once."""
         if learner.incarnation != incarnation:
             return {"loss": None}

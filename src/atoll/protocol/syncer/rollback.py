@@ -40,7 +40,7 @@ def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undo
     return tuple(Undone(*who, tuple(row)) for who, row in sorted(tokens.items()))
 
 
-class Restoring:
+class Rollback:
     def __init__(self, state: SyncerState, rounds: Rounds, strikes: Strikes) -> None:
         self.state, self.rounds, self.strikes = state, rounds, strikes
         self._to: int | None = None

@@ -12,18 +12,18 @@ from math import inf
 from atoll.protocol import schedule
 from atoll.protocol.effects import ConfirmSent
 from atoll.protocol.messages import Pull
-from atoll.protocol.syncer.membership import Learner
+from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
 
 PROBE_EVERY_S = 2.0
 
 
-class Watch:
+class Liveness:
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
         self.state, self.rounds = state, rounds
 
-    def turn(self, now: float, wakes: list[float]) -> list[Learner]:
+    def turn(self, now: float, wakes: list[float]) -> list[KnownLearner]:
         """Look at everyone; those that have been silent for too long."""
         silent = []
         for learner in self.state.members.connected():
@@ -38,7 +38,7 @@ class Watch:
                 self._probe(now, learner, wakes)
         return silent
 
-    def answered(self, learner: Learner) -> None:
+    def answered(self, learner: KnownLearner) -> None:
         learner.misses = 0
         if learner.muted:
             learner.muted = False
@@ -56,7 +56,7 @@ class Watch:
         for round_ in self.state.open_rounds.values():
             round_.put_off(now, seconds)
 
-    def _steps(self, now: float, learner: Learner, wakes: list[float]) -> None:
+    def _steps(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if learner.stopped or (self.state.settings.synchronous and learner.offer >= self.state.committed):
             learner.idle_at = now  # it waits for us, not we for it
         limit = self.state.members.stall_limit(learner)
@@ -68,7 +68,7 @@ class Watch:
             self.state.out.note(kind, f"{learner.name} {word}", learner)
         wakes.append(limit)
 
-    def _probe(self, now: float, learner: Learner, wakes: list[float]) -> None:
+    def _probe(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
             learner.probed_at = inf  # until it has left
             copied = (
@@ -80,7 +80,7 @@ class Watch:
                 attempt=0,
                 fragment=schedule.fragment_of(number, self.state.settings),
                 gathering=self.state.gathering_round,
-                deadline_s=self.rounds.gathering.deadline_s,
+                deadline_s=self.rounds.closing.deadline_s,
                 probe=True,
             )
             self.state.out.send(learner.name, pull)
