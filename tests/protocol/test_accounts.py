@@ -10,7 +10,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.learner.machine import KnownLearner as Machine
+from atoll.protocol.learner.machine import LearnerMachine as Machine
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
 from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
 from atoll.protocol.settings import Settings
@@ -34,14 +34,14 @@ class Desk:
         self.done: list[fx.SyncerEffect] = []
 
     def take(self) -> list[fx.SyncerEffect]:
-        effects = self.out.take()
+        effects = self.out.take_effects()
         self.done.extend(effects)
         return effects
 
     def join(self, name: str) -> KnownLearner:
         hello = Hello(protocol=PROTOCOL, learner=name, session=f"session of {name} {len(self.done)}")
-        learner, _ = self.members.greet(0.0, hello, "run")
-        self.accounts.open(learner)
+        learner, _ = self.members.greet_learner(0.0, hello, "run")
+        self.accounts.open_life(learner)
         self.take()
         return learner
 
@@ -53,7 +53,7 @@ class Desk:
         batch: int = BATCH,
     ) -> list[Lease]:
         """What it is sent for it."""
-        self.accounts.register(learner, Register(datasets=datasets, epochs=epochs, batch=batch))
+        self.accounts.register_data(learner, Register(datasets=datasets, epochs=epochs, batch=batch))
         return self.leases(learner)
 
     def leases(self, learner: KnownLearner) -> list[Lease]:
@@ -63,7 +63,7 @@ class Desk:
     def took(self, learner: KnownLearner, position: int) -> list[Lease]:
         """It reports that it has taken so many samples; what it is sent for it."""
         learner.position = position
-        self.accounts.reported(learner, self.report(learner, position=position))
+        self.accounts.book_report(learner, self.report(learner, position=position))
         return self.leases(learner)
 
     def report(self, learner: KnownLearner, **said: Any) -> Progress:
@@ -184,13 +184,13 @@ def test_one_that_comes_back_is_told_again_what_it_holds_and_has_not_taken() -> 
     learner = desk.join("learner-0")
     desk.register(learner)
     desk.took(learner, LEASE + 1)
-    held = desk.accounts.held(learner)
+    held = desk.accounts.leases_held(learner)
     assert [(one.lease, one.start, one.stop) for one in held] == [
         (1, LEASE, 2 * LEASE),
         (2, 2 * LEASE, 3 * LEASE),
         (3, 3 * LEASE, 4 * LEASE),
     ], "but for the one it has taken to the end"
-    assert Desk().accounts.held(learner) == (), "nothing is leased yet"
+    assert Desk().accounts.leases_held(learner) == (), "nothing is leased yet"
 
 
 def test_what_a_learner_had_not_given_goes_to_the_next_that_asks() -> None:
@@ -199,7 +199,7 @@ def test_what_a_learner_had_not_given_goes_to_the_next_that_asks() -> None:
     desk.register(one)
     desk.took(one, LEASE)
     desk.merge(one, position=40)
-    desk.accounts.close(one, "it left")
+    desk.accounts.close_life(one, "it left")
     (gone,) = desk.records(Gone)
     assert (gone.position, gone.again_from, gone.reason) == (LEASE, 40, "it left")
     two = desk.join("learner-1")
@@ -214,7 +214,7 @@ def test_what_a_contribution_under_way_holds_is_not_issued_again() -> None:
     under_way = Contribution(
         round=0, attempt=1, fragment=0, base=0, t=9, steps=9, tokens=72, digest="", total=72, position=100
     )
-    desk.accounts.close(one, "killed", under_way)
+    desk.accounts.close_life(one, "killed", under_way)
     assert desk.records(Gone)[0].again_from == 100
     desk.merge(one, position=100)
     assert spans(*desk.register(desk.join("learner-1")))[0] == (100, 100 + LEASE)
@@ -261,10 +261,10 @@ def test_one_that_joins_again_and_again_does_not_fill_the_others_accounts_with_l
     desk.register(steady)
     for _ in range(50):
         desk.register(restless)
-        assert desk.accounts.held(restless), "it has what it needs"
-        desk.accounts.close(restless, "another process took its name")
+        assert desk.accounts.leases_held(restless), "it has what it needs"
+        desk.accounts.close_life(restless, "another process took its name")
         restless = desk.join("learner-1")
-    assert len(desk.accounts.held(steady)) <= MOST_AHEAD
+    assert len(desk.accounts.leases_held(steady)) <= MOST_AHEAD
 
 
 # ---- alarms ----------------------------------------------------------------------------------------------------------
@@ -274,14 +274,14 @@ def test_a_report_that_does_not_balance_is_one_alarm() -> None:
     desk = Desk()
     one, two = desk.join("learner-0"), desk.join("learner-1")
     fine = desk.report(one, tokens_total=16, tokens=(16, 16), steps=(2, 2))
-    desk.accounts.reported(one, fine)
+    desk.accounts.book_report(one, fine)
     assert desk.notes("unbalanced") == []
     for total in (24, 32, 40):
-        desk.accounts.reported(one, msgspec.structs.replace(fine, tokens_total=total))
+        desk.accounts.book_report(one, msgspec.structs.replace(fine, tokens_total=total))
     (alarm,) = desk.notes("unbalanced")
     assert alarm.startswith("the ledger does not balance: learner-0 (incarnation 1), fragment 0: 24 tokens computed")
-    desk.accounts.reported(two, fine)
-    desk.accounts.reported(two, msgspec.structs.replace(fine, tokens_total=24))
+    desk.accounts.book_report(two, fine)
+    desk.accounts.book_report(two, msgspec.structs.replace(fine, tokens_total=24))
     assert len(desk.notes("unbalanced")) == 2, "one for each that is wrong"
     alarms = [f"the ledger does not balance: {record.wrong}" for record in desk.records(Alarmed)]
     assert alarms == desk.notes("unbalanced"), "and written down"
@@ -311,7 +311,7 @@ def test_tokens_of_processes_that_take_a_name_from_each_other_count_once() -> No
     trained = one.tokens_total + other.tokens_total
     fates = world.syncer.history.ledger.by_learner()["learner-1"].whole()
     assert 0 < fates["merged"] < fates["computed"] <= trained
-    assert world.syncer.members.tokens() <= trained + world.learners["learner-0"].tokens_total
+    assert world.syncer.members.total_tokens() <= trained + world.learners["learner-0"].tokens_total
     assert not world.said("unbalanced")
     assert [note.data["known_as"] for note in world.said("joined")][-2:] == [6, 7], "which life each knew itself in"
 
@@ -404,7 +404,7 @@ def test_its_return_is_a_new_life_without_a_reset() -> None:
     assert joined.origin == gone.total > 0, "its tokens so far belong to the life before"
     world.run_to_end()
     assert not world.said("quarantined")
-    assert world.syncer.members.tokens() == sum(learner.tokens_total for learner in world.learners.values())
+    assert world.syncer.members.total_tokens() == sum(learner.tokens_total for learner in world.learners.values())
     late = [m for r in world.journal if isinstance(r, Merged) for m in r.members if m.learner == "learner-1"][-1]
     assert late.incarnation == 2, "and it contributes again"
 

@@ -12,7 +12,7 @@ from atoll.simulate import campaign
 
 def test_nobody_trains_before_all_learners_are_here() -> None:
     world = World(3, present=2, wait_for_learners_s=30.0).run_until(seconds=10)
-    assert world.syncer.phase == "empty" and world.syncer.run_start.awaited == 1
+    assert world.syncer.phase == "empty" and world.syncer.run_start.awaited_learners == 1
     assert [learner.t for learner in world.learners.values()] == [0, 0]
     assert world.said("waiting")[0].text == "waiting for 1 more of 3 learners, up to 30 s; then training begins"
     world.join("learner-2")

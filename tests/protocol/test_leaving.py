@@ -179,7 +179,7 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
     state = SyncerState(History(Begun("run", settings, {}, (), "")))
-    one, _ = state.members.greet(0.0, LearnerMachine("a", "s", ()).hello(), "run")
+    one, _ = state.members.greet_learner(0.0, LearnerMachine("a", "s", ()).hello(), "run")
     one.state, one.stopped, one.steps = "training", True, (0, 2)
     gathering = RoundClosing(state)
     assert gathering.is_skipped(Round(4, 0, 0.0, frozenset()))

@@ -312,9 +312,14 @@ def test_whose_a_name_is_is_written_down_before_its_welcome() -> None:
 def test_names_keep_their_order_whoever_comes_when() -> None:
     members = Membership(Settings(fragments=2))
     for session, name in enumerate(["c", "a", "d", "b", "a", "c"]):
-        members.greet(0.0, Hello(protocol=2, learner=name, session=str(session)), "r")
-    assert [(one.name, one.incarnation) for one in members.connected()] == [("a", 2), ("b", 1), ("c", 2), ("d", 1)]
-    assert all(members.learners[one.name] is one for one in members.connected())
+        members.greet_learner(0.0, Hello(protocol=2, learner=name, session=str(session)), "r")
+    assert [(one.name, one.incarnation) for one in members.connected_learners()] == [
+        ("a", 2),
+        ("b", 1),
+        ("c", 2),
+        ("d", 1),
+    ]
+    assert all(members.learners[one.name] is one for one in members.connected_learners())
 
 
 def test_progress_does_not_go_back_when_one_returns_whose_account_was_closed() -> None:

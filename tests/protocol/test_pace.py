@@ -45,23 +45,23 @@ def test_a_learner_that_trained_on_alone_makes_no_burst_when_it_comes_back() -> 
 
 def test_a_change_of_members_does_not_move_the_clock() -> None:
     pace = Pace(interval=1.0)
-    pace.members({"a": 0, "b": 100})
-    pace.stepped("a", 4)
+    pace.set_members({"a": 0, "b": 100})
+    pace.move_learner("a", 4)
     assert pace.clock == 2.0
     for members in ({"a": 4}, {"a": 4, "c": 1000}, {"c": 1000}):
-        pace.members(members)
+        pace.set_members(members)
         assert pace.clock == 2.0
-    pace.stepped("c", 1001)
+    pace.move_learner("c", 1001)
     assert pace.clock == 3.0
 
 
 def test_a_run_that_fell_behind_does_not_catch_up() -> None:
     pace = Pace(interval=1.0)
-    pace.members({"a": 0})
-    pace.stepped("a", 50)
+    pace.set_members({"a": 0})
+    pace.move_learner("a", 50)
     rounds = 0
     while pace.is_due():
-        pace.froze()
+        pace.use_turn()
         rounds += 1
     assert rounds <= 3
 

@@ -314,10 +314,10 @@ def test_frozen_parameters_are_awaited_from_one_that_comes_out_of_quarantine() -
     world.join("learner-1")
     world.run_until(seconds=0.06)
     peers, members = world.syncer.peers, world.syncer.members.learners
-    peers.seek(world.now, members["learner-1"], 0, frozen=True)
-    peers.seek(world.now, members["learner-0"], 0)
-    peers.turn(world.now, [])
-    assert [note.data["learner"] for note in world.syncer.state.out.take() if isinstance(note, fx.Note)] == [
+    peers.begin_recovery(world.now, members["learner-1"], 0, frozen=True)
+    peers.begin_recovery(world.now, members["learner-0"], 0)
+    peers.advance_recoveries(world.now, [])
+    assert [note.data["learner"] for note in world.syncer.state.out.take_effects() if isinstance(note, fx.Note)] == [
         "learner-0"
     ]
     assert list(peers.open) == ["learner-1"], "without them it could not train at all"

@@ -90,7 +90,7 @@ def test_a_mute_learner_is_probed_and_lives_again() -> None:
     world.run_until(seconds=20)
     assert [note.data["learner"] for note in world.said("muted")] == ["learner-2"]
     assert world.members(world.syncer.committed - 1) == {"learner-0", "learner-1"}
-    assert [one.name for one in world.syncer.members.live()] == ["learner-0", "learner-1"]
+    assert [one.name for one in world.syncer.members.live_learners()] == ["learner-0", "learner-1"]
     probes = [message for _, message in world.sent(Pull, "learner-2") if message.probe]
     assert len(probes) > 2
     world.learners["learner-2"].answers = True
@@ -163,10 +163,10 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
     settings = Settings(learners=2, fragments=2, sync_every=4, quorum=2, patience_s=3.2)
     for number in range(1000):
         gathering = RoundClosing(SyncerState(History(Begun("run", settings, {}, (), ""))))
-        gathering.watch(number / 7)
+        gathering.follow_members(number / 7)
         wakes: list[float] = []
-        assert gathering._quorum(number / 7, wakes) == 2
-        assert gathering._quorum(wakes[0], []) == 1
+        assert gathering._current_quorum(number / 7, wakes) == 2
+        assert gathering._current_quorum(wakes[0], []) == 1
 
 
 def test_one_that_falls_mute_is_probed_at_once() -> None:

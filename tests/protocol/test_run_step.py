@@ -162,13 +162,13 @@ def test_one_that_claims_steps_does_not_move_the_clock_out_of_the_others_reach(
     honest: list[int], claims: list[int], learners: int
 ) -> None:
     pace, names = Pace(interval=1.0), [f"honest-{n}" for n in range(learners - 1)]
-    pace.members(dict.fromkeys([*names, "liar"], 0))
+    pace.set_members(dict.fromkeys([*names, "liar"], 0))
     t = claimed = 0
     for more, claim in zip(honest, claims, strict=False):
         t, claimed = t + more, claimed + claim
-        pace.stepped("liar", claimed)
+        pace.move_learner("liar", claimed)
         for name in names:
-            pace.stepped(name, t)
+            pace.move_learner(name, t)
         most = t if learners > 2 else (t + APART * (1 + t)) / 2
         assert pace.clock <= most
         assert pace.clock >= (t if learners > 2 else t / 2) - 1e-9 or claimed < t
@@ -177,10 +177,10 @@ def test_one_that_claims_steps_does_not_move_the_clock_out_of_the_others_reach(
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 3.0, 15.0])
 def test_two_honest_learners_are_paced_by_their_mean(ratio: float) -> None:
     pace = Pace(interval=1.0)
-    pace.members({"a": 100, "b": 7})
+    pace.set_members({"a": 100, "b": 7})
     for t in range(1, 1000):
-        pace.stepped("a", 100 + t)
-        pace.stepped("b", 7 + int(t * ratio))
+        pace.move_learner("a", 100 + t)
+        pace.move_learner("b", 7 + int(t * ratio))
     assert pace.clock == (999 + int(999 * ratio)) / 2
 
 

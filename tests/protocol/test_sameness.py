@@ -17,13 +17,13 @@ class Watched:
         state = SyncerState(History(Begun("run", settings, {}, (), "plan")))
         self.out, self.members, self.watch = state.out, state.members, SameBatches(state)
         for name in names:
-            self.members.greet(0.0, Hello(protocol=2, learner=name, session=name), "run")
+            self.members.greet_learner(0.0, Hello(protocol=2, learner=name, session=name), "run")
 
     def say(self, name: str, *numbers: int) -> list[str]:
         """What is told of it."""
         for number in numbers:
-            self.watch.reported(self.members.learners[name], number)
-        return [effect.text for effect in self.out.take() if isinstance(effect, Note)]
+            self.watch.note_batch(self.members.learners[name], number)
+        return [effect.text for effect in self.out.take_effects() if isinstance(effect, Note)]
 
 
 def test_two_that_have_three_numbers_in_common_are_told_of_once() -> None:

@@ -247,10 +247,10 @@ def test_a_report_of_more_tokens_than_were_declared_is_refused() -> None:
     assert said == ["71 tokens in 1 steps, where 10 per step were declared when it joined"]
     known, scrutiny = world.syncer.members.learners["learner-0"], world.syncer.contributions.scrutiny
     three = msgspec.structs.replace(report, t=known.t + 3, tokens_total=known.tokens_total + 30)
-    assert scrutiny.report(world.queue.now, known, three) is None
+    assert scrutiny.check_report(world.queue.now, known, three) is None
     known.declared = 0
     seven = msgspec.structs.replace(report, t=known.t + 1, tokens_total=known.tokens_total + 71)
-    assert scrutiny.report(world.queue.now, known, seven) is None, "nothing was declared"
+    assert scrutiny.check_report(world.queue.now, known, seven) is None, "nothing was declared"
 
 
 def test_a_contribution_of_more_tokens_than_were_declared_is_refused() -> None:

@@ -86,7 +86,7 @@ class Watched:
         for _ in range(count):
             for place, learner in enumerate(self.members.learners.values()):
                 self._step(learner, round(10 * shares.get("abc"[place], 1.0)))
-        self.told += [effect for effect in self.out.take() if isinstance(effect, Note)]
+        self.told += [effect for effect in self.out.take_effects() if isinstance(effect, Note)]
         return self
 
     def _step(self, learner: KnownLearner, merged: int) -> None:
@@ -100,7 +100,7 @@ class Watched:
         dropped = total - self.merged[learner.name]
         wrong = self.out.history.ledger.reported(learner.name, 1, total, (0,), (dropped,), (self.version,))
         assert wrong is None
-        self.watch.reported(learner)
+        self.watch.note_report(learner)
 
     @property
     def words(self) -> list[tuple[object, object]]:

@@ -118,12 +118,12 @@ def test_a_new_term_counts_no_more_than_the_one_before_did() -> None:
     syncer = begun()
     report(syncer, 1.0, "a", 1, 100)
     report(syncer, 1.0, "b", 1, 2**47)
-    counted = syncer.members.tokens()
+    counted = syncer.members.total_tokens()
     life = syncer.history.lives["b"]
     life.total = 2**47
     syncer.history.progress = syncer.progress
     again = Syncer(History.restore(syncer.history.state()))
-    assert again.members.tokens() <= counted + 1 and again.progress < 0.001
+    assert again.members.total_tokens() <= counted + 1 and again.progress < 0.001
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -157,11 +157,11 @@ def test_a_new_term_counts_what_its_learners_make_however_long_its_machine_is_up
                 counted=(0, 0),
             )
             again.handle(up_s + made, fx.Received(name, said))
-    assert again.phase == "ending" and made < 20, (again.phase, made, again.members.tokens())
+    assert again.phase == "ending" and made < 20, (again.phase, made, again.members.total_tokens())
 
 
 def test_an_honest_run_ends_on_its_budget_to_the_token() -> None:
     world = World(2, fragments=2, sync_every=4, tokens=400, step_s=[1.0, 0.1]).run_to_end()
     [ended] = world.said("ending")
     assert "the budget of 400 tokens is spent" in ended.text
-    assert 400 <= world.syncer.members.tokens() < 500
+    assert 400 <= world.syncer.members.total_tokens() < 500

@@ -68,56 +68,56 @@ def history() -> History:
 class TestTaping:
     def test_parts_become_one_record_and_what_is_known_is_passed_over(self, history: History) -> None:
         taping = Taping(history)
-        assert taping.heard("a", 1, 0, entries(0, 3)) is None
-        assert taping.heard("a", 1, 2, entries(2, 5)) is None
-        [played] = taping.take()
+        assert taping.add_entries("a", 1, 0, entries(0, 3)) is None
+        assert taping.add_entries("a", 1, 2, entries(2, 5)) is None
+        [played] = taping.take_records()
         assert played == records.Played((records.Stretch("a", 1, 0, entries(0, 5)),))
         history.apply(played)
-        assert taping.heard("a", 1, 0, entries(0, 5)) is None
-        assert taping.take() == []
+        assert taping.add_entries("a", 1, 0, entries(0, 5)) is None
+        assert taping.take_records() == []
 
     def test_what_is_missing_is_said_and_seen(self, history: History) -> None:
         taping = Taping(history)
-        taping.heard("a", 1, 0, entries(0, 2))
-        assert taping.heard("a", 1, 4, entries(4, 6)) == "entries 2 to 3 of its tape are missing"
-        [played] = taping.take()
+        taping.add_entries("a", 1, 0, entries(0, 2))
+        assert taping.add_entries("a", 1, 4, entries(4, 6)) == "entries 2 to 3 of its tape are missing"
+        [played] = taping.take_records()
         assert isinstance(played, records.Played) and [one.first for one in played.tapes] == [0, 4]
 
     def test_all_that_a_process_keeps_fits_and_so_does_what_a_round_brings(self, history: History) -> None:
         taping = Taping(history)
         late = tuple(Adopted(10**6 + n, 20_000, 50_000, "c", 10**6 + n) for n in range(KEPT))
-        taping.heard("a", 1, 0, late)
+        taping.add_entries("a", 1, 0, late)
         for number in range(100_000):
             history.committed += 1
-            taping.heard("a", 1, KEPT + 2 * number, (late[-1], Informed(10**6, 10**6)))
+            taping.add_entries("a", 1, KEPT + 2 * number, (late[-1], Informed(10**6, 10**6)))
             assert not taping.is_full("a")
             if number % 50 == 0:
-                for record in taping.take():
+                for record in taping.take_records():
                     history.apply(record)
 
     def test_what_waits_and_what_is_written_are_counted_in_bytes(self, history: History) -> None:
         taping, long = Taping(history), Began(0, 1, "x" * 900, "x" * 900, "cpu", True)
         for number in range(1000):
-            taping.heard("a", 1, number, (long,))
+            taping.add_entries("a", 1, number, (long,))
             if taping.is_full("a"):
                 break
-        [played] = taping.take()
+        [played] = taping.take_records()
         assert 0.9 * TAPE_BYTES < len(records.encode(played)) < 1.1 * TAPE_BYTES
         history.apply(played)
-        taping.heard("a", 1, number, (long,))
-        assert taping.is_full("a") and taping.take() == [], "a record more gives no room"
+        taping.add_entries("a", 1, number, (long,))
+        assert taping.is_full("a") and taping.take_records() == [], "a record more gives no room"
         history.committed += 3
-        taping.heard("a", 1, number, (long,))
-        assert not taping.is_full("a") and taping.take(), f"three rounds give {3 * ROUND_BYTES} bytes"
+        taping.add_entries("a", 1, number, (long,))
+        assert not taping.is_full("a") and taping.take_records(), f"three rounds give {3 * ROUND_BYTES} bytes"
 
     def test_one_that_lends_without_end_fills_no_journal(self, history: History) -> None:
         taping = Taping(history)
         for t in range(100_000):
-            taping.lent("ticket", "a", 1, t)
-        assert sum(len(records.encode(lent)) for lent in taping.take()) < TAPE_BYTES
+            taping.note_lent_state("ticket", "a", 1, t)
+        assert sum(len(records.encode(lent)) for lent in taping.take_records()) < TAPE_BYTES
 
     def test_a_crash_takes_what_was_not_written_and_the_learner_says_it_again(self, history: History) -> None:
-        Taping(history).heard("a", 1, 0, entries(0, 3))
+        Taping(history).add_entries("a", 1, 0, entries(0, 3))
         assert history.lives["a"].taped == 0, "so the next welcome asks for all of it"
 
     def test_a_new_process_of_the_same_learner_has_a_tape_of_its_own(self, history: History) -> None:

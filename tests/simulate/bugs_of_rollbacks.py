@@ -30,5 +30,5 @@ def _next_versions(plain: Plain) -> Any:
 mutant("a learner keeps its own steps on top of a rollback", (Versions, "replaces_all", always(False)))
 mutant("who has not taken a rollback contributes", (KnownLearner, "least_base", _merged_alone))
 mutant("the ledger knows nothing of a rollback", (Ledger, "roll_back", nothing))
-mutant("a rollback gives the versions of then their old numbers", (Rollback, "restore", _next_versions))
-mutant("rounds go on behind a rollback that is under way", (Rounds, "abandon", nothing))
+mutant("a rollback gives the versions of then their old numbers", (Rollback, "commit_rollback", _next_versions))
+mutant("rounds go on behind a rollback that is under way", (Rounds, "abandon_rounds", nothing))

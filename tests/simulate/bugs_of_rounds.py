@@ -36,7 +36,7 @@ def _not_noted(plain: Plain) -> Any:
     return broken
 
 
-mutant("the syncer does not note whose steps it merged", (Rounds, "_include", _not_noted))
+mutant("the syncer does not note whose steps it merged", (Rounds, "_book_member", _not_noted))
 
 
 def _any_base(plain: Plain) -> Any:
@@ -69,7 +69,7 @@ def _any_seat(plain: Plain) -> Any:
     return broken
 
 
-mutant("the answer to an earlier attempt is taken", (Rounds, "seat", _any_seat))
+mutant("the answer to an earlier attempt is taken", (Rounds, "find_seat", _any_seat))
 
 
 def _any_life(plain: Plain) -> Any:
@@ -79,14 +79,14 @@ def _any_life(plain: Plain) -> Any:
     return broken
 
 
-mutant("a report of an earlier life counts", (Contributions, "report", _any_life))
+mutant("a report of an earlier life counts", (Contributions, "hear_report", _any_life))
 
 
 def _no_refusal(plain: Plain) -> Any:
     return lambda self, now, learner, given, refusal: plain(self, now, learner, given, None)
 
 
-mutant("broken numbers are merged", (Contributions, "contribution", _no_refusal))
+mutant("broken numbers are merged", (Contributions, "hear_contribution", _no_refusal))
 
 
 def _two_of_a_fragment(plain: Plain) -> Any:
@@ -152,8 +152,8 @@ def _keeps_its_place(plain: Plain) -> Any:
 
 mutant(
     "the run's step falls when learners change",
-    (Pace, "stepped", _follows_the_median),
-    (Pace, "members", _keeps_its_place),
+    (Pace, "move_learner", _follows_the_median),
+    (Pace, "set_members", _keeps_its_place),
 )
 
 
@@ -168,13 +168,13 @@ def _no_deadline(plain: Plain) -> Any:
     return broken
 
 
-mutant("a pull has no deadline", (Rounds, "_collect", _no_deadline))
-mutant("a muted learner is never probed", (Liveness, "_probe", nothing))
+mutant("a pull has no deadline", (Rounds, "_collect_answers", _no_deadline))
+mutant("a muted learner is never probed", (Liveness, "_probe_muted", nothing))
 mutant(
     "a learner that makes no steps is waited for",
     (KnownLearner, "live", lambda plain: property(lambda self: self.state == "training" and not self.muted)),
 )
-mutant("a dead member keeps its seat", (Rounds, "unseat", nothing))
+mutant("a dead member keeps its seat", (Rounds, "leave_learner_out", nothing))
 mutant("silence is not noticed", (Membership, "silence_limit", lambda plain: lambda self, one: one.last_heard + 1e6))
 
 # ---- what becomes of a round --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def _version_of_round(plain: Plain) -> Any:
     return broken
 
 
-mutant("a version is skipped after a round was passed over", (Rounds, "commit", _version_of_round))
+mutant("a version is skipped after a round was passed over", (Rounds, "commit_round", _version_of_round))
 
 
 def _as_they_come(plain: Plain) -> Any:
@@ -198,15 +198,15 @@ def _as_they_come(plain: Plain) -> Any:
         moved = plain(self, now, round_, wakes)
         if round_.stage == "pulling" and not round_.asked and round_.given and round_.number in self.state.open_rounds:
             round_.stage = "merging"
-            self._weigh(round_)
+            self._weigh_contributions(round_)
             parts = tuple(Part(seat.learner, round_.attempt, weight(seat.answer)) for seat in round_.given)
-            self.state.out.add(Merge(round_.number, round_.fragment, parts))
+            self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
         return bool(moved)
 
     return broken
 
 
-mutant("rounds are merged as they come, not in order", (Rounds, "_collect", _as_they_come))
+mutant("rounds are merged as they come, not in order", (Rounds, "_collect_answers", _as_they_come))
 
 
 def _passed_at_once(plain: Plain) -> Any:
@@ -235,12 +235,12 @@ mutant("a round that was passed over keeps its place", (Rounds, "_pass_over", _s
 def _skip_unwritten(plain: Plain) -> Any:
     def broken(self: Rounds) -> None:
         self.state.next_round += 1
-        self._count()
+        self._count_round()
 
     return broken
 
 
-mutant("a skipped round is not written down", (Rounds, "skip", _skip_unwritten))
+mutant("a skipped round is not written down", (Rounds, "skip_next", _skip_unwritten))
 
 # ---- quarantine and the end ---------------------------------------------------------------------------------------
 
@@ -255,10 +255,10 @@ def _one_short(plain: Plain) -> Any:
     return broken
 
 
-mutant("the last cycle leaves out a fragment", (LastCycle, "step", _one_short))
+mutant("the last cycle leaves out a fragment", (LastCycle, "collect_next", _one_short))
 mutant(
     "the run ends without a last cycle",
-    (LastCycle, "step", lambda plain: lambda self, now, wakes: not self.state.open_rounds),
+    (LastCycle, "collect_next", lambda plain: lambda self, now, wakes: not self.state.open_rounds),
 )
 mutant("the last cycle does not wait for those that train on", (LastCycle, "_waits_for_stops", always(False)))
 
@@ -269,7 +269,7 @@ def _all_alike(plain: Plain) -> Any:
             last = max(round_.frozen_at, self.state.members.learners[seat.learner].last_heard)
             silent_at = last + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
-                self._miss(round_, seat, "says nothing any more")
+                self._note_miss(round_, seat, "says nothing any more")
             elif silent_at < round_.deadline:
                 wakes.append(silent_at)
 
@@ -289,7 +289,7 @@ def _as_if_it_had_ended(plain: Plain) -> Any:
     return broken
 
 
-mutant("a run whose learners are drained is at its end", (Membership, "report", _as_if_it_had_ended))
+mutant("a run whose learners are drained is at its end", (Membership, "take_report", _as_if_it_had_ended))
 mutant("last steps wait behind a round that has none", (closing.RoundClosing, "is_skipped", always(False)))
 mutant("last steps wait for a pace that nobody sets", (closing.RoundClosing, "_is_paced", always(True)))
 
@@ -324,7 +324,7 @@ def _keeps_its_place(plain: Plain) -> Any:
     return broken
 
 
-mutant("a life is judged by the place that the one before had", (Membership, "restart", _keeps_its_place))
+mutant("a life is judged by the place that the one before had", (Membership, "restart_learner", _keeps_its_place))
 
 
 def _of_the_term_before(plain: Plain) -> Any:

@@ -38,10 +38,10 @@ def _written_last(plain: Plain) -> Any:
     return broken
 
 
-mutant("a round is announced before it is durable", (Rounds, "commit", _written_last))
-mutant("a learner is welcomed before its incarnation is durable", (Joining, "greet", _written_last))
-mutant("a lease is sent before it is durable", (Accounts, "_lease", _written_last))
-mutant("the end is told before it is durable", (RunEnd, "_finish", _written_last))
+mutant("a round is announced before it is durable", (Rounds, "commit_round", _written_last))
+mutant("a learner is welcomed before its incarnation is durable", (Joining, "greet_learner", _written_last))
+mutant("a lease is sent before it is durable", (Accounts, "_grant_lease", _written_last))
+mutant("the end is told before it is durable", (RunEnd, "_finish_run", _written_last))
 mutant("nothing waits for the disk", (EffectOrder, "_must_wait", always(False)))
 
 
@@ -166,7 +166,7 @@ def _found_nothing(plain: Plain) -> Any:
 
 
 mutant("a contribution merged after its learner is gone stays lost", (ledger.Ledger, "_found", _found_nothing))
-mutant("who has been away too long keeps its account", (Joining, "abandon", nothing))
+mutant("who has been away too long keeps its account", (Joining, "close_abandoned_lives", nothing))
 
 # ---- leases -------------------------------------------------------------------------------------------------------
 
@@ -186,8 +186,8 @@ def _under_way_forgotten(plain: Plain) -> Any:
 
 
 mutant("samples that a version holds are leased again", (Leases, "gone", _all_again))
-mutant("a round under way is forgotten when its member is gone", (Accounts, "close", _under_way_forgotten))
-mutant("a welcome forgets the leases", (Accounts, "held", always(())))
+mutant("a round under way is forgotten when its member is gone", (Accounts, "close_life", _under_way_forgotten))
+mutant("a welcome forgets the leases", (Accounts, "leases_held", always(())))
 
 
 def _lease_twice(plain: Plain) -> Any:
@@ -235,9 +235,9 @@ def _deadline_ignored(plain: Plain) -> Any:
     return broken
 
 
-mutant("a cut waits for the dead", (Cuts, "turn", _waits_for_the_dead))
-mutant("a cut is complete without a live learner's part", (Cuts, "turn", _waits_for_nobody))
-mutant("a cut waits for who never saves", (Cuts, "turn", _deadline_ignored))
+mutant("a cut waits for the dead", (Cuts, "complete_if_ready", _waits_for_the_dead))
+mutant("a cut is complete without a live learner's part", (Cuts, "complete_if_ready", _waits_for_nobody))
+mutant("a cut waits for who never saves", (Cuts, "complete_if_ready", _deadline_ignored))
 
 
 def _same_life(plain: Plain) -> Any:
@@ -251,4 +251,4 @@ def _same_life(plain: Plain) -> Any:
     return broken
 
 
-mutant("another process takes over the incarnation of its name", (Membership, "greet", _same_life))
+mutant("another process takes over the incarnation of its name", (Membership, "greet_learner", _same_life))

@@ -128,7 +128,7 @@ async def test_what_one_that_is_asked_no_more_still_sends_is_written_nowhere(sta
     second = stage.join("b")
     await second.until(Welcome)
     assert service._machine is not None
-    service._machine.beginning._upload._since = -1e9
+    service._machine.run_start._upload._since = -1e9
     service._handle(Tick())
     await second.upload(2.0)
     await second.until(Started)

@@ -151,7 +151,7 @@ class Invariants:
             raise Violation("clocks", f"the run's step goes back from {before} to {step}")
         self._step = step
         budget = machine.settings.steps
-        waits = machine.assembly.returning or machine.rollback.busy
+        waits = machine.assembly.returning or machine.rollback.is_under_way
         if 0 < budget <= step and machine.phase == "running" and not waits:
             raise Violation("a budget ends the run", f"it runs on at step {step} of {budget}")
 

@@ -169,14 +169,14 @@ class Timing:
         short = gathering._short_since
         if short is None or now < short + settings.patience_s:
             return settings.quorum
-        return max(1, min(settings.quorum, len(syncer.machine.members.stepping())))
+        return max(1, min(settings.quorum, len(syncer.machine.members.stepping_learners())))
 
     def _gathers(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         rounds, settings = syncer.machine.rounds, syncer.machine.settings
         gathering, key = rounds.closing, (round_.number, round_.attempt)
         if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
-        ready, live = len(gathering.ready(round_)), len(syncer.machine.members.stepping())
+        ready, live = len(gathering.ready_learners(round_)), len(syncer.machine.members.stepping_learners())
         if ready < self._least(syncer, now):
             self._quorum_since.pop(key, None)
             return

@@ -126,7 +126,7 @@ class Meter:
             grace_s=machine.grace_s if machine else 0.0,
             participation=sum(self._shares) / len(self._shares) if self._shares else None,
             goodput=self._goodput(machine, elapsed) if machine and elapsed > 0 else None,
-            tokens=machine.members.tokens() if machine else 0,
+            tokens=machine.members.total_tokens() if machine else 0,
             tokens_per_s=sum(one.tokens_per_s for one in learners),
             median_gap_s=median(gaps) if gaps else None,
             validation_loss=self._score.loss if self._score else None,
@@ -213,7 +213,7 @@ def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
 
 def awaited_learners(machine: Syncer | None) -> str:
     """Why nobody trains yet, where others are waited for; empty: nobody is."""
-    if machine is None or not (awaited := machine.run_start.awaited):
+    if machine is None or not (awaited := machine.run_start.awaited_learners):
         return ""
     settings = machine.settings
     some = f"{awaited} more of {settings.learners} learners"

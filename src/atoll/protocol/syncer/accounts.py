@@ -31,18 +31,18 @@ class Accounts:
         """Samples per batch of those that take leases, by name."""
         self._alarmed: set[tuple[str, int]] = set()
 
-    def open(self, learner: KnownLearner) -> None:
+    def open_life(self, learner: KnownLearner) -> None:
         before = self.state.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else learner.origin
         joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
         self.state.out.persist(Joined(*joined))
 
-    def own(self, learner: KnownLearner, token: str) -> None:
+    def record_owner(self, learner: KnownLearner, token: str) -> None:
         """Its name is that token's: also a syncer that takes over knows whose it is."""
         if token and self.state.history.owners.get(learner.name) != token:
             self.state.out.persist(Owned(learner.name, token))
 
-    def close(self, learner: KnownLearner, reason: str, under_way: Contribution | None = None) -> None:
+    def close_life(self, learner: KnownLearner, reason: str, under_way: Contribution | None = None) -> None:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
         if learner.closed:
             return
@@ -66,7 +66,7 @@ class Accounts:
         )
         self.state.out.persist(record)
 
-    def reported(self, learner: KnownLearner, report: Progress) -> None:
+    def book_report(self, learner: KnownLearner, report: Progress) -> None:
         wrong = self.state.history.ledger.reported(
             learner.name,
             learner.incarnation,
@@ -77,10 +77,10 @@ class Accounts:
             report.missed,
         )
         if wrong is not None:
-            self._alarm(learner, wrong)
+            self._raise_alarm(learner, wrong)
         if learner.name in self._batch and report.position >= 0:
-            self._took(learner)
-            self._supply(learner)
+            self._book_position(learner)
+            self._grant_leases(learner)
 
     def beyond_lease(self, learner: KnownLearner, position: int, before: int = -1) -> str | None:
         """What is wrong with its place in its leases; nothing where it takes none."""
@@ -94,7 +94,7 @@ class Accounts:
             learner.name, learner.incarnation, given.fragment, given.tokens, given.total
         )
 
-    def _alarm(self, learner: KnownLearner, wrong: str) -> None:
+    def _raise_alarm(self, learner: KnownLearner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
             self._alarmed.add((learner.name, learner.incarnation))
             self.state.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
@@ -102,7 +102,7 @@ class Accounts:
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
-    def register(self, learner: KnownLearner, message: Register) -> None:
+    def register_data(self, learner: KnownLearner, message: Register) -> None:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
         reason = wrong_sources(message.datasets, message.epochs) or _wrong_sizes(message)
         if reason is None and self.state.history.leases is None:
@@ -116,39 +116,39 @@ class Accounts:
             self.state.out.send(learner.name, Lease(ranges=(), own=reason, incarnation=learner.incarnation))
             return
         self._batch[learner.name] = message.batch
-        self._supply(learner)
+        self._grant_leases(learner)
 
-    def held(self, learner: KnownLearner) -> tuple[Range, ...]:
+    def leases_held(self, learner: KnownLearner) -> tuple[Range, ...]:
         """What it was leased, in order, for one that comes back."""
         if self.state.history.leases is None:
             return ()
         return tuple(_range(lease) for lease in self.state.history.leases.held(learner.name, learner.incarnation))
 
-    def _took(self, learner: KnownLearner) -> None:
+    def _book_position(self, learner: KnownLearner) -> None:
         assert self.state.history.leases is not None
         wrong = self.state.history.leases.taken(learner.name, learner.incarnation, max(0, learner.position))
         if wrong is not None:
-            self._alarm(learner, wrong)
+            self._raise_alarm(learner, wrong)
 
-    def _supply(self, learner: KnownLearner) -> None:
+    def _grant_leases(self, learner: KnownLearner) -> None:
         """A few leases ahead of what it has taken; in a synchronous run to all at once, so that who reports first does
         not decide who trains on what."""
         if not self.state.settings.synchronous:
-            self._lease([learner])
+            self._grant_lease([learner])
             return
-        there = [one for one in self.state.members.connected() if one.name in self._batch]
+        there = [one for one in self.state.members.connected_learners() if one.name in self._batch]
         if len(there) >= self.state.settings.learners or self.state.history.committed > 0:
-            self._lease(there)
+            self._grant_lease(there)
 
-    def _lease(self, learners: list[KnownLearner]) -> None:
+    def _grant_lease(self, learners: list[KnownLearner]) -> None:
         leases = self.state.history.leases
         assert leases is not None
-        if not any(self._lacks(one) for one in learners):
+        if not any(self._lacks_lease(one) for one in learners):
             return
         granted: dict[str, list[Range]] = {one.name: [] for one in learners}
-        while any(self._lacks(one) for one in learners) and not leases.used_up:
+        while any(self._lacks_lease(one) for one in learners) and not leases.used_up:
             for one in learners:
-                if self._room(one) >= MOST_AHEAD:
+                if self._has_room(one) >= MOST_AHEAD:
                     continue
                 lease = leases.next(one.name, one.incarnation, LEASE_BATCHES * self._batch[one.name])
                 if lease is not None:
@@ -160,10 +160,10 @@ class Accounts:
                 ranges = tuple(granted[one.name])
                 self.state.out.send(one.name, Lease(ranges=ranges, over=leases.used_up, incarnation=one.incarnation))
 
-    def _lacks(self, learner: KnownLearner) -> bool:
-        return self._room(learner) < AHEAD - 1
+    def _lacks_lease(self, learner: KnownLearner) -> bool:
+        return self._has_room(learner) < AHEAD - 1
 
-    def _room(self, learner: KnownLearner) -> float:
+    def _has_room(self, learner: KnownLearner) -> float:
         """Whole leases that it has not taken yet."""
         assert self.state.history.leases is not None
         size = LEASE_BATCHES * self._batch[learner.name]

@@ -58,24 +58,24 @@ class RoundClosing:
         answer_by_s = min(self.deadline_s, max(self.state.settings.pull_floor_s, DEADLINE * answer_s))
         return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.state.settings.overlap) * usual_s))
 
-    def watch(self, now: float) -> bool:
+    def follow_members(self, now: float) -> bool:
         """The live learners may have changed; whether they have."""
-        stepping = self.state.members.stepping()
+        stepping = self.state.members.stepping_learners()
         names = [one.name for one in stepping]
         changed = names != self._names
         if changed:
             self._names = names
-            self.pace.members({one.name: one.t for one in stepping})
+            self.pace.set_members({one.name: one.t for one in stepping})
         if len(stepping) >= self.state.settings.quorum:
             self._short_since = None
         elif self._short_since is None:
             self._short_since = now
         return changed
 
-    def stepped(self, learner: KnownLearner) -> None:
+    def count_steps(self, learner: KnownLearner) -> None:
         """It has reported its steps. A synchronous run's step follows from its rounds alone."""
         if not self.state.settings.synchronous:
-            self.pace.stepped(learner.name, learner.t)
+            self.pace.move_learner(learner.name, learner.t)
 
     def count_round(self) -> None:
         """One more round is behind the run. In a synchronous run that is H/P steps, but not in its last cycle: those
@@ -83,8 +83,8 @@ class RoundClosing:
         if self.state.settings.synchronous and not self.state.draining:
             self.pace.clock = schedule.step_after(self.pace.clock, 1, self.state.settings)
 
-    def ready(self, round_: Round) -> list[KnownLearner]:
-        some = self.state.members.reachable() if self.state.draining else self.state.members.live()
+    def ready_learners(self, round_: Round) -> list[KnownLearner]:
+        some = self.state.members.reachable_learners() if self.state.draining else self.state.members.live_learners()
         return [one for one in some if self._is_ready(one, round_)]
 
     def _is_ready(self, one: KnownLearner, round_: Round) -> bool:
@@ -96,23 +96,23 @@ class RoundClosing:
             return one.offers_from <= round_.number <= one.offer
         return one.is_ready(round_.fragment)
 
-    def judge(
+    def judge_round(
         self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
     ) -> Verdict:
         if self.state.draining:
             return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
         if self.state.settings.synchronous:
-            return judge_all(ready=len(ready), awaited=self._awaited(round_, ready))
-        quorum = self._quorum(now, wakes)
+            return judge_all(ready=len(ready), awaited=self._awaited_learners(round_, ready))
+        quorum = self._current_quorum(now, wakes)
         if len(ready) >= quorum and round_.quorum_at is None:
             round_.quorum_at = now
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
         self._note_on_time(round_, ready)
-        live = len(self.state.members.stepping())
+        live = len(self.state.members.stepping_learners())
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
 
-    def froze(self, now: float, round_: Round) -> None:
+    def note_frozen(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
         self._note_late(round_)
         quorum_at, due_at = round_.quorum_at or now, round_.due_at or now
@@ -120,13 +120,13 @@ class RoundClosing:
             self.estimates.quorum_s.add(max(0.0, quorum_at - due_at))
         round_.grace_s = max(0.0, now - max(quorum_at, due_at))
         if round_.attempt == 1:
-            self.pace.froze()
+            self.pace.use_turn()
 
     def is_behind_all(self, round_: Round) -> bool:
         """Synchronous: whether every learner has gone past a round that none of them can give to."""
         if not self.state.settings.synchronous or self.state.draining:
             return False
-        stepping = self.state.members.stepping()
+        stepping = self.state.members.stepping_learners()
         may_give = any(self._is_ready(one, round_) or _may_yet_copy(one, round_) for one in stepping)
         return bool(stepping) and not may_give
 
@@ -141,21 +141,23 @@ class RoundClosing:
 
     def _only_last_steps(self) -> list[KnownLearner]:
         """Those that have them; nobody as long as anybody steps."""
-        if self.state.draining or self.state.members.stepping():
+        if self.state.draining or self.state.members.stepping_learners():
             return []
-        return [one for one in self.state.members.live() if any(one.steps)]
+        return [one for one in self.state.members.live_learners() if any(one.steps)]
 
-    def _awaited(self, round_: Round, ready: list[KnownLearner]) -> int:
+    def _awaited_learners(self, round_: Round, ready: list[KnownLearner]) -> int:
         names = round_.roster - {one.name for one in ready}
-        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping())
+        return sum(one.name in names and _may_yet_copy(one, round_) for one in self.state.members.stepping_learners())
 
-    def _quorum(self, now: float, wakes: list[float]) -> int:
+    def _current_quorum(self, now: float, wakes: list[float]) -> int:
         if self._short_since is None:
             return self.state.settings.quorum
         patience_s, until = self.state.settings.patience_s, self._short_since + self.state.settings.patience_s
         wakes.append(until)
         waited_s = patience_s if now >= until else 0.0  # a difference could round to less than what was waited for
-        return effective_quorum(self.state.settings.quorum, len(self.state.members.stepping()), waited_s, patience_s)
+        return effective_quorum(
+            self.state.settings.quorum, len(self.state.members.stepping_learners()), waited_s, patience_s
+        )
 
     def _grace_ends(self, round_: Round) -> float | None:
         if round_.quorum_at is None or round_.due_at is None:
@@ -167,7 +169,7 @@ class RoundClosing:
         nearly H steps to come back to it, and it would be left out every time: such a round waits for up to a step.
         The pace is kept, since the next round does not wait behind it for longer than H/P steps."""
         step_s = self.state.members.step_s()
-        late = any(round_.fragment in one.late for one in self.state.members.stepping())
+        late = any(round_.fragment in one.late for one in self.state.members.stepping_learners())
         if not late or not self.state.settings.grace or step_s is None:
             return self.grace_s
         return max(self.grace_s, min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
@@ -178,7 +180,7 @@ class RoundClosing:
             round_.on_time = frozenset(one.name for one in ready)
 
     def _note_late(self, round_: Round) -> None:
-        for one in self.state.members.stepping():
+        for one in self.state.members.stepping_learners():
             if round_.on_time is None or one.name in round_.on_time:
                 one.late.discard(round_.fragment)
             else:
@@ -303,14 +305,14 @@ class Pace:
     def __post_init__(self) -> None:
         self.due = self.interval
 
-    def members(self, steps: dict[str, int]) -> None:
+    def set_members(self, steps: dict[str, int]) -> None:
         """The live learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._anchored_at, self._anchors = self.clock, dict(steps)
             self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # as `stepped` rounds
             self._sorted = sorted(self._places.values())
 
-    def stepped(self, learner: str, t: int) -> None:
+    def move_learner(self, learner: str, t: int) -> None:
         if learner in self._anchors:
             del self._sorted[bisect_left(self._sorted, self._places[learner])]
             self._places[learner] = self._anchored_at + t - self._anchors[learner]
@@ -333,6 +335,6 @@ class Pace:
     def is_due(self) -> bool:
         return self.clock >= self.due - 1e-9
 
-    def froze(self) -> None:
+    def use_turn(self) -> None:
         """A round has used its turn."""
         self.due = max(self.due + self.interval, self.clock - self.interval)

@@ -46,41 +46,43 @@ class Contributions:
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
-    def report(self, now: float, learner: KnownLearner, said: Progress) -> bool:
+    def hear_report(self, now: float, learner: KnownLearner, said: Progress) -> bool:
         """True: it moved counters and nothing else."""
         if said.incarnation > learner.incarnation:
-            self.joining.expel(learner, f"a report of incarnation {said.incarnation}, which has not begun")
+            self.joining.expel_learner(learner, f"a report of incarnation {said.incarnation}, which has not begun")
             return False
-        if not self._tape(learner, said) or said.incarnation != learner.incarnation:  # a tape also of the life before
+        if (
+            not self._keep_tape(learner, said) or said.incarnation != learner.incarnation
+        ):  # a tape also of the life before
             return False
         if (wrong := wrong_report(learner, said, self.state.versions)) is not None:
-            self.joining.expel(learner, wrong)
+            self.joining.expel_learner(learner, wrong)
             return False
-        if (beyond := self.scrutiny.report(now, learner, said)) is not None:
-            self.strikes.strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
+        if (beyond := self.scrutiny.check_report(now, learner, said)) is not None:
+            self.strikes.add_strike(now, learner, f"report of {learner.name} refused", beyond, claim=True)
             return False
         begins_to_leave = said.leaving and not learner.leaving
-        self.state.members.report(now, learner, said, self.state.furthest_round)
-        self.accounts.reported(learner, said)
+        self.state.members.take_report(now, learner, said, self.state.furthest_round)
+        self.accounts.book_report(learner, said)
         if begins_to_leave:
             text = f"{learner.name} is leaving: it stopped at step {learner.t}, and its last steps are collected"
             self.state.out.note("leaving", text, learner, t=learner.t)
         if self.state.phase == "running":
-            self.shares.reported(learner)
-            self.same_batches.reported(learner, said.inputs)
-            self._compare(learner)
+            self.shares.note_report(learner)
+            self.same_batches.note_batch(learner, said.inputs)
+            self._compare_tokens(learner)
         if not said.seeking:
             self.peers.gave_up(learner)
         if learner.state == "joining" and self.state.phase != "empty" and self._has_recovered(said):
             self._let_in(now, learner)
-        same = not self.rounds.closing.watch(now)
-        self.rounds.closing.stepped(learner)
+        same = not self.rounds.closing.follow_members(now)
+        self.rounds.closing.count_steps(learner)
         return same and learner.live and not learner.stopped
 
-    def _compare(self, learner: KnownLearner) -> None:
+    def _compare_tokens(self, learner: KnownLearner) -> None:
         """Tell of one whose tokens per step are far above the others', once, unless the operator allows it that."""
         allowed = learner.name in self.state.settings.weight_limits
-        if allowed or learner.above or (text := self.scrutiny.above(learner)) is None:
+        if allowed or learner.above or (text := self.scrutiny.find_above(learner)) is None:
             return
         learner.above = text
         limit = f"its weight is limited; `atoll set RUN weight_limit.{learner.name}=8` allows it more"
@@ -95,47 +97,49 @@ class Contributions:
         text = f"{learner.name} took the run's parameters and may contribute"
         self.state.out.note("recovered", text, learner, seconds=round(now - learner.joined_at, 3))
 
-    def _tape(self, learner: KnownLearner, said: Progress | Contribution) -> bool:
+    def _keep_tape(self, learner: KnownLearner, said: Progress | Contribution) -> bool:
         """Keep what it says of its tape for the next record. False: no learner says that, and it is gone."""
         if not 0 <= said.taped < MOST:
-            self.joining.expel(learner, f"its tape goes on at entry {said.taped}")
+            self.joining.expel_learner(learner, f"its tape goes on at entry {said.taped}")
             return False
-        missing = self.state.out.taping.heard(learner.name, learner.incarnation, said.taped, said.tape)
+        missing = self.state.out.taping.add_entries(learner.name, learner.incarnation, said.taped, said.tape)
         if missing is not None:
             self.state.out.note("warning", f"{learner.name}: {missing}: the run cannot be replayed past there", learner)
         if self.state.out.taping.is_full(learner.name):
-            self.joining.expel(learner, "it said more of its tape than a learner keeps")
+            self.joining.expel_learner(learner, "it said more of its tape than a learner keeps")
         return learner.connected
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def contribution(self, now: float, learner: KnownLearner, given: Contribution, refusal: str | None) -> None:
+    def hear_contribution(self, now: float, learner: KnownLearner, given: Contribution, refusal: str | None) -> None:
         """`refusal`: what screening its body found."""
         history = self.state.history
         if (foreign := not_its_own(learner, given, history.run, history.term)) is not None:
             self._turn_away(learner, given, foreign)
-        elif not self._tape(learner, given):
+        elif not self._keep_tape(learner, given):
             return
         elif given.probe:
             self.state.out.discard(learner.name, given.round, given.attempt)
-            self.liveness.answered(learner)
+            self.liveness.note_answer(learner)
         elif self.rounds.has_given(learner, given.round, given.attempt):
             return  # said twice: once is what counts, and its body is still needed
-        elif (seat := self.rounds.seat(learner, given.round, given.attempt)) is None:
+        elif (seat := self.rounds.find_seat(learner, given.round, given.attempt)) is None:
             self.state.out.discard(learner.name, given.round, given.attempt)
         else:
-            self._judge(now, learner, seat, given, refusal)
+            self._judge_contribution(now, learner, seat, given, refusal)
 
-    def _judge(self, now: float, learner: KnownLearner, seat: Seat, given: Contribution, refusal: str | None) -> None:
+    def _judge_contribution(
+        self, now: float, learner: KnownLearner, seat: Seat, given: Contribution, refusal: str | None
+    ) -> None:
         """It was asked for: refused, nothing to give, or taken."""
         round_ = self.state.open_rounds[given.round]
         refusal = refusal or against_the_rules(learner, round_, given, self.state.versions[round_.fragment])
         claim = refusal is None and given.steps > 0
-        refusal = refusal or (self.scrutiny.contribution(now, learner, given) if claim else None)
+        refusal = refusal or (self.scrutiny.check_contribution(now, learner, given) if claim else None)
         if refusal is not None:
             self.rounds.leave_out(round_, seat, f"refused: {refusal}")
             what = f"contribution of {learner.name} to round {round_.number} refused"
-            self.strikes.strike(now, learner, what, refusal, round=round_.number, claim=claim)
+            self.strikes.add_strike(now, learner, what, refusal, round=round_.number, claim=claim)
         elif given.steps == 0 or given.tokens == 0:
             self.rounds.nothing_from(round_, seat, "nothing to give: no steps since its last adoption")
         else:
@@ -149,7 +153,7 @@ class Contributions:
         """It is not this channel's to give: no numbers of its own are broken, so it is no strike."""
         if self.rounds.has_given(learner, given.round, given.attempt):
             return
-        seat = self.rounds.seat(learner, given.round, given.attempt)
+        seat = self.rounds.find_seat(learner, given.round, given.attempt)
         self.state.out.discard(learner.name, given.round, given.attempt)
         if seat is not None:
             self.rounds.leave_out(self.state.open_rounds[given.round], seat, f"refused: {reason}")
@@ -227,13 +231,13 @@ class Scrutiny:
     def __init__(self, state: SyncerState, accounts: Accounts) -> None:
         self.state, self._accounts = state, accounts
 
-    def report(self, now: float, learner: KnownLearner, said: Progress) -> str | None:
+    def check_report(self, now: float, learner: KnownLearner, said: Progress) -> str | None:
         """What it claims beyond what it can have, in one line."""
         if (wrong := self._accounts.beyond_lease(learner, said.position, learner.position)) is not None:
             return wrong
         return self._beyond_rate(now, learner, said.t, said.tokens_total)
 
-    def contribution(self, now: float, learner: KnownLearner, given: Contribution) -> str | None:
+    def check_contribution(self, now: float, learner: KnownLearner, given: Contribution) -> str | None:
         """Its copy may be older than the last report, or newer."""
         before = learner.position if given.t >= learner.t else -1
         wrong = self._accounts.beyond_lease(learner, given.position, before)
@@ -245,7 +249,7 @@ class Scrutiny:
             return wrong  # alone, it is weighed against nobody
         return beyond_steps(given.steps, given.tokens, learner.usual, others)
 
-    def above(self, learner: KnownLearner) -> str | None:
+    def find_above(self, learner: KnownLearner) -> str | None:
         """Whether its steps have far more tokens than the others'; looked at every `STEPS` of its steps."""
         if not learner.usual.known or learner.t < learner.compared_at:
             return None
@@ -274,25 +278,25 @@ class Strikes:
         self.state, self.accounts, self.rounds = state, accounts, rounds
         self.peers, self.joining = peers, joining
 
-    def strike(self, now: float, learner: KnownLearner, what: str, reason: str, **data: object) -> None:
+    def add_strike(self, now: float, learner: KnownLearner, what: str, reason: str, **data: object) -> None:
         """`what` was refused."""
         learner.strikes += 1
         self.state.out.note("refused", f"{what}: {reason}", learner, **data, reason=reason)
         if learner.strikes >= self.state.settings.strikes:
-            self.quarantine(now, learner, f"after {learner.strikes} refusals in a row", reason)
+            self.quarantine_learner(now, learner, f"after {learner.strikes} refusals in a row", reason)
 
     def strike_helper(self, now: float, peer: KnownLearner, newcomer: KnownLearner, reason: str) -> None:
         """For the state that it gave the newcomer."""
-        self.strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
+        self.add_strike(now, peer, f"state of {peer.name} refused by {newcomer.name}", reason, newcomer=newcomer.name)
 
-    def quarantine(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
+    def quarantine_learner(self, now: float, learner: KnownLearner, when: str, reason: str) -> None:
         text = f"{learner.name} is in quarantine {when}; it recovers from the run"
         self.state.out.note("quarantined", text, learner)
-        self.rounds.unseat(learner, "it is in quarantine")
-        self.peers.lost(learner, "it is in quarantine")
-        self.joining.close(learner, f"its numbers are broken: {reason}")
-        self.state.members.restart(now, learner)
-        self.accounts.open(learner)
+        self.rounds.leave_learner_out(learner, "it is in quarantine")
+        self.peers.lose_learner(learner, "it is in quarantine")
+        self.joining.close_life(learner, f"its numbers are broken: {reason}")
+        self.state.members.restart_learner(now, learner)
+        self.accounts.open_life(learner)
         self.state.out.send(learner.name, Recover(incarnation=learner.incarnation, reason=reason))
         self._doubt_its_helper(now, learner, reason)
 

@@ -42,36 +42,36 @@ class Cuts:
         self.state = state
         self.open: OpenCut | None = None
 
-    def first(self) -> None:
+    def take_first(self) -> None:
         """Version 0, whole and durable before anybody adopts it. There is nobody else to wait for."""
-        self.state.out.add(TakeCut(0, self.state.history.state(), first=True))
+        self.state.out.add_effect(TakeCut(0, self.state.history.state(), first=True))
 
-    def committed(self, now: float, rounds: int) -> None:
+    def take_if_due(self, now: float, rounds: int) -> None:
         """So many rounds are behind the run: take a cut if one is due. Called before the last of them is announced."""
         every = self.state.settings.cut_every
         if self.open is None and every and rounds % every == 0:
-            self._take(now, rounds, self.state.members.live())
+            self._take_cut(now, rounds, self.state.members.live_learners())
 
     def end_with_one(self, now: float, rounds: int, reason: str, wakes: list[float]) -> bool:
         """The last steps are collected: take a cut unless one was taken here. True when there is none to wait for."""
         if self.open is not None:
             return False
-        there = [one for one in self.state.members.reachable() if one.stopped]
+        there = [one for one in self.state.members.reachable_learners() if one.stopped]
         if not self.state.settings.cut_every or self.state.out.cut >= rounds or not there:
             return True
-        self._take(now, rounds, there, last=True)
+        self._take_cut(now, rounds, there, last=True)
         wakes.append(now + self.state.settings.cut_wait_s)  # this look at the time may be the last until then
         for learner in there:  # nothing else would tell them of it
             self.state.out.send(learner.name, Ending(reason=reason))
         return False
 
-    def _take(self, now: float, rounds: int, learners: list[KnownLearner], *, last: bool = False) -> None:
+    def _take_cut(self, now: float, rounds: int, learners: list[KnownLearner], *, last: bool = False) -> None:
         awaited = {one.name: one.incarnation for one in learners}
         self.open = OpenCut(rounds, now + self.state.settings.cut_wait_s, awaited, last=last)
         self.state.out.cut = rounds
-        self.state.out.add(TakeCut(rounds, self.state.history.state()))
+        self.state.out.add_effect(TakeCut(rounds, self.state.history.state()))
 
-    def saved(self, learner: KnownLearner, said: CutSaved) -> None:
+    def note_saved(self, learner: KnownLearner, said: CutSaved) -> None:
         open_ = self.open
         if open_ is None or said.of != open_.cut or open_.awaited.get(learner.name) != learner.incarnation:
             return
@@ -81,12 +81,12 @@ class Cuts:
         else:
             open_.saved[learner.name] = said
 
-    def lose(self, learner: KnownLearner) -> None:
+    def lose_learner(self, learner: KnownLearner) -> None:
         """Its connection is gone. If it is back at once, the cut is old news to it."""
         if self.open is not None and self.open.awaited.pop(learner.name, None) is not None:
             self.open.left_out[learner.name] = "it was gone"
 
-    def kept(self, cut: int, reason: str) -> None:
+    def note_syncer_part(self, cut: int, reason: str) -> None:
         """The syncer's part is durable, or (with a reason) will never be."""
         if self.open is None or self.open.cut != cut:
             return
@@ -96,11 +96,11 @@ class Cuts:
         else:
             self.open.kept = True
 
-    def turn(self, now: float, wakes: list[float]) -> None:
+    def complete_if_ready(self, now: float, wakes: list[float]) -> None:
         """Leave out who is gone or late; complete what can be."""
         if (open_ := self.open) is None or open_.completing:
             return
-        there = {one.name: one.incarnation for one in self.state.members.connected()}
+        there = {one.name: one.incarnation for one in self.state.members.connected_learners()}
         for name, incarnation in list(open_.awaited.items()):
             late = now >= open_.deadline
             if late or there.get(name) != incarnation:
@@ -115,9 +115,9 @@ class Cuts:
         elif open_.kept:
             open_.completing = True
             saved, left_out = tuple(open_.saved.items()), tuple(open_.left_out.items())
-            self.state.out.add(CompleteCut(open_.cut, saved, left_out, self.state.history.spared_cut))
+            self.state.out.add_effect(CompleteCut(open_.cut, saved, left_out, self.state.history.spared_cut))
 
-    def written(self, cut: int, manifest: str) -> None:
+    def note_written(self, cut: int, manifest: str) -> None:
         """The manifest is durable."""
         if (open_ := self.open) is None or open_.cut != cut:
             return

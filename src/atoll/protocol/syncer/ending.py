@@ -1,10 +1,11 @@
-"""The end of a run: when it comes, and what is said of it.
+"""The end of a run: when it comes, how the last steps are collected, what is said of it.
 
 Rules kept here, each with its test: a run ends when its budget of steps or tokens is spent, when every learner has
-stopped, or when the operator asks; first the last steps are collected (`LastCycle`) and a last cut is taken (cuts.py), then
-it is finished. Both ends are durable before they are told. A term that finds a run ending lets the learners come back
-first; one that finds it finished says so once more, unless its first event opens the run again. The last record of an
-end says how much of the budget is spent: tokens that came after the last round are in no other record.
+stopped, or when the operator asks. First the last steps are collected (`LastCycle`), then a last snapshot is taken
+(cuts.py), then the run is finished. Both ends are durable before anybody is told. A term that finds a run ending lets
+the learners come back first; one that finds it finished says so once more, unless its first event opens the run again.
+The last record of an end says how much of the budget is spent: tokens that came after the last round are in no other
+record.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ class RunEnd:
         self._was_over = state.phase == "finished"
         """An earlier term came to the end and could not say so to everybody."""
 
-    def turn(self, now: float, wakes: list[float]) -> None:
+    def advance_end(self, now: float, wakes: list[float]) -> None:
         """Begin to end, or go on with it, where it is time."""
-        if self.state.phase == "running" and (reason := self._reason(now, wakes)) is not None:
-            self.begin(now, reason)
-        if self.state.phase == "ending" and self.last_cycle.step(now, wakes) and self._took_last_cut(now, wakes):
-            self._finish(self.state.end_reason)
+        if self.state.phase == "running" and (reason := self._reason_to_end(now, wakes)) is not None:
+            self.begin_ending(now, reason)
+        if (
+            self.state.phase == "ending"
+            and self.last_cycle.collect_next(now, wakes)
+            and self._took_last_cut(now, wakes)
+        ):
+            self._finish_run(self.state.end_reason)
 
     def _took_last_cut(self, now: float, wakes: list[float]) -> bool:
         return self.rounds.cuts.end_with_one(now, self.state.committed, self.state.end_reason, wakes)
 
-    def _reason(self, now: float, wakes: list[float]) -> str | None:
+    def _reason_to_end(self, now: float, wakes: list[float]) -> str | None:
         """Why the run is to end now, if it is."""
         if not self.assembly.may_end(now, wakes):
             return None
@@ -51,19 +56,19 @@ class RunEnd:
         return "every learner has stopped" if self._everyone_stopped(now, wakes) else None
 
     def tokens_spent(self) -> bool:
-        return 0 < self.state.settings.tokens <= self.state.members.tokens()
+        return 0 < self.state.settings.tokens <= self.state.members.total_tokens()
 
     def budget_spent(self) -> bool:
         return self.rounds.steps_spent() or self.tokens_spent()
 
-    def stepped(self, now: float) -> None:
+    def note_step(self, now: float) -> None:
         """Somebody makes steps."""
         self._idle_since = now
 
     def _everyone_stopped(self, now: float, wakes: list[float]) -> bool:
         """All the run was meant for; or those that are there, and nobody else has come for a while. Who was asked to
         leave has not come to an end: it may be back, or another in its place."""
-        there = self.state.members.connected()
+        there = self.state.members.connected_learners()
         if not there or not all(one.stopped and not one.leaving for one in there):
             self._idle_since = now
             return False
@@ -72,28 +77,28 @@ class RunEnd:
         stopped = sum(one.stopped and not one.leaving for one in seen)  # also those that have left since
         return stopped >= self.state.settings.learners or now >= self._idle_since + self.state.settings.assemble_s
 
-    def begin(self, now: float, reason: str) -> None:
+    def begin_ending(self, now: float, reason: str) -> None:
         """Learners are told to stop. A run without parameters has nothing to collect, and is over at once."""
         if self.state.phase == "empty":
-            self._finish(reason)
+            self._finish_run(reason)
         if self.state.phase != "running":
             return
         if not self.state.history.ended:
             self.state.out.persist(Ended(reason, step=self.rounds.step))
         self.state.enter_phase("ending", reason)
         self.state.out.note("ending", f"the run ends: {reason}; the last steps are collected")
-        self.last_cycle.begin(now)
-        self.peers.end("the run ends")
-        for learner in self.state.members.connected():
+        self.last_cycle.begin_cycle(now)
+        self.peers.end_all_recoveries("the run ends")
+        for learner in self.state.members.connected_learners():
             self.state.out.send(learner.name, Ending(reason=reason))
 
-    def _finish(self, reason: str) -> None:
-        self.state.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent()))
+    def _finish_run(self, reason: str) -> None:
+        self.state.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent_share()))
         self.state.enter_phase("finished", reason)
         self.state.out.note("finishing", f"the run is over: {reason}")
-        for learner in self.state.members.connected():
+        for learner in self.state.members.connected_learners():
             self.state.out.send(learner.name, Finish(reason=reason, versions=tuple(self.state.versions)))
-        self.state.out.add(Finished(reason))
+        self.state.out.add_effect(Finished(reason))
 
     # ---- in a later term ----------------------------------------------------------------------------------------
 
@@ -101,9 +106,9 @@ class RunEnd:
         """Of a run that was over already."""
         if self._was_over:
             self._was_over = False
-            self.state.out.add(Finished(self.state.end_reason))
+            self.state.out.add_effect(Finished(self.state.end_reason))
 
-    def reopen(self) -> None:
+    def reopen_run(self) -> None:
         """A run that had ended, or had begun to, goes on; the history says so already."""
         self.state.reopen()
         self._was_over = False
@@ -127,11 +132,11 @@ class LastCycle:
         self._until: int | None = None
         """The round after the cycle's last."""
 
-    def begin(self, now: float) -> None:
+    def begin_cycle(self, now: float) -> None:
         self.rounds.stop_gathering()
         self._stop_by = now + self._patience_s()
 
-    def step(self, now: float, wakes: list[float]) -> bool:
+    def collect_next(self, now: float, wakes: list[float]) -> bool:
         """Open what is to be collected next; True when nothing is left."""
         if self.state.committed > self._seen:
             self._seen, self._moved_at = self.state.committed, now
@@ -143,28 +148,31 @@ class LastCycle:
             fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
             if self._waits_for_adoption(now, fragment, wakes):
                 return False
-            if any(one.stopped and one.has_more(fragment) for one in self.state.members.reachable()):
+            if any(one.stopped and one.has_more(fragment) for one in self.state.members.reachable_learners()):
                 self.rounds.open_one(now)
                 return False
-            self.rounds.skip()
+            self.rounds.skip_next()
         return True
 
     def _patience_s(self) -> float:
         """Also the slowest learner comes to its next boundary, and words go to it and back, which takes no longer than
         its answers do. One that has stalled is not waited for longer than a run assembles."""
         most_s = self.state.settings.assemble_s
-        own_s = [min(_needs_s(one), most_s) if one.stalled else _needs_s(one) for one in self.state.members.reachable()]
+        own_s = [
+            min(_needs_s(one), most_s) if one.stalled else _needs_s(one)
+            for one in self.state.members.reachable_learners()
+        ]
         return max(self.state.settings.patience_s, 4 * (self.state.members.step_s() or 0.0), *own_s)
 
     def _waits_for_stops(self, now: float, wakes: list[float]) -> bool:
         wakes.append(self._stop_by)
-        return now < self._stop_by and any(not one.stopped for one in self.state.members.reachable())
+        return now < self._stop_by and any(not one.stopped for one in self.state.members.reachable_learners())
 
     def _waits_for_adoption(self, now: float, fragment: int, wakes: list[float]) -> bool:
         """With adopt = "carry", steps may be left after it."""
         until = self._moved_at + self._patience_s()
         wakes.append(until)
-        return now < until and any(not one.may_give(fragment) for one in self.state.members.reachable())
+        return now < until and any(not one.may_give(fragment) for one in self.state.members.reachable_learners())
 
 
 def _needs_s(one: KnownLearner) -> float:
@@ -197,11 +205,11 @@ class Assembly:
         self._everybody = False
         """Those that have left are to come back too."""
 
-    def started(self, now: float) -> None:
+    def note_start(self, now: float) -> None:
         """The run has its first parameters."""
         self._started_at = now
 
-    def reopen(self) -> None:
+    def expect_everybody(self) -> None:
         """A run that had ended goes on: all its learners have left, and a synchronous run waits for all of them."""
         self._everybody = True
 
@@ -234,7 +242,7 @@ class Assembly:
         if not self.state.settings.synchronous or self._opened:
             return True
         self._started_at = self._started_at or now
-        live, late_at = self.state.members.live(), self._started_at + self.state.settings.assemble_s
+        live, late_at = self.state.members.live_learners(), self._started_at + self.state.settings.assemble_s
         seen = self.state.members.learners.values()
         known, drained = sum(not one.closed for one in seen), sum(one.closed and one.was_asked for one in seen)
         if self._everybody:

@@ -32,7 +32,7 @@ class Joining:
 
     # ---- coming -------------------------------------------------------------------------------------------------
 
-    def greet(self, now: float, hello: Hello, token: str) -> None:
+    def greet_learner(self, now: float, hello: Hello, token: str) -> None:
         before = self.state.members.learners.get(hello.learner)
         if self.state.phase == "finished" and (before is None or before.session != hello.session):
             self.state.out.send(hello.learner, Refused(reason="the run is over", over=True))
@@ -42,14 +42,14 @@ class Joining:
             return
         if before is not None:
             self._take_the_place_of(before, hello)
-        learner, new = self.state.members.greet(now, hello, self.state.history.run)
+        learner, new = self.state.members.greet_learner(now, hello, self.state.history.run)
         if new:
-            self.accounts.open(learner)
-        self.accounts.own(learner, token)
+            self.accounts.open_life(learner)
+        self.accounts.record_owner(learner, token)
         if hello.run == self.state.history.run:
-            self.state.out.hear(hello.clock)
-        self.run_start.greeted(hello)
-        self._welcome(learner)
+            self.state.out.merge_clock(hello.clock)
+        self.run_start.consider_uploader(hello)
+        self._send_welcome(learner)
         word = "joined" if new else "came back"
         text = f"{learner.name} {word} (incarnation {learner.incarnation})"
         known_as = hello.incarnation if hello.run == self.state.history.run else 0
@@ -59,25 +59,25 @@ class Joining:
     def _turn_off(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
         """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
         if before is not None:
-            self._disconnect(before, hello)
+            self._drop_connection(before, hello)
         self.state.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
         self.state.out.send(hello.learner, Refused(reason=wrong))
-        self.state.out.add(Expel(hello.learner, wrong))
+        self.state.out.add_effect(Expel(hello.learner, wrong))
 
-    def _disconnect(self, before: KnownLearner, hello: Hello) -> None:
+    def _drop_connection(self, before: KnownLearner, hello: Hello) -> None:
         if before.connected:
             same = before.session == hello.session
-            self.lose(before, "lost", "it dialled again" if same else "another process took its name")
+            self.lose_learner(before, "lost", "it dialled again" if same else "another process took its name")
 
     def _take_the_place_of(self, before: KnownLearner, hello: Hello) -> None:
         """Its connection is gone; so is its life where another process took its name, or the disk did not keep it."""
-        self._disconnect(before, hello)
+        self._drop_connection(before, hello)
         if before.session != hello.session:
-            self.close(before, "another process took its name")
+            self.close_life(before, "another process took its name")
         elif self._is_ahead(hello) or hello.incarnation > before.incarnation:
             text = f"{before.name} knows what the disk did not keep: it takes the run's parameters anew"
             self.state.out.note("warning", text, before)
-            self.close(before, "it knew what the disk did not keep")
+            self.close_life(before, "it knew what the disk did not keep")
 
     def _is_ahead(self, hello: Hello) -> bool:
         """With durability = "cut" a crash of the machine may cost rounds that learners have heard of, and others may
@@ -90,7 +90,7 @@ class Joining:
             or any(held > kept for _, versions in found for held, kept in zip(hello.versions, versions, strict=False))
         )
 
-    def _welcome(self, learner: KnownLearner) -> None:
+    def _send_welcome(self, learner: KnownLearner) -> None:
         welcome = Welcome(
             run=self.state.history.run,
             incarnation=learner.incarnation,
@@ -99,12 +99,12 @@ class Joining:
             versions=tuple(self.state.versions),
             gathering=self.state.gathering_round,
             reset=learner.reset,
-            upload=self.run_start.asks(learner),
+            upload=self.run_start.asks_for_upload(learner),
             progress=self.state.history.progress,
             global_step=self.state.history.global_step,
             committed=self.state.committed,
             merged=learner.last_merged(),
-            leases=self.accounts.held(learner),
+            leases=self.accounts.leases_held(learner),
             taped=self.state.history.lives[learner.name].taped,
             cuts=self.state.history.kept_cuts,
             session=learner.session,
@@ -131,41 +131,41 @@ class Joining:
         self.state.out.send(learner.name, Drain(reason=reason))
         self.state.out.note("draining", f"{learner.name} is asked to leave: {reason}", learner)
 
-    def lose(self, learner: KnownLearner, kind: str, reason: str) -> None:
+    def lose_learner(self, learner: KnownLearner, kind: str, reason: str) -> None:
         """Its connection is gone; `kind`: "lost", and it may come back, or "left", which is for good."""
         unmerged = round(learner.unmerged_tokens())
         learner.state, learner.tokens = "gone", ()
-        self.rounds.unseat(learner, reason)
-        self.rounds.cuts.lose(learner)
-        self.peers.lost(learner, reason)
+        self.rounds.leave_learner_out(learner, reason)
+        self.rounds.cuts.lose_learner(learner)
+        self.peers.lose_learner(learner, reason)
         if kind == "left":
             self.state.members.asked_to_leave.pop(learner.session, None)
-            self.close(learner, reason)
+            self.close_life(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
         self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
-        if (heir := self.run_start.lost(learner)) is not None:
-            self._welcome(heir)
+        if (heir := self.run_start.replace_lost_uploader(learner)) is not None:
+            self._send_welcome(heir)
 
-    def hurry(self, now: float, wakes: list[float]) -> None:
+    def replace_overdue_uploader(self, now: float, wakes: list[float]) -> None:
         """A run without parameters waits for nobody who sends none."""
-        if (heir := self.run_start.overdue(now, wakes)) is not None:
-            self._welcome(heir)
+        if (heir := self.run_start.replace_overdue_uploader(now, wakes)) is not None:
+            self._send_welcome(heir)
 
-    def expel(self, learner: KnownLearner, reason: str) -> None:
-        self.lose(learner, "lost", reason)
-        self.state.out.add(Expel(learner.name, reason))
+    def expel_learner(self, learner: KnownLearner, reason: str) -> None:
+        self.lose_learner(learner, "lost", reason)
+        self.state.out.add_effect(Expel(learner.name, reason))
 
-    def close(self, learner: KnownLearner, reason: str) -> None:
+    def close_life(self, learner: KnownLearner, reason: str) -> None:
         """This life is over for good."""
-        self.accounts.close(learner, reason, self.rounds.under_way(learner))
+        self.accounts.close_life(learner, reason, self.rounds.under_way(learner))
 
-    def abandon(self, now: float, wakes: list[float]) -> None:
+    def close_abandoned_lives(self, now: float, wakes: list[float]) -> None:
         """Close the lives of those that have been away for too long."""
         for learner in [one for one in self.state.members.learners.values() if one.state == "gone" and not one.closed]:
             learner.last_heard = learner.last_heard or now
             until = learner.last_heard + self.state.settings.abandon_s
             if now >= until:
-                self.close(learner, f"away for {self.state.settings.abandon_s:g} s")
+                self.close_life(learner, f"away for {self.state.settings.abandon_s:g} s")
             else:
                 wakes.append(until)
 
@@ -175,7 +175,7 @@ class RunStart:
 
     Rules kept here, each with its test: the first that comes is asked, but one that has adopted a global model goes
     before one with weights of its own, while nothing of these has come; version 0 is durable before anyone adopts it;
-    when the one that was asked is gone, or sends nothing more (`UploadWait`), whatever it sent is discarded and the next
+    when that one is gone, or sends nothing more (`UploadWait`), whatever it sent is discarded and the next
     is asked. Once all of it is there, the run begins when as many learners are there as it is meant for, or
     `wait_for_learners_s` later: until then nobody trains, so that the first rounds have everybody in them and the
     run's step is that of everybody.
@@ -190,94 +190,96 @@ class RunStart:
         self._whole_at: float | None = None
         """Since when all of the first parameters are there."""
 
-    def greeted(self, hello: Hello) -> None:
+    def consider_uploader(self, hello: Hello) -> None:
         """One more that could be asked."""
         if self.state.phase == "empty" and self._is_better(hello):
             self._uploader, self._uploader_holds = hello.learner, _holds_a_model(hello)
-            self._upload.asked()
+            self._upload.restart_wait()
 
-    def asks(self, learner: KnownLearner) -> bool:
+    def asks_for_upload(self, learner: KnownLearner) -> bool:
         """Whether this one is to give the first parameters."""
         return self.state.phase == "empty" and self._uploader == learner.name and self._whole_at is None
 
-    def lost(self, learner: KnownLearner) -> KnownLearner | None:
+    def replace_lost_uploader(self, learner: KnownLearner) -> KnownLearner | None:
         """This one is gone; who is asked in its place, and has to be told."""
-        return self._next() if self.asks(learner) else None
+        return self._ask_next() if self.asks_for_upload(learner) else None
 
-    def uploading(self, now: float, uploader: str, size: int) -> None:
+    def note_upload(self, now: float, uploader: str, size: int) -> None:
         """A fragment of so many bytes begins to come; 0: one that was not there before is whole."""
         if uploader == self._uploader:
-            self._upload.moved(now, size)
+            self._upload.note_bytes(now, size)
 
-    def overdue(self, now: float, wakes: list[float]) -> KnownLearner | None:
+    def replace_overdue_uploader(self, now: float, wakes: list[float]) -> KnownLearner | None:
         """Who sends nothing more has had its chance, if another is there: that one is asked, and has to be told."""
-        there = {one.name for one in self.state.members.connected()}
+        there = {one.name for one in self.state.members.connected_learners()}
         if self.state.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
             return None
-        heir, until = None, self._upload.until(now)
+        heir, until = None, self._upload.wait_until(now)
         if now >= until:
             text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
             self.state.out.note("warning", text, self.state.members.learners[self._uploader])
             self._upload.gave_up(self._uploader, there)
-            heir, until = self._next(), self._upload.until(now)
+            heir, until = self._ask_next(), self._upload.wait_until(now)
         wakes.append(until)
         return heir
 
-    def _next(self) -> KnownLearner | None:
+    def _ask_next(self) -> KnownLearner | None:
         """What the last one sent is discarded. Those that had their chance come last."""
-        heirs = sorted(self.state.members.connected(), key=lambda one: (one.name in self._upload.tried, one.joined_at))
+        heirs = sorted(
+            self.state.members.connected_learners(), key=lambda one: (one.name in self._upload.tried, one.joined_at)
+        )
         self._uploader = heirs[0].name if heirs else None
-        self._upload.asked()
+        self._upload.restart_wait()
         if not heirs:
             return None
         self.state.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
         return heirs[0]
 
-    def initialised(self, now: float, uploader: str) -> None:
+    def note_upload_done(self, now: float, uploader: str) -> None:
         """They came whole."""
         if self.state.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
             return
         self._whole_at = now
         settings = self.state.settings
-        if settings.wait_for_learners_s and self.missing:
-            some, wait_s = f"{self.missing} more of {settings.learners} learners", settings.wait_for_learners_s
+        if settings.wait_for_learners_s and self.missing_learners:
+            some, wait_s = f"{self.missing_learners} more of {settings.learners} learners", settings.wait_for_learners_s
             text = f"waiting for {some}, up to {wait_s:g} s; then training begins"
-            self.state.out.note("waiting", text, missing=self.missing, seconds=wait_s)
+            self.state.out.note("waiting", text, missing=self.missing_learners, seconds=wait_s)
 
     @property
-    def missing(self) -> int:
+    def missing_learners(self) -> int:
         """Learners that the run is meant for and that are not here."""
-        return max(0, self.state.settings.learners - len(self.state.members.connected()))
+        return max(0, self.state.settings.learners - len(self.state.members.connected_learners()))
 
     @property
-    def awaited(self) -> int:
+    def awaited_learners(self) -> int:
         """So many of them are waited for: all else that training needs is here."""
-        return self.missing if self.state.phase == "empty" and self._whole_at is not None else 0
+        return self.missing_learners if self.state.phase == "empty" and self._whole_at is not None else 0
 
-    def turn(self, now: float, wakes: list[float]) -> None:
+    def start_if_ready(self, now: float, wakes: list[float]) -> None:
         """Begin, where everybody is here or was waited for."""
         if self.state.phase != "empty" or self._whole_at is None:
             return
         settings = self.state.settings
         until = self._whole_at + settings.wait_for_learners_s
-        if self.missing and now < until:
+        if self.missing_learners and now < until:
             wakes.append(until)
             return
-        if self.missing and settings.wait_for_learners_s:
-            some = f"{self.missing} of {settings.learners} learners"
+        if self.missing_learners and settings.wait_for_learners_s:
+            some = f"{self.missing_learners} of {settings.learners} learners"
             self.state.out.note("warning", f"{some} did not come in time: training begins, and they may come later")
-        self._start(now)
+        self._start_run(now)
 
-    def _start(self, now: float) -> None:
+    def _start_run(self, now: float) -> None:
         uploader = self._uploader
         assert uploader is not None, "the first parameters are somebody's"
-        self.cuts.first()
+        self.cuts.take_first()
         self.state.out.persist(StartedRecord(uploader))
         self.state.enter_phase("running")
-        self.assembly.started(now)
+        self.assembly.note_start(now)
         self.state.versions = [0] * len(self.state.versions)
         self.state.out.note("initial", f"{uploader} gave the first parameters")
-        for learner in self.state.members.connected():
+        for learner in self.state.members.connected_learners():
             self.state.out.send(learner.name, Started(uploader=uploader, gathering=self.state.gathering_round))
 
     def _is_better(self, hello: Hello) -> bool:
@@ -311,7 +313,7 @@ class UploadWait:
         self._since: float | None = None
         self._size = 0
 
-    def asked(self) -> None:
+    def restart_wait(self) -> None:
         """Somebody is asked, from now on."""
         self.begun, self._since, self._size = False, None, 0
 
@@ -319,13 +321,13 @@ class UploadWait:
         """Once all have had their chance, it begins anew, with the others first."""
         self.tried = self.tried | {uploader} if there - self.tried - {uploader} else {uploader}
 
-    def moved(self, now: float, size: int) -> None:
+    def note_bytes(self, now: float, size: int) -> None:
         """A fragment of so many bytes begins to come; 0: one that was not there before is whole."""
         self.begun, self._size = True, max(self._size, size)
         if not size:
             self._since = now
 
-    def until(self, now: float) -> float:
+    def wait_until(self, now: float) -> float:
         self._since = now if self._since is None else self._since
         return self._since + UPLOAD_S + self._size / UPLOAD_RATE
 

@@ -68,7 +68,7 @@ class ShareWatch:
         window = self._windows.get(learner.name)
         return window.alarm if window is not None and _is_of(window, learner) else ""
 
-    def reported(self, learner: KnownLearner) -> None:
+    def note_report(self, learner: KnownLearner) -> None:
         """It may have made enough steps for another look."""
         self._end_of_those_gone()
         window = self._windows.get(learner.name)
@@ -76,9 +76,9 @@ class ShareWatch:
             if learner.state == "training":
                 self._windows[learner.name] = Window(learner.incarnation, learner.t + self._steps(1.0))
         elif learner.t >= window.next_t:
-            self._look(learner, window)
+            self._look_at_share(learner, window)
 
-    def _look(self, learner: KnownLearner, window: Window) -> None:
+    def _look_at_share(self, learner: KnownLearner, window: Window) -> None:
         account = self.state.history.ledger.open.get((learner.name, learner.incarnation))
         if account is None or account.origin is None:
             return
@@ -87,9 +87,9 @@ class ShareWatch:
         window.looks.append(Look(learner.t, computed, sum(account.merged)))
         others = self._share_of_others(learner)
         if window.share is not None and others is not None:
-            self._judge(learner, window, window.share, others)
+            self._judge_share(learner, window, window.share, others)
 
-    def _judge(self, learner: KnownLearner, window: Window, share: float, others: float) -> None:
+    def _judge_share(self, learner: KnownLearner, window: Window, share: float, others: float) -> None:
         window.low_looks = window.low_looks + 1 if share < LOW * others else 0
         if not window.alarm and window.low_looks >= LOW_LOOKS:
             window.alarm = f"only {share:.0%} of {learner.name}'s last work was merged, {others:.0%} of the others'"
@@ -103,7 +103,9 @@ class ShareWatch:
         self.state.out.note("low_share", text, learner, over=over, share=round(share, 4), others=round(others, 4))
 
     def _share_of_others(self, but: KnownLearner) -> float | None:
-        windows = ((one, self._windows.get(one.name)) for one in self.state.members.reachable() if one is not but)
+        windows = (
+            (one, self._windows.get(one.name)) for one in self.state.members.reachable_learners() if one is not but
+        )
         shares = [window.share for one, window in windows if window is not None and _is_of(window, one)]
         known = [share for share in shares if share is not None]
         return middle(known) if known else None
@@ -142,13 +144,13 @@ class SameBatches:
         self._said: dict[str, deque[int]] = {}
         self._common: dict[tuple[str, str], int] = {}
 
-    def reported(self, learner: KnownLearner, number: int) -> None:
+    def note_batch(self, learner: KnownLearner, number: int) -> None:
         """−1: it says nothing of its batches."""
         mine = self._said.setdefault(learner.name, deque(maxlen=KEPT))
         if number < 0 or number in mine:
             return
         mine.append(number)
-        for other in self.state.members.connected():
+        for other in self.state.members.connected_learners():
             if other is not learner and number in self._said.get(other.name, ()):
                 self._count(*sorted((learner, other), key=lambda one: one.name))
 

@@ -23,22 +23,22 @@ class Liveness:
     def __init__(self, state: SyncerState, rounds: Rounds) -> None:
         self.state, self.rounds = state, rounds
 
-    def turn(self, now: float, wakes: list[float]) -> list[KnownLearner]:
+    def find_silent(self, now: float, wakes: list[float]) -> list[KnownLearner]:
         """Look at everyone; those that have been silent for too long."""
         silent = []
-        for learner in self.state.members.connected():
+        for learner in self.state.members.connected_learners():
             limit = self.state.members.silence_limit(learner)
             if now >= limit:
                 silent.append(learner)
                 continue
             wakes.append(limit)
             if learner.state == "training":
-                self._steps(now, learner, wakes)
+                self._watch_steps(now, learner, wakes)
             if learner.muted:
-                self._probe(now, learner, wakes)
+                self._probe_muted(now, learner, wakes)
         return silent
 
-    def answered(self, learner: KnownLearner) -> None:
+    def note_answer(self, learner: KnownLearner) -> None:
         learner.misses = 0
         if learner.muted:
             learner.muted = False
@@ -56,7 +56,7 @@ class Liveness:
         for round_ in self.state.open_rounds.values():
             round_.put_off(now, seconds)
 
-    def _steps(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
+    def _watch_steps(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if learner.stopped or (self.state.settings.synchronous and learner.offer >= self.state.committed):
             learner.idle_at = now  # it waits for us, not we for it
         limit = self.state.members.stall_limit(learner)
@@ -68,7 +68,7 @@ class Liveness:
             self.state.out.note(kind, f"{learner.name} {word}", learner)
         wakes.append(limit)
 
-    def _probe(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
+    def _probe_muted(self, now: float, learner: KnownLearner, wakes: list[float]) -> None:
         if now >= learner.probed_at + PROBE_EVERY_S:
             learner.probed_at = inf  # until it has left
             copied = (
@@ -84,5 +84,5 @@ class Liveness:
                 probe=True,
             )
             self.state.out.send(learner.name, pull)
-            self.state.out.add(ConfirmSent(number, 0, learner.name))
+            self.state.out.add_effect(ConfirmSent(number, 0, learner.name))
         wakes.append(learner.probed_at + PROBE_EVERY_S)

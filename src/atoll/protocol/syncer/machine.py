@@ -83,7 +83,7 @@ class Syncer:
     @property
     def progress(self) -> float:
         """How much of the run's budget is spent, in [0, 1]."""
-        return self.rounds.spent()
+        return self.rounds.spent_share()
 
     @property
     def versions(self) -> list[int]:
@@ -129,50 +129,50 @@ class Syncer:
     # ---- what happens -----------------------------------------------------------------------------------------
 
     def handle(self, now: float, event: fx.SyncerEvent) -> list[fx.SyncerEffect]:
-        self._take(now, event)
+        self._route_event(now, event)
         if not self._is_quiet(now, event):
-            self._advance(now)
+            self._advance_all(now)
         self._only_counted = False
         # Last: the first event of a term may be the change that opens a finished run again.
         self.end.say_again()
-        return self.state.out.take()
+        return self.state.out.take_effects()
 
-    def _take(self, now: float, event: fx.SyncerEvent) -> None:
+    def _route_event(self, now: float, event: fx.SyncerEvent) -> None:
         match event:
             case fx.Greeted(hello, token):
-                self.joining.greet(now, hello, token)
+                self.joining.greet_learner(now, hello, token)
             case fx.Received(name) | fx.Delivered(name) | fx.Lost(name) | fx.DrainAsked(name):
-                if (learner := self._known(name)) is not None:
-                    self._take_of(now, learner, event)
+                if (learner := self._find_connected(name)) is not None:
+                    self._route_learner_event(now, learner, event)
             case fx.Uploading(name, size):
-                self.run_start.uploading(now, name, size)
+                self.run_start.note_upload(now, name, size)
             case fx.Initialised(name):
-                self.run_start.initialised(now, name)
+                self.run_start.note_upload_done(now, name)
             case fx.Merged():
-                self.rounds.commit(now, event)
+                self.rounds.commit_round(now, event)
             case fx.Unmergeable(number, reason, reset):
                 if reset:
                     self.state.out.persist(Reset(self.state.open_rounds[number].fragment, reason))
-                self.rounds.fail(now, self.state.open_rounds[number], reason)
+                self.rounds.fail_round(now, self.state.open_rounds[number], reason)
             case fx.Scored(number, loss):
-                self.rollback.scored(number, loss)
+                self.rollback.take_score(number, loss)
             case fx.Restorable():
-                self.rollback.restore(now, event)
+                self.rollback.commit_rollback(now, event)
             case fx.Unrestorable(reason):
                 self.rollback.give_up(reason)
             case fx.CutKept(cut, reason):
-                self.cuts.kept(cut, reason)
+                self.cuts.note_syncer_part(cut, reason)
             case fx.CutWritten(cut, manifest):
-                self.cuts.written(cut, manifest)
+                self.cuts.note_written(cut, manifest)
             case fx.RelayWanted(ticket, offset):
-                self.peers.wanted(ticket, offset)
+                self.peers.ask_for_stream(ticket, offset)
             case fx.ChangeAsked():
                 self._asked = event
             case fx.EndAsked(reason):
-                self.end.begin(now, reason)
+                self.end.begin_ending(now, reason)
             case fx.Over():
                 for learner in self.members.learners.values():
-                    self.joining.close(learner, "the run is over")
+                    self.joining.close_life(learner, "the run is over")
             case fx.PullsSent(number, attempt, probed):
                 if probed:
                     self.liveness.probe_sent(now, probed)
@@ -183,54 +183,54 @@ class Syncer:
             case fx.Tick():
                 pass
 
-    def _known(self, name: str) -> KnownLearner | None:
+    def _find_connected(self, name: str) -> KnownLearner | None:
         """One whose word counts. Once the run is over, accounts are closed of learners that are still connected: what
         was on its way then is passed over, since nothing of that life is left to judge it by."""
         learner = self.members.learners.get(name)
         return learner if learner is not None and learner.connected and not learner.closed else None
 
-    def _take_of(
+    def _route_learner_event(
         self, now: float, learner: KnownLearner, event: fx.Received | fx.Delivered | fx.Lost | fx.DrainAsked
     ) -> None:
         match event:
             case fx.Received(_, message):
-                self._heard(now, learner, message)
-                self._receive(now, learner, message)
+                self._note_heard(now, learner, message)
+                self._route_message(now, learner, message)
             case fx.Delivered(_, contribution, refusal):
-                self._heard(now, learner, contribution)
-                self.contributions.contribution(now, learner, contribution, refusal)
+                self._note_heard(now, learner, contribution)
+                self.contributions.hear_contribution(now, learner, contribution, refusal)
             case fx.Lost(_, reason):
-                self.joining.lose(learner, "lost", reason)
+                self.joining.lose_learner(learner, "lost", reason)
             case fx.DrainAsked(_, reason):
                 self.joining.ask_to_leave(learner, reason)
 
-    def _heard(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
+    def _note_heard(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
         learner.last_heard = now
-        self.state.out.hear(message.clock)
+        self.state.out.merge_clock(message.clock)
 
-    def _receive(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
+    def _route_message(self, now: float, learner: KnownLearner, message: msg.FromLearner) -> None:
         match message:
             case msg.Progress():
-                self._only_counted = self.contributions.report(now, learner, message)
+                self._only_counted = self.contributions.hear_report(now, learner, message)
             case msg.Decline(round=number, attempt=attempt, reason=reason):
-                if (seat := self.rounds.seat(learner, number, attempt)) is not None:
+                if (seat := self.rounds.find_seat(learner, number, attempt)) is not None:
                     self.rounds.nothing_from(self.state.open_rounds[number], seat, reason)
             case msg.Register():
-                self.accounts.register(learner, message)
+                self.accounts.register_data(learner, message)
             case msg.CutSaved():
-                self.cuts.saved(learner, message)
+                self.cuts.note_saved(learner, message)
             case msg.Seek(after=after, frozen=frozen):
-                self.rounds.unseat(learner, "it takes a peer's state first")
-                self.peers.seek(now, learner, after, frozen=frozen)
+                self.rounds.leave_learner_out(learner, "it takes a peer's state first")
+                self.peers.begin_recovery(now, learner, after, frozen=frozen)
             case msg.Settled():
-                if (peer := self.peers.settled(now, learner, message)) is not None:
+                if (peer := self.peers.settle_recovery(now, learner, message)) is not None:
                     self.strikes.strike_helper(now, peer, learner, message.reason)
             case msg.Ready():
-                self.peers.ready(learner, message)
+                self.peers.pass_on_ready(learner, message)
             case msg.Unable():
-                self.peers.unable(learner, message)
+                self.peers.hear_refusal(learner, message)
             case msg.Leave(reason=reason):
-                self.joining.lose(learner, "left", reason)
+                self.joining.lose_learner(learner, "left", reason)
 
     # ---- what need not be followed up -------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Syncer:
             case fx.Received(name, msg.Progress()):
                 return self._only_counted and self._is_before_the_next(now, self.members.learners[name])
             case fx.Delivered(name, given):
-                learner, round_ = self._known(name), self.state.open_rounds.get(given.round)
+                learner, round_ = self._find_connected(name), self.state.open_rounds.get(given.round)
                 taken = learner is not None and self.rounds.has_given(learner, given.round, given.attempt)
                 return taken and not given.probe and round_ is not None and bool(round_.asked)
             case _:
@@ -258,51 +258,51 @@ class Syncer:
         if self.assembly.returning or self.rounds.any_due() or self.end.budget_spent():
             return False
         assert self.wake_at is not None
-        self.end.stepped(now)
+        self.end.note_step(now)
         self.wake_at = min(self.wake_at, self.members.stall_limit(learner))
         return True
 
     # ---- what time brings -------------------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
+    def _advance_all(self, now: float) -> None:
         """Let everything happen that may happen now, then say when to look again."""
         moved = True
         wakes: list[float] = []
         while moved:
             wakes.clear()
             if self._asked is not None:
-                self._change(self._asked)
-            self.run_start.turn(now, wakes)
-            for silent in self.liveness.turn(now, wakes):
-                self.joining.expel(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
-            self.rounds.closing.watch(now)
-            self.joining.abandon(now, wakes)
-            self.cuts.turn(now, wakes)
-            self._help(now, wakes)
-            if self.rollback.turn():
+                self._change_settings(self._asked)
+            self.run_start.start_if_ready(now, wakes)
+            for silent in self.liveness.find_silent(now, wakes):
+                self.joining.expel_learner(silent, f"nothing heard for {self.settings.lost_after_s:g} s")
+            self.rounds.closing.follow_members(now)
+            self.joining.close_abandoned_lives(now, wakes)
+            self.cuts.complete_if_ready(now, wakes)
+            self._advance_peers(now, wakes)
+            if self.rollback.begin_if_decided():
                 break
-            self.end.turn(now, wakes)
-            self.joining.hurry(now, wakes)
+            self.end.advance_end(now, wakes)
+            self.joining.replace_overdue_uploader(now, wakes)
             if self.phase == "running" and self.assembly.may_open(now, wakes):
                 self.rounds.open_next(now)
-            moved = self.rounds.turn(now, wakes)
+            moved = self.rounds.advance_rounds(now, wakes)
         self.wake_at = min([wake for wake in wakes if now < wake < inf], default=None)
 
-    def _help(self, now: float, wakes: list[float]) -> None:
+    def _advance_peers(self, now: float, wakes: list[float]) -> None:
         if self.phase == "running":
-            self.peers.turn(now, wakes)
+            self.peers.advance_recoveries(now, wakes)
         elif self.peers.open:
-            self.peers.end("the run ends" if self.phase != "empty" else "the run has no parameters yet")
+            self.peers.end_all_recoveries("the run ends" if self.phase != "empty" else "the run has no parameters yet")
 
-    def _change(self, asked: fx.ChangeAsked) -> None:
+    def _change_settings(self, asked: fx.ChangeAsked) -> None:
         """Other settings from now on, written down like a round."""
         if self.state.is_merging():
             return
         self._asked = None
         self.state.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
-        self.state.out.add(fx.Retune(asked.outer))
+        self.state.out.add_effect(fx.Retune(asked.outer))
         self.state.change_settings()
         if asked.reopen:
-            self.end.reopen()
-            self.assembly.reopen()
+            self.end.reopen_run()
+            self.assembly.expect_everybody()
         self.state.out.note("changed", f"settings changed: {asked.what}", what=asked.what)

@@ -165,7 +165,7 @@ class Membership:
         self._uncounted = 0
         """Tokens that an earlier term was told of and did not count."""
 
-    def greet(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
+    def greet_learner(self, now: float, hello: Hello, run: str) -> tuple[KnownLearner, bool]:
         """The learner of this hello, and whether it is a new incarnation. No number is given twice, also where the disk
         did not keep that it was given."""
         known = self.learners.get(hello.learner)
@@ -197,7 +197,7 @@ class Membership:
         self._add(learner)
         return learner, True
 
-    def remember(self, name: str, life: Life) -> None:
+    def remember_life(self, name: str, life: Life) -> None:
         """A learner that an earlier term knew; it is away until it says hello."""
         learner = KnownLearner(name, life.session, life.incarnation, 0.0, self.settings.fragments, state="gone")
         learner.t, learner.least = life.t, self.least
@@ -209,10 +209,10 @@ class Membership:
         learner.closed = not life.open
         self._add(learner)
 
-    def recall(self, progress: float) -> None:
+    def recall_progress(self, progress: float) -> None:
         """An earlier term came this far: the rest of what it was told by then it had not counted."""
         if self.settings.tokens:
-            self._uncounted = max(0, self.tokens() - ceil(progress * self.settings.tokens))
+            self._uncounted = max(0, self.total_tokens() - ceil(progress * self.settings.tokens))
 
     def _add(self, learner: KnownLearner) -> None:
         place = bisect_left(self._by_name, learner.name, key=_name)
@@ -234,7 +234,7 @@ class Membership:
         learner.offer = learner.aims = -1
         learner.stalled = False
 
-    def restart(self, now: float, learner: KnownLearner) -> None:
+    def restart_learner(self, now: float, learner: KnownLearner) -> None:
         """The same process starts over as a new incarnation (quarantine)."""
         learner.incarnation += 1
         learner.state, learner.joined_at = "joining", now
@@ -248,7 +248,7 @@ class Membership:
         learner.merged = [-1] * self.settings.fragments
         learner.dropped, learner.position, learner.usual = (), -1, Usual()
 
-    def report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
+    def take_report(self, now: float, learner: KnownLearner, progress: Progress, furthest: int) -> None:
         """Take in a progress message. `furthest`: rounds past this one it cannot have copied."""
         offer, aims = min(progress.offer, furthest), min(progress.aims, furthest)
         if progress.t > learner.t and learner.state == "training":
@@ -266,19 +266,19 @@ class Membership:
         learner.reset = False
         learner.dropped, learner.position = progress.dropped, progress.position
 
-    def live(self) -> list[KnownLearner]:
+    def live_learners(self) -> list[KnownLearner]:
         return [one for one in self._by_name if one.state == "training" and not one.muted and not one.stalled]
 
-    def alive(self, heard_since: float) -> list[str]:
+    def names_alive(self, heard_since: float) -> list[str]:
         """Alive and recovered: the denominator of participation. The muted and those that are not ready count; who
         makes no steps at all does not (it has no work to merge), nor who has fallen silent (its machine stands)."""
-        return [one.name for one in self.reachable() if not one.stalled and one.last_heard >= heard_since]
+        return [one.name for one in self.reachable_learners() if not one.stalled and one.last_heard >= heard_since]
 
-    def reachable(self) -> list[KnownLearner]:
+    def reachable_learners(self) -> list[KnownLearner]:
         """Live, or muted, or stalled: all that could have last steps to give."""
         return [one for one in self._by_name if one.state == "training"]
 
-    def stepping(self) -> list[KnownLearner]:
+    def stepping_learners(self) -> list[KnownLearner]:
         """Live, and more steps will come."""
         return [
             one
@@ -286,28 +286,28 @@ class Membership:
             if one.state == "training" and not one.muted and not one.stalled and not one.stopped
         ]
 
-    def connected(self) -> list[KnownLearner]:
+    def connected_learners(self) -> list[KnownLearner]:
         return [one for one in self._by_name if one.state != "gone"]
 
     def step_s(self) -> float | None:
         """ξ_step: the median of the live learners' averages."""
-        known = [one.step_s.value for one in self.live() if one.step_s.value is not None]
+        known = [one.step_s.value for one in self.live_learners() if one.step_s.value is not None]
         return middle(known) if known else None
 
     def answer_s(self) -> float | None:
         """ξ_answer: the median of the learners' averages, of two the quicker."""
-        known = sorted(one.answer_s.value for one in self.reachable() if one.answer_s.value is not None)
+        known = sorted(one.answer_s.value for one in self.reachable_learners() if one.answer_s.value is not None)
         return known[(len(known) - 1) // 2] if known else None
 
     def per_step(self, but: KnownLearner) -> list[float]:
         """The usual tokens per step of the others, where they are known. One of whom nothing is known is judged by all
         that have made steps, if there are several: one alone, who may be the liar, sets nobody's measure."""
-        others = [one.usual for one in self.reachable() if one is not but and one.usual.tokens > 0]
+        others = [one.usual for one in self.reachable_learners() if one is not but and one.usual.tokens > 0]
         if but.usual.known:
             return [usual.per_step for usual in others if usual.known]
         return [usual.per_step for usual in others] if len(others) > 1 else []
 
-    def tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Trained on by all together, as far as that is believed."""
         return sum([one.tokens_before + one.budgeted.tokens for one in self._by_name]) - self._uncounted
 

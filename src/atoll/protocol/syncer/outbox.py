@@ -29,37 +29,37 @@ class Outbox:
         self.cut = max(history.cuts, default=0)
         self._effects: list[SyncerEffect] = []
 
-    def take(self) -> list[SyncerEffect]:
+    def take_effects(self) -> list[SyncerEffect]:
         effects, self._effects = self._effects, []
         return effects
 
-    def add(self, effect: SyncerEffect) -> None:
+    def add_effect(self, effect: SyncerEffect) -> None:
         self._effects.append(effect)
 
     def send(self, learner: str, message: FromSyncer) -> None:
         stamped = msgspec.structs.replace(message, clock=self.clock, term=self.history.term, cut=self.cut)
-        self.add(Send(learner, stamped))
+        self.add_effect(Send(learner, stamped))
 
     def persist(self, *records: AnyRecord, round: int = -1, restored: bool = False) -> None:
         """To be durable before anything that follows is carried out. What was heard of the tape goes with it."""
-        lines: tuple[AnyRecord, ...] = (*self.taping.take(), *records)
+        lines: tuple[AnyRecord, ...] = (*self.taping.take_records(), *records)
         for line in lines:
             encode(line)  # what could not be written down is no part of the history
             self.history.apply(line)
-        self.add(Persist(lines, round, restored))
+        self.add_effect(Persist(lines, round, restored))
 
     def discard(self, learner: str, number: int, attempt: int) -> None:
-        self.add(Discard(learner, number, attempt))
+        self.add_effect(Discard(learner, number, attempt))
 
     def note(self, kind: str, text: str, learner: KnownLearner | None = None, **data: object) -> None:
         who: dict[str, object] = {"learner": learner.name, "incarnation": learner.incarnation} if learner else {}
-        self.add(Note(kind, text, {**who, **data}))
+        self.add_effect(Note(kind, text, {**who, **data}))
 
-    def count(self, rounds: int) -> None:
+    def count_rounds(self, rounds: int) -> None:
         """So many rounds are behind us."""
         self.clock = {**self.clock, SYNCER: rounds}
 
-    def hear(self, clock: Mapping[str, int]) -> None:
+    def merge_clock(self, clock: Mapping[str, int]) -> None:
         """Take in what a learner knows of those that joined. How many rounds are behind us nobody tells us."""
         ours, lives = self.clock, self.history.lives
         if newer := {name: t for name, t in clock.items() if MOST > t > ours.get(name, -1) and name in lives}:
@@ -98,7 +98,7 @@ class Taping:
         self._over: set[str] = set()
         """Who said more than that."""
 
-    def heard(self, learner: str, incarnation: int, first: int, entries: Sequence[AnyEntry]) -> str | None:
+    def add_entries(self, learner: str, incarnation: int, first: int, entries: Sequence[AnyEntry]) -> str | None:
         """What is missing before these, if anything is."""
         if not entries or (life := self._history.lives.get(learner)) is None:
             return None
@@ -123,7 +123,7 @@ class Taping:
             learner in self._over or len(waiting) > GAPS or sum(len(stretch.entries) for stretch in waiting) > 2 * KEPT
         )
 
-    def lent(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
+    def note_lent_state(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
         """One that lends without end is not written down any more."""
         if self._fits(peer, PLACE_BYTES):
             self._lent.append(Lent(ticket, peer, incarnation, t))
@@ -131,7 +131,7 @@ class Taping:
     def _fits(self, learner: str, size: int) -> bool:
         return self._room.take(learner, self._history.committed, size)
 
-    def take(self) -> list[Played | Lent]:
+    def take_records(self) -> list[Played | Lent]:
         """All that waits, to be written down now."""
         tapes = tuple(stretch for name in sorted(self._waiting) for stretch in self._waiting[name])
         found: list[Played | Lent] = [*([Played(tapes)] if tapes else []), *self._lent]

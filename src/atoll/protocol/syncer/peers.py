@@ -67,18 +67,18 @@ class Peers:
 
     # ---- what the newcomer says ---------------------------------------------------------------------------------
 
-    def seek(self, now: float, newcomer: KnownLearner, after: int, *, frozen: bool = False) -> None:
+    def begin_recovery(self, now: float, newcomer: KnownLearner, after: int, *, frozen: bool = False) -> None:
         """It cannot contribute until this is settled."""
-        self.over(newcomer, "it asks anew")
+        self.end_recovery(newcomer, "it asks anew")
         newcomer.state, newcomer.recovered = "joining", False
         self.open[newcomer.name] = Recovery(newcomer, newcomer.incarnation, after, now, frozen=frozen)
 
-    def settled(self, now: float, newcomer: KnownLearner, said: Settled) -> KnownLearner | None:
+    def settle_recovery(self, now: float, newcomer: KnownLearner, said: Settled) -> KnownLearner | None:
         """The peer whose state was refused, where that is a strike."""
         if (recovery := self.open.get(newcomer.name)) is None:
             return None
         if said.again:
-            return self._again(recovery, said)
+            return self._try_another(recovery, said)
         if said.reason:
             self._go_on(recovery, said.reason, tell=False)
             return None
@@ -87,14 +87,14 @@ class Peers:
         text = f"{newcomer.name} goes on with {said.peer}'s inner optimizer: {said.size:,} bytes in {seconds:.1f} s"
         known = {"peer": said.peer, "bytes": said.size, "seconds": seconds, "t": said.t}
         self.state.out.note("helped", text, newcomer, **known, peer_t=ready.t if ready else None)
-        self.over(newcomer, "the newcomer has it")
+        self.end_recovery(newcomer, "the newcomer has it")
         return None
 
-    def _again(self, recovery: Recovery, said: Settled) -> KnownLearner | None:
+    def _try_another(self, recovery: Recovery, said: Settled) -> KnownLearner | None:
         """It did not come, or was refused: what a newcomer says of one peer costs that peer a strike once."""
         if (peer := recovery.peer) is None or said.ticket != recovery.ticket:
             return None
-        self._fail(recovery, said.reason)
+        self._note_failure(recovery, said.reason)
         if said.size <= 0 or peer.session in recovery.newcomer.distrusted:
             return None
         recovery.newcomer.distrusted.add(peer.session)
@@ -105,68 +105,68 @@ class Peers:
         if (recovery := self.open.get(newcomer.name)) is not None:
             self._go_on(recovery, "it asks no more", tell=False)
 
-    def over(self, newcomer: KnownLearner, reason: str) -> None:
+    def end_recovery(self, newcomer: KnownLearner, reason: str) -> None:
         """This one seeks no more, or is gone; its peer is free."""
         if (recovery := self.open.pop(newcomer.name, None)) is not None:
-            self._release(recovery, reason)
+            self._release_peer(recovery, reason)
 
     # ---- what the peer says -------------------------------------------------------------------------------------
 
-    def ready(self, peer: KnownLearner, said: Ready) -> None:
-        recovery = self._of(said.ticket)
+    def pass_on_ready(self, peer: KnownLearner, said: Ready) -> None:
+        recovery = self._find_recovery(said.ticket)
         if recovery is None or recovery.peer is not peer or said.size <= 0:
             self.state.out.send(peer.name, Release(ticket=said.ticket, reason="nobody waits for it"))
             return
         recovery.ready = said
-        self.state.out.taping.lent(said.ticket, peer.name, peer.incarnation, said.t)
+        self.state.out.taping.note_lent_state(said.ticket, peer.name, peer.incarnation, said.t)
         direct = said.direct if len(said.direct) <= ADDRESS_CHARS else ""
         helped = Helped(ticket=said.ticket, peer=peer.name, size=said.size, digest=said.digest, direct=direct)
         self.state.out.send(recovery.newcomer.name, helped)
 
-    def unable(self, peer: KnownLearner, said: Unable) -> None:
-        recovery = self._of(said.ticket)
+    def hear_refusal(self, peer: KnownLearner, said: Unable) -> None:
+        recovery = self._find_recovery(said.ticket)
         if recovery is not None and recovery.peer is peer:
             recovery.declined.add(peer.name)
             recovery.ticket = ""  # it knows of none: nothing to release
-            self._fail(recovery, said.reason)
+            self._note_failure(recovery, said.reason)
 
-    def lost(self, learner: KnownLearner, reason: str) -> None:
+    def lose_learner(self, learner: KnownLearner, reason: str) -> None:
         """It is gone, or its numbers are broken: it helps nobody, and seeks anew when it comes back."""
-        self.over(learner, "the newcomer is gone")
+        self.end_recovery(learner, "the newcomer is gone")
         for recovery in self.open.values():
             if recovery.peer is learner:
-                self._fail(recovery, reason)
+                self._note_failure(recovery, reason)
 
     # ---- through the relay --------------------------------------------------------------------------------------
 
     def wrong_newcomer(self, ticket: str, learner: str) -> str | None:
         """Why this learner may not have what is given under the ticket."""
-        recovery = self._of(ticket)
+        recovery = self._find_recovery(ticket)
         right = recovery is not None and recovery.newcomer.name == learner and recovery.ready is not None
         return None if right else f"there is no recovery of {learner} under way by this ticket"
 
     def wrong_peer(self, ticket: str, learner: str) -> str | None:
-        recovery = self._of(ticket)
+        recovery = self._find_recovery(ticket)
         right = recovery is not None and recovery.peer is not None and recovery.peer.name == learner
         return None if right else f"{learner} is not asked for its state by this ticket"
 
-    def wanted(self, ticket: str, offset: int) -> None:
-        if (recovery := self._of(ticket)) is not None and recovery.peer is not None:
+    def ask_for_stream(self, ticket: str, offset: int) -> None:
+        if (recovery := self._find_recovery(ticket)) is not None and recovery.peer is not None:
             self.state.out.send(recovery.peer.name, Stream(ticket=ticket, offset=offset))
 
-    def _of(self, ticket: str) -> Recovery | None:
+    def _find_recovery(self, ticket: str) -> Recovery | None:
         return next((one for one in self.open.values() if ticket and one.ticket == ticket), None)
 
     # ---- what time brings ---------------------------------------------------------------------------------------
 
-    def turn(self, now: float, wakes: list[float]) -> None:
+    def advance_recoveries(self, now: float, wakes: list[float]) -> None:
         for recovery in list(self.open.values()):
             if recovery.peer is not None and (reason := self._too_late(now, recovery, wakes)):
-                self._fail(recovery, reason)
+                self._note_failure(recovery, reason)
             if recovery.peer is None:
-                self._next(now, recovery, wakes)
+                self._ask_next_peer(now, recovery, wakes)
 
-    def end(self, reason: str) -> None:
+    def end_all_recoveries(self, reason: str) -> None:
         """Nothing more is trained."""
         for recovery in list(self.open.values()):
             self._go_on(recovery, reason)
@@ -182,12 +182,12 @@ class Peers:
             return ""
         return f"not done within {self.state.settings.sync_every} rounds and {now - recovery.asked_at:.1f} s"
 
-    def _next(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
+    def _ask_next_peer(self, now: float, recovery: Recovery, wakes: list[float]) -> None:
         """Another peer, if there is one; time to come for those that may be one soon; nobody."""
         if recovery.tries >= TRIES:
             self._go_on(recovery, f"two tries came to nothing ({recovery.why})")
-        elif (peer := self._healthiest(recovery)) is not None:
-            self._ask(now, recovery, peer)
+        elif (peer := self._healthiest_peer(recovery)) is not None:
+            self._ask_peer(now, recovery, peer)
         elif self._may_come(recovery) and now < (until := recovery.since + self._patience_s(recovery)):
             wakes.append(until)
         else:
@@ -197,11 +197,11 @@ class Peers:
         """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
         return self.state.settings.assemble_s if recovery.frozen else self.state.settings.patience_s
 
-    def _healthiest(self, recovery: Recovery) -> KnownLearner | None:
+    def _healthiest_peer(self, recovery: Recovery) -> KnownLearner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
         helps = [one.peer.name for one in self.open.values() if one.peer is not None]
-        able = [one for one in self.state.members.stepping() if one.strikes == 0 and recovery.trusts(one)]
-        chance = self._chance(recovery.newcomer)
+        able = [one for one in self.state.members.stepping_learners() if one.strikes == 0 and recovery.trusts(one)]
+        chance = self._chance_of(recovery.newcomer)
         return min(
             able, key=lambda one: (one.name in recovery.failed, helps.count(one.name), chance(one)), default=None
         )
@@ -215,14 +215,14 @@ class Peers:
         others = [one for one in self.state.members.learners.values() if one.name not in lacking]
         return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
 
-    def _chance(self, newcomer: KnownLearner) -> Callable[[KnownLearner], str]:
+    def _chance_of(self, newcomer: KnownLearner) -> Callable[[KnownLearner], str]:
         """A draw that nobody can foresee or bend: it takes the newcomer's session."""
         return lambda peer: self._hash(self.state.committed, newcomer.session, peer.session)
 
-    def _ask(self, now: float, recovery: Recovery, peer: KnownLearner) -> None:
+    def _ask_peer(self, now: float, recovery: Recovery, peer: KnownLearner) -> None:
         newcomer = recovery.newcomer
         recovery.tries += 1
-        recovery.peer, recovery.ticket, recovery.ready = peer, self._ticket(newcomer, peer), None
+        recovery.peer, recovery.ticket, recovery.ready = peer, self._make_ticket(newcomer, peer), None
         recovery.asked_at, recovery.asked_round = now, self.state.committed
         asked = Help(ticket=recovery.ticket, newcomer=newcomer.name, after=recovery.after, frozen=recovery.frozen)
         self.state.out.send(peer.name, asked)
@@ -231,10 +231,10 @@ class Peers:
         known = {"peer": peer.name, "after": recovery.after, "attempt": recovery.tries, "reason": recovery.why}
         self.state.out.note("helping", text, newcomer, **known)
 
-    def _fail(self, recovery: Recovery, reason: str) -> None:
+    def _note_failure(self, recovery: Recovery, reason: str) -> None:
         assert recovery.peer is not None
         recovery.failed[recovery.peer.name] = reason
-        self._release(recovery, reason)
+        self._release_peer(recovery, reason)
         recovery.peer, recovery.ticket, recovery.ready = None, "", None
 
     def _go_on(self, recovery: Recovery, reason: str, *, tell: bool = True) -> None:
@@ -243,13 +243,13 @@ class Peers:
             self.state.out.send(newcomer.name, Fresh(reason=reason))
         text = f"{newcomer.name} goes on without a peer's state, its inner optimizer warms up: {reason}"
         self.state.out.note("fresh", text, newcomer, reason=reason)
-        self.over(newcomer, reason)
+        self.end_recovery(newcomer, reason)
 
-    def _release(self, recovery: Recovery, reason: str) -> None:
+    def _release_peer(self, recovery: Recovery, reason: str) -> None:
         if recovery.peer is not None and recovery.ticket and recovery.peer.connected:
             self.state.out.send(recovery.peer.name, Release(ticket=recovery.ticket, reason=reason))
 
-    def _ticket(self, newcomer: KnownLearner, peer: KnownLearner) -> str:
+    def _make_ticket(self, newcomer: KnownLearner, peer: KnownLearner) -> str:
         self._tickets += 1
         return self._hash(self._tickets, newcomer.session, peer.session)
 

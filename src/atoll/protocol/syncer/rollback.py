@@ -52,7 +52,7 @@ class Rollback:
 
     # ---- scores -------------------------------------------------------------------------------------------------
 
-    def scored(self, number: int, loss: float | None) -> None:
+    def take_score(self, number: int, loss: float | None) -> None:
         before, committed = self.state.history.trend, self.state.committed
         if self.state.settings.guard == "off" or self.state.phase != "running" or self._to is not None:
             return
@@ -64,13 +64,13 @@ class Rollback:
         if trend.bad > before.bad and self.state.settings.guard == "rollback" and not self._refused:
             self._to = guard.target(trend, committed)
         if trend.alarmed and (not before.alarmed or self._to is not None):
-            self._alarm(number, loss)
+            self._raise_alarm(number, loss)
         elif (before.alarmed or before.rolled_back) and not (trend.alarmed or trend.rolled_back):
             assert loss is not None, "a good score is finite"
             self._refused = ""
             self.state.out.note("alarm", f"the validation loss is good again: {loss:.4g} at round {number}", over=True)
 
-    def _alarm(self, number: int, loss: float | None) -> None:
+    def _raise_alarm(self, number: int, loss: float | None) -> None:
         trend = self.state.history.trend
         found = "not finite" if loss is None else f"{loss:.4g}"
         best = "" if trend.best is None else f", after {trend.best:.4g} at best (the limit is {trend.limit:.4g})"
@@ -90,10 +90,10 @@ class Rollback:
     # ---- the way back -------------------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> bool:
+    def is_under_way(self) -> bool:
         return self._to is not None
 
-    def turn(self) -> bool:
+    def begin_if_decided(self) -> bool:
         """Whether everything else waits for it."""
         if self._to is None:
             return False
@@ -103,8 +103,8 @@ class Rollback:
         merging = self.state.is_merging()
         if not merging and not self._asked:
             self._asked = True
-            self.rounds.abandon(REASON)
-            self.state.out.add(Restore(self._to, tuple(self.state.history.rolled_back)))
+            self.rounds.abandon_rounds(REASON)
+            self.state.out.add_effect(Restore(self._to, tuple(self.state.history.rolled_back)))
         return True
 
     def give_up(self, reason: str) -> None:
@@ -114,7 +114,7 @@ class Rollback:
             self.state.out.note("alarm", text, over=False)
             self._to, self._asked, self._refused = None, False, reason
 
-    def restore(self, now: float, ready: Restorable) -> None:
+    def commit_rollback(self, now: float, ready: Restorable) -> None:
         if self._to is None or self.state.phase != "running":
             return
         at, versions = self.state.committed, tuple(version + 1 for version in self.state.versions)
@@ -124,15 +124,17 @@ class Rollback:
             Restored(ready.round, at, versions, ready.digests, ready.undone, reason),
             restored=True,
         )
-        self.state.out.add(CommitRestored(versions, at))
+        self.state.out.add_effect(CommitRestored(versions, at))
         self.state.members.least[:] = versions
-        self._tell(ready, at, versions)
-        self.rounds.restore(versions, ready.digests)
-        for learner in [one for one in self.state.members.connected() if one.suspect]:
-            self.strikes.quarantine(now, learner, "since the run is rolled back", "it is suspected of harm to the run")
+        self._note_rollback(ready, at, versions)
+        self.rounds.announce_restored(versions, ready.digests)
+        for learner in [one for one in self.state.members.connected_learners() if one.suspect]:
+            self.strikes.quarantine_learner(
+                now, learner, "since the run is rolled back", "it is suspected of harm to the run"
+            )
 
-    def _tell(self, ready: Restorable, at: int, versions: tuple[int, ...]) -> None:
-        suspects = [one.name for one in self.state.members.connected() if one.suspect]
+    def _note_rollback(self, ready: Restorable, at: int, versions: tuple[int, ...]) -> None:
+        suspects = [one.name for one in self.state.members.connected_learners() if one.suspect]
         undone = sum(sum(one.tokens) for one in ready.undone)
         self.state.out.note(
             "restored",

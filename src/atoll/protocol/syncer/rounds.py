@@ -69,14 +69,14 @@ class Rounds:
 
     # ---- opening and gathering ----------------------------------------------------------------------------------
 
-    def turn(self, now: float, wakes: list[float]) -> bool:
+    def advance_rounds(self, now: float, wakes: list[float]) -> bool:
         """One pass over the rounds; True when something moved and another pass may move more."""
         moved = False
         for round_ in list(self.state.open_rounds.values()):  # rounds are opened in order of t
             if round_.stage == "gathering":
-                moved |= self._gather(now, round_, wakes)
+                moved |= self._close_if_ready(now, round_, wakes)
             elif round_.stage == "pulling":
-                moved |= self._collect(now, round_, wakes)
+                moved |= self._collect_answers(now, round_, wakes)
             elif round_.stage == "void" and round_.number == self.state.committed:
                 self._pass_over(round_, round_.reason)
                 moved = True
@@ -92,17 +92,17 @@ class Rounds:
         fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
         if any(round_.fragment == fragment for round_ in self.state.open_rounds.values()):
             return
-        roster = frozenset(learner.name for learner in self.state.members.stepping())
+        roster = frozenset(learner.name for learner in self.state.members.stepping_learners())
         self.state.open_rounds[self.state.next_round] = Round(self.state.next_round, fragment, now, roster)
         self.state.next_round += 1
 
-    def skip(self) -> None:
+    def skip_next(self) -> None:
         """The next round of the last cycle has nothing to collect."""
         fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
-        passed = records.Passed(self.state.next_round, fragment, NOTHING_LEFT, self.spent(), self.step)
+        passed = records.Passed(self.state.next_round, fragment, NOTHING_LEFT, self.spent_share(), self.step)
         self.state.out.persist(passed)
         self.state.next_round += 1
-        self._count()
+        self._count_round()
 
     def stop_gathering(self) -> None:
         """The run ends: rounds under way are finished, those that only gather are not."""
@@ -120,7 +120,7 @@ class Rounds:
         self.state.next_round = max(self.state.open_rounds, default=self.state.committed - 1) + 1
         self.state.draining = True
 
-    def _gather(self, now: float, round_: Round, wakes: list[float]) -> bool:
+    def _close_if_ready(self, now: float, round_: Round, wakes: list[float]) -> bool:
         if self.closing.is_behind_all(round_):
             self._pass_over(round_, "every learner has gone past it")
             return True
@@ -128,8 +128,8 @@ class Rounds:
             self._pass_over(round_, NOTHING_LEFT)
             return True
         in_turn = not any(r.number < round_.number and r.stage == "gathering" for r in self.state.open_rounds.values())
-        ready = self.closing.ready(round_)
-        verdict = self.closing.judge(now, round_, ready, in_turn=in_turn, wakes=wakes)
+        ready = self.closing.ready_learners(round_)
+        verdict = self.closing.judge_round(now, round_, ready, in_turn=in_turn, wakes=wakes)
         if not verdict.close:
             if verdict.until is not None:
                 wakes.append(verdict.until)
@@ -137,14 +137,14 @@ class Rounds:
         under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
         if under_way >= schedule.flights(self.state.settings) and round_.attempt == 1:
             return False
-        self._freeze(now, round_, ready, verdict.reason)
+        self._freeze_members(now, round_, ready, verdict.reason)
         return True
 
-    def _freeze(self, now: float, round_: Round, ready: list[KnownLearner], reason: str) -> None:
-        self.closing.froze(now, round_)
+    def _freeze_members(self, now: float, round_: Round, ready: list[KnownLearner], reason: str) -> None:
+        self.closing.note_frozen(now, round_)
         round_.enter_stage("pulling")
         round_.frozen_at, round_.reason = now, reason
-        alive = self.state.members.alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
+        alive = self.state.members.names_alive(heard_since=now - SILENT_BEATS * self.state.settings.heartbeat_s)
         round_.live = len({*alive, *(one.name for one in ready)})
         for one in ready:
             deadline_s = self.closing.deadline_of(one)
@@ -157,7 +157,7 @@ class Rounds:
                 deadline_s=deadline_s,
             )
             self.state.out.send(one.name, pull)
-        self.state.out.add(ConfirmSent(round_.number, round_.attempt))
+        self.state.out.add_effect(ConfirmSent(round_.number, round_.attempt))
 
     def pulls_sent(self, now: float, number: int, attempt: int) -> None:
         """They may have waited for the disk; what they may take counts from now on."""
@@ -169,7 +169,7 @@ class Rounds:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def seat(self, learner: KnownLearner, number: int, attempt: int) -> Seat | None:
+    def find_seat(self, learner: KnownLearner, number: int, attempt: int) -> Seat | None:
         """The seat an answer belongs to, if it is still waited for."""
         round_ = self.state.open_rounds.get(number)
         seat = round_.seats.get(learner.name) if round_ else None
@@ -192,7 +192,7 @@ class Rounds:
         self.state.members.learners[seat.learner].declined[round_.fragment] = seat.t
         self.leave_out(round_, seat, reason)
 
-    def unseat(self, learner: KnownLearner, reason: str) -> None:
+    def leave_learner_out(self, learner: KnownLearner, reason: str) -> None:
         """Nothing more will come from this learner to the rounds that asked it."""
         for round_ in self.state.open_rounds.values():
             seat = round_.seats.get(learner.name)
@@ -207,7 +207,7 @@ class Rounds:
         given = [s.answer for s in seats if s.state == "given" and s.incarnation == learner.incarnation]
         return max(given, key=lambda one: one.t, default=None)
 
-    def _collect(self, now: float, round_: Round, wakes: list[float]) -> bool:
+    def _collect_answers(self, now: float, round_: Round, wakes: list[float]) -> bool:
         """Wait for the members' answers; merge once it is this round's turn."""
         silent = bool(round_.given) and self._leave_out_silent(now, round_, wakes)
         missed = [seat for seat in round_.asked if now >= seat.deadline]
@@ -216,25 +216,25 @@ class Rounds:
         if missed and not round_.given and len(missed) == len(round_.asked):
             self.closing.estimates.sync_s.add(now - round_.frozen_at)
         for seat in missed:
-            self._miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
+            self._note_miss(round_, seat, "missed its deadline", strike=self._had_its_time(now, round_, seat))
         if round_.asked:
             wakes.append(min(seat.deadline for seat in round_.asked))
             return silent or bool(missed)
         least = 1 if self.state.draining else max(1, min(self.state.settings.quorum, len(round_.seats)))
         if len(round_.given) < least:
             reasons = "; ".join(f"{seat.learner}: {seat.why_out}" for seat in round_.seats.values() if seat.why_out)
-            self.fail(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
+            self.fail_round(now, round_, f"{len(round_.given)} of {least} contributions came ({reasons})")
             return True
         if round_.number == self.state.committed:
             round_.enter_stage("merging")
-            self._weigh(round_)
+            self._weigh_contributions(round_)
             bases = {seat.learner: seat.answer.base for seat in round_.given}
             weights = round_.weights.items()
             parts = tuple(Part(name, round_.attempt, counts, bases[name]) for name, counts in weights)
-            self.state.out.add(Merge(round_.number, round_.fragment, parts))
+            self.state.out.add_effect(Merge(round_.number, round_.fragment, parts))
         return silent or bool(missed)  # whoever fell mute is to be probed
 
-    def _weigh(self, round_: Round) -> None:
+    def _weigh_contributions(self, round_: Round) -> None:
         names = [seat.learner for seat in round_.given]
         claimed = [weight(seat.answer) for seat in round_.given]
         seen = [self.state.members.learners[name].usual.steps for name in names]
@@ -254,13 +254,13 @@ class Rounds:
                 continue
             silent_at = max(round_.frozen_at, learner.last_heard) + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
-                self._miss(round_, seat, "says nothing any more", strike=True)
+                self._note_miss(round_, seat, "says nothing any more", strike=True)
                 found = True
             elif silent_at < seat.deadline:
                 wakes.append(silent_at)
         return found
 
-    def _miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
+    def _note_miss(self, round_: Round, seat: Seat, why: str, *, strike: bool) -> None:
         self.leave_out(round_, seat, why)
         learner = self.state.members.learners[seat.learner]
         if learner.incarnation != seat.incarnation or not learner.connected or not strike:
@@ -281,7 +281,7 @@ class Rounds:
 
     # ---- the outcome --------------------------------------------------------------------------------------------
 
-    def fail(self, now: float, round_: Round, reason: str) -> None:
+    def fail_round(self, now: float, round_: Round, reason: str) -> None:
         for seat in round_.seats.values():
             self.state.out.discard(seat.learner, round_.number, round_.attempt)
         if round_.attempt == 1 and not self.state.draining:
@@ -292,7 +292,7 @@ class Rounds:
         else:
             self._pass_over(round_, reason)
 
-    def abandon(self, reason: str) -> None:
+    def abandon_rounds(self, reason: str) -> None:
         """Nothing comes of the rounds under way: what was given to them is dropped."""
         for _, round_ in sorted(self.state.open_rounds.items()):
             assert round_.stage != "merging", "what is being merged is committed first"
@@ -300,12 +300,12 @@ class Rounds:
                 self.state.out.discard(seat.learner, round_.number, round_.attempt)
             self._pass_over(round_, reason)
 
-    def restore(self, versions: Sequence[int], digests: Sequence[str]) -> None:
+    def announce_restored(self, versions: Sequence[int], digests: Sequence[str]) -> None:
         """These versions were made by no round."""
         self.state.versions = list(versions)
         for fragment, digest in enumerate(digests):
             last = Round(self.state.committed - 1, fragment, 0.0)
-            self._announce(last, (), digest, restored=True)
+            self._announce_version(last, (), digest, restored=True)
 
     def _pass_over(self, round_: Round, reason: str) -> None:
         """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
@@ -315,27 +315,27 @@ class Rounds:
         if round_.number != self.state.committed:
             return
         del self.state.open_rounds[round_.number]
-        self._count()
-        self.state.out.persist(records.Passed(round_.number, round_.fragment, reason, self.spent(), self.step))
+        self._count_round()
+        self.state.out.persist(records.Passed(round_.number, round_.fragment, reason, self.spent_share(), self.step))
         text = f"round {round_.number} is passed over: {reason}"
         self.state.out.note("passed", text, round=round_.number, fragment=round_.fragment, reason=reason)
-        self._announce(round_, ())
+        self._announce_version(round_, ())
 
-    def commit(self, now: float, event: Merged) -> None:
+    def commit_round(self, now: float, event: Merged) -> None:
         round_ = self.state.open_rounds.pop(event.round)
         assert round_.number == self.state.committed, "rounds commit in order"
-        self._count()
+        self._count_round()
         self.state.versions[round_.fragment] += 1
         self.state.out.persist(self._record(round_, event), round=round_.number)
-        self.state.out.add(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
+        self.state.out.add_effect(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
         if not self.state.draining:  # a run that ends takes one behind its last round
-            self.cuts.committed(now, self.state.committed)
-        self._tell(now, round_, event)
+            self.cuts.take_if_due(now, self.state.committed)
+        self._note_commit(now, round_, event)
         members = tuple(
             Member(seat.learner, seat.incarnation, seat.answer.t, seat.answer.tokens) for seat in round_.given
         )
-        self._announce(round_, members, event.digest)
+        self._announce_version(round_, members, event.digest)
         for seat in round_.given:
             self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
@@ -351,19 +351,19 @@ class Rounds:
             round_.reason,
             shares,
             event.digest,
-            progress=self.spent(),
+            progress=self.spent_share(),
             marks=event.marks,
             step=self.step,
         )
 
-    def _count(self) -> None:
+    def _count_round(self) -> None:
         self.state.committed += 1
         self.closing.count_round()
-        self.state.out.count(self.state.committed)
+        self.state.out.count_rounds(self.state.committed)
 
-    def _tell(self, now: float, round_: Round, event: Merged) -> None:
+    def _note_commit(self, now: float, round_: Round, event: Merged) -> None:
         version, judged = self.state.versions[round_.fragment], {one.learner: one for one in event.judged}
-        members = tuple(self._include(round_, seat, version, judged.get(seat.learner)) for seat in round_.given)
+        members = tuple(self._book_member(round_, seat, version, judged.get(seat.learner)) for seat in round_.given)
         self.last_members = tuple(seat.learner for seat in round_.given)
         self.last_reason = round_.reason
         self.state.out.note(
@@ -383,9 +383,9 @@ class Rounds:
             effective_h=self.effective_h,
         )
         for one in event.judged:
-            self._suspect(self.state.members.learners[one.learner], one)
+            self._note_suspect(self.state.members.learners[one.learner], one)
 
-    def _suspect(self, learner: KnownLearner, judged: Judged) -> None:
+    def _note_suspect(self, learner: KnownLearner, judged: Judged) -> None:
         """Told when it begins and when it is over."""
         learner.agreement, learner.influence = judged.agreement, judged.influence
         before, learner.suspect = learner.suspect, judged.suspect
@@ -399,7 +399,7 @@ class Rounds:
             text = f"{learner.name} is not suspect any more"
         self.state.out.note("suspect", text, learner, over=not judged.suspect, agreement=round(judged.agreement, 4))
 
-    def _include(self, round_: Round, seat: Seat, version: int, judged: Judged | None) -> dict[str, object]:
+    def _book_member(self, round_: Round, seat: Seat, version: int, judged: Judged | None) -> dict[str, object]:
         """Book a member's contribution and tell about it."""
         given, learner = seat.answer, self.state.members.learners[seat.learner]
         since: int | None = None
@@ -430,7 +430,7 @@ class Rounds:
             return {"loss": None}
         return {"loss": learner.loss, "total": learner.tokens_total, "busy_s": learner.busy_s}
 
-    def _announce(
+    def _announce_version(
         self, round_: Round, members: tuple[Member, ...], digest: str = "", *, restored: bool = False
     ) -> None:
         announce = Announce(
@@ -445,7 +445,7 @@ class Rounds:
             cuts=self.state.history.kept_cuts,
             restored=restored,
         )
-        for learner in self.state.members.connected():
+        for learner in self.state.members.connected_learners():
             self.state.out.send(learner.name, announce)
 
     def steps_spent(self, under_way: int = 0) -> bool:
@@ -454,10 +454,12 @@ class Rounds:
         step = schedule.step_after(self.step, under_way, self.state.settings) if ahead else self.step
         return 0 < self.state.settings.steps <= step
 
-    def spent(self) -> float:
+    def spent_share(self) -> float:
         """How much of the run's budget is spent, in [0, 1]."""
         by_steps = self.step / self.state.settings.steps if self.state.settings.steps else 0.0
-        by_tokens = self.state.members.tokens() / self.state.settings.tokens if self.state.settings.tokens else 0.0
+        by_tokens = (
+            self.state.members.total_tokens() / self.state.settings.tokens if self.state.settings.tokens else 0.0
+        )
         return min(1.0, max(by_steps, by_tokens))
 
 

@@ -138,8 +138,8 @@ class SyncerState:
         """Why the run ends, once it does."""
         self.members = Membership(history.settings)
         for name, life in history.lives.items():
-            self.members.remember(name, life)
-        self.members.recall(history.progress)
+            self.members.remember_life(name, life)
+        self.members.recall_progress(history.progress)
         self.members.least[:] = history.least
         self.versions = list(history.versions)
         """The committed version of each fragment; −1: none yet."""
