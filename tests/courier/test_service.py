@@ -20,6 +20,7 @@ from atoll.mailbox.channel import (
     decode_to_training,
 )
 from atoll.protocol import effects as fx
+from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Refused
 
 
@@ -75,7 +76,7 @@ async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(sta
     """What waits for it must not grow with the rounds: a step may take hours."""
     near, theirs = CourierChannel.pair()
     courier = Courier(CourierChannel(theirs))
-    courier._machine = Learner("learner-0", "session", ())
+    courier._machine = LearnerMachine("learner-0", "session", ())
     while not courier._channel.clogged:
         courier._channel.send(DrainOrder("x" * 10_000))
     waiting = len(courier._channel._waiting)
