@@ -180,7 +180,6 @@ async def test_every_process_sees_its_own_gpus_and_the_run_says_which(tmp_path: 
     assert events(run, "devices")[0]["text"] == "GPUs: learner-0 on 4, learner-1 on 5, evaluator on 6"
 
 
-@pytest.mark.faults
 async def test_a_script_starts_where_and_with_what_it_was_started_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         process.communicate()
 
 
+@pytest.mark.faults
 @pytest.mark.system
 @pytest.mark.timeout(900)
 def test_two_learners_without_a_seed_train_one_model(place: Place) -> None:

@@ -34,6 +34,7 @@ def test_a_script_that_never_joins_is_exit_code_1_and_no_model_is_named(run: Run
     assert "model.safetensors" not in run.stdout and "summary.json, events.jsonl, logs/" in run.stdout
 
 
+@pytest.mark.faults
 def test_a_run_goes_on_where_and_with_what_its_script_was_started(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start fails for a reason that can be mended, with a file that is named from where it was started."""
     code = "import os, sys\nsys.exit(f\"{os.environ['DATA_DIR']}: {open('answer').read()}\")\n"

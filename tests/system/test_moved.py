@@ -14,6 +14,7 @@ from atoll.store.verify import verify_run
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.faults
 def test_a_standby_on_the_links_second_address_goes_on_with_the_same_learner(run: Run) -> None:
     keys = make_keys(run)
     first, second = run.free_port(), run.free_port()
