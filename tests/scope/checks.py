@@ -21,6 +21,7 @@ from atoll.protocol.messages import (
     Started,
     Welcome,
 )
+from atoll.store.audit_members import BadRun
 
 if TYPE_CHECKING:
     from tests.scope.learner import PretendLearner
@@ -44,50 +45,11 @@ def holds(truth: bool, rule: str, text: str = "") -> None:
 
 
 def written(state: State, line: records.AnyRecord) -> None:
-    """Before it is added to what is durable."""
-    durable, settings = state.durable, state.durable.settings
-    match line:
-        case records.Merged() | records.Passed():
-            behind, fragment = durable.committed, line.fragment
-            holds(line.round == behind, "rounds commit in order", f"{line.round} after {behind} rounds")
-            holds(line.round % settings.fragments == fragment, "round t takes fragment t mod P")
-            holds(line.step >= durable.step, "the run's step never falls", f"{line.step} after {durable.step}")
-            if isinstance(line, records.Merged):
-                holds(line.version == durable.versions[fragment] + 1, "versions go up by one", f"{line.version}")
-                _merged(state, line)
-        case records.Joined(name, incarnation):
-            before = durable.lives[name].incarnation if name in durable.lives else 0
-            holds(incarnation == before + 1, "no incarnation is given twice", f"{incarnation} after {before}")
-        case records.Granted():
-            _granted(state, line)
-        case records.Reigned(term):
-            holds(term == durable.term + 1, "terms go up by one")
-        case records.Gone():
-            holds(min(line.lost) >= 0 and min(line.dropped) >= 0, "nothing negative is lost or dropped", str(line))
-
-
-def _merged(state: State, line: records.Merged) -> None:
-    members = [(share.learner, share.incarnation) for share in line.members]
-    holds(bool(members) and len(set(members)) == len(members), "a round has members, each once")
-    before = [one for one in state.journal if isinstance(one, records.Merged) and one.fragment == line.fragment]
-    for share in line.members:
-        who = (share.learner, share.incarnation)
-        last = [one for one in before if who in [(s.learner, s.incarnation) for s in one.members]]
-        newest = last[-1].version if last else 0
-        holds(share.base >= newest, "merged again only on a base that holds it", f"{who}: {share.base} < {newest}")
-        holds(share.base < line.version, "a base is a committed version")
-        holds(share.steps > 0 and share.tokens > 0, "a contribution holds steps")
-
-
-def _granted(state: State, line: records.Granted) -> None:
-    """Issued once, and again only after it came back with an incarnation that is over."""
-    over: set[tuple[str, int]] = set()
-    for one in reversed(state.journal):
-        if isinstance(one, records.Gone):
-            over.add((one.learner, one.incarnation))
-        elif isinstance(one, records.Granted) and (one.learner, one.incarnation) not in over:
-            apart = one.stop <= line.start or line.stop <= one.start
-            holds(apart or one.epoch != line.epoch, "a sample is leased once", f"{line} after {one}")
+    """A record becomes durable; the journal's rules are those of `atoll verify`."""
+    try:
+        state.audit.take(line)
+    except BadRun as wrong:
+        raise Broken("the journal's rules", str(wrong)) from wrong
 
 
 # ---- what the syncer does -----------------------------------------------------------------------------------------

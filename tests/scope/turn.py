@@ -248,10 +248,9 @@ class Turn:
     def _write(self, batch: list[fx.Persist]) -> None:
         lines = [line for persist in batch for line in persist.records]
         state = self.state
-        state.durable = clone(state.durable)
+        state.audit = clone(state.audit)
         for line in lines:
             checks.written(state, line)
-            state.durable.apply(line)
             state.journal = (*state.journal, line)
         state.durable_mark = form(state.durable)
 

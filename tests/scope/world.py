@@ -43,6 +43,7 @@ from atoll.protocol.messages import FromLearner, FromSyncer, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effect_order import EffectOrder
 from atoll.protocol.syncer.machine import Syncer
+from atoll.store.audit import JournalAudit
 
 Choice = tuple[str, str]
 """What happens, and to whom."""
@@ -94,14 +95,18 @@ class State:
     syncers: dict[int, SearchedSyncer]
     """By term. The newest is the one that the store takes records of."""
     learners: dict[str, SearchedLearner]
-    durable: History
-    """A fold over the journal."""
+    audit: JournalAudit
+    """Of the journal, with the fold over it."""
     durable_mark: bytes
     journal: tuple[records.AnyRecord, ...]
     faults: int
     """Still to come."""
     told: list[int]
     """Per fragment, the newest version that any learner was told of."""
+
+    @property
+    def durable(self) -> History:
+        return self.audit.history
 
     def form(self) -> bytes:
         """Of all but the clock. The journal counts by what it tells a syncer."""
@@ -120,11 +125,12 @@ class State:
 
 def begin(settings: Settings, faults: int) -> State:
     """Nobody has joined yet."""
-    history = History(records.Begun("run", settings, {}, (), "plan"))
+    begun = records.Begun("run", settings, {}, (), "plan")
+    history = History(begun)
     machine = Syncer(clone(history))
     syncer = SearchedSyncer(machine, form(machine), published=list(machine.versions))
     learners = {name: newcomer(name, 1, settings) for name in (f"learner-{n}" for n in range(settings.learners))}
-    return State(0.0, {1: syncer}, learners, history, form(history), (), faults, [-1] * settings.fragments)
+    return State(0.0, {1: syncer}, learners, JournalAudit(begun), form(history), (), faults, [-1] * settings.fragments)
 
 
 def newcomer(name: str, session: int, settings: Settings) -> SearchedLearner:

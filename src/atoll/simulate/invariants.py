@@ -2,7 +2,8 @@
 
     acknowledged = durable          nobody is told of a version before it is written down
     nothing acknowledged is lost    a new term knows every version that anybody was told of, with its values
-    versions +1                     rounds in order, each fragment's version up by one, no incarnation twice
+    the journal's rules             every record passes the audit of `atoll verify` (store/audit.py)
+    versions +1                     rounds are merged in order; a learner adopts newer versions only
     merged at most once             no step of a learner is in a fragment twice; members are what they gave
     Θ is the replay of the journal  the committed values are those of the members' Δ, worked out anew
     Δ is the learner's own steps    a contribution holds the steps it says, on the base it says
@@ -12,7 +13,7 @@
     no broken numbers are committed
     a rollback leaves nothing behind: whoever held something newer takes all that it brings in place of its own
     quorum                          a round asks and merges K, or as many as there are
-    one fenced writer               terms go up; learners heed no term below the newest they heard of
+    one fenced writer               a syncer speaks for its own term; learners heed no term older than they heard of
     a cut never waits for the dead
     no step blocks                  in an asynchronous run no training process ever waits
     an honest claim is believed     nobody is refused for the tokens or samples it says it trained on
@@ -56,6 +57,7 @@ from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.timing import Timing
 from atoll.simulate.training import Training
+from atoll.store.audit import PLAIN_FIELDS
 
 SUMS = 8
 """All accounts are added up once in so many rounds; each of them is checked whenever it changes."""
@@ -110,7 +112,7 @@ class Invariants:
             if machine.versions[fragment] < told:
                 said = f"version {told} of fragment {fragment} was told, {machine.versions[fragment]} is what is left"
                 raise Violation("nothing acknowledged is lost", said, fragment=fragment)
-        if (wrong := forgotten(self._disk, machine.history)) is not None:
+        if (wrong := forgotten(machine.history, oracle.history)) is not None:
             raise Violation("a cut is the journal in short", wrong)
         if machine.versions != oracle.versions or (oracle.theta and syncer.theta != oracle.theta):
             said = f"{machine.versions} of {syncer.theta} come back, {oracle.versions} of {oracle.theta} were committed"
@@ -381,7 +383,8 @@ def unwritten(oracle: Oracle, learner: str, message: FromSyncer) -> str | None:
     """What a message tells that no record does."""
     match message:
         case Welcome(incarnation=incarnation) | Recover(incarnation=incarnation):
-            known = (learner, incarnation) in oracle.lives
+            life = oracle.history.lives.get(learner)
+            known = life is not None and life.incarnation >= incarnation
             return None if known else f"{learner} is told of its incarnation {incarnation}"
         case Lease(ranges=ranges):
             granted = {one.lease for life in oracle.samples.lives.values() for one in life.granted[-len(ranges) - 8 :]}
@@ -390,21 +393,17 @@ def unwritten(oracle: Oracle, learner: str, message: FromSyncer) -> str | None:
         case Started():
             return None if oracle.theta else "the first parameters are told of"
         case Ending():
-            return None if oracle.ended else "it is told that the run ends"
+            return None if oracle.history.ended else "it is told that the run ends"
         case Finish():
-            return None if oracle.finished else "it is told that the run is over"
+            return None if oracle.history.finished else "it is told that the run is over"
         case _:
             return None
 
 
-def forgotten(disk: Disk, history: History) -> str | None:
+def forgotten(history: History, whole: History) -> str | None:
     """What a cut and the journal behind it tell otherwise than the whole journal does."""
-    whole = History(disk.begun)
-    for record in disk.journal:
-        whole.apply(record)
     ours, theirs = history.state(), whole.state()
-    plain = ("term", "started", "versions", "committed", "lives", "leases", "cuts", "ended", "finished", "settings")
-    for name in (*plain, "trend", "least", "rolled_back", "good_cut"):
+    for name in ("term", "leases", *PLAIN_FIELDS):
         if (mine := getattr(ours, name)) != (other := getattr(theirs, name)):
             return f"{name}: {mine} after a cut, {other} by the whole journal"
     return None

@@ -1,6 +1,7 @@
-"""What the journal says, worked out a second time: Θ from the contributions themselves, and who merged what.
+"""What the journal says, held against what the learners really did: Θ from their contributions, samples and holders.
 
-Every record is read once it is durable, and held against what the learners really did.
+The rules of the journal itself are those of `atoll verify` (store/audit.py): every record is audited once it is
+durable.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from atoll.protocol import records
+from atoll.protocol.history import History
 from atoll.protocol.records import Gone, Granted, Share
-from atoll.protocol.syncer.rollback import undone
 from atoll.simulate.disk import Disk
 from atoll.simulate.training import Payload
+from atoll.store.audit import JournalAudit
+from atoll.store.audit_members import BadRun
 
 NEAR = 1e-6
 ISSUED_AGAIN = "a data range is issued again only if no fragment has merged it"
@@ -116,24 +119,28 @@ class Oracle:
         self._losses = self._disk.losses
         self.place = 0
         """Records read."""
-        self.term = 1
+        self.audit = JournalAudit(self._disk.begun)
         self.committed = 0
-        self.step = 0.0
         self.theta: list[float] = []
         self.versions = [-1] * self._fragments
         self.values: dict[tuple[int, int], float] = {}
         """(fragment, version) → the value that was committed."""
-        self.merged_tokens = [0] * self._fragments
         self.least = [-1] * self._fragments
         """Per fragment, the version that the run was last rolled back with."""
-        self._merged_so_far: list[records.Merged] = []
         self._versions_at: list[list[int]] = [[0] * self._fragments]
         """By the rounds behind the run."""
-        self.lives: set[tuple[str, int]] = set()
         self._until: dict[tuple[str, int], int] = {}
         """(session, fragment) → the last step of it that a version contains."""
         self.samples = Samples()
-        self.ended = self.finished = False
+
+    @property
+    def history(self) -> History:
+        """What the whole journal tells."""
+        return self.audit.history
+
+    @property
+    def term(self) -> int:
+        return self.audit.term
 
     def again(self) -> bool:
         """Whether the disk lost records that were never synced: what they said never was."""
@@ -151,11 +158,16 @@ class Oracle:
             self.place += 1
 
     def _take(self, record: records.AnyRecord) -> None:
+        try:
+            self.audit.take(record)
+        except BadRun as wrong:
+            about = (getattr(record, "learner", ""), getattr(record, "fragment", -1))
+            raise Violation("the journal's rules", str(wrong), *about) from wrong
         match record:
             case records.Merged():
                 self._merged(record)
             case records.Passed():
-                self._turn(record)
+                self._pass_round()
             case records.Restored():
                 self._restored(record)
             case records.Granted():
@@ -163,68 +175,30 @@ class Oracle:
             case records.Gone():
                 self.samples.gone(record)
                 self._account_closed(record)
-            case records.Joined(learner, incarnation):
-                if (learner, incarnation) in self.lives:
-                    raise Violation("versions +1", f"incarnation {incarnation} of {learner} begins twice", learner)
-                self.lives.add((learner, incarnation))
             case records.Started():
                 self.theta = list(self._disk.start)
                 self.versions = [0] * len(self.versions)
                 self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
-            case records.Ended(_, final, step):
-                self._stepped(step)
-                self.ended, self.finished = True, final
-            case records.Changed(reopen=True):
-                self.ended = self.finished = False
-            case records.Reigned(term):
-                if term <= self.term:
-                    raise Violation("one fenced writer", f"term {term} follows term {self.term}")
-                self.term = term
             case _:
                 pass
 
-    def _turn(self, record: records.Merged | records.Passed) -> None:
-        if record.round != self.committed:
-            raise Violation("versions +1", f"round {record.round} is written where round {self.committed} is due")
+    def _pass_round(self) -> None:
         self.committed += 1
         self._versions_at.append(list(self.versions))
-        self._stepped(record.step)
-
-    def _stepped(self, step: float) -> None:
-        if step < self.step:
-            raise Violation("clocks", f"the run's step goes back from {self.step} to {step}")
-        self.step = step
 
     def _merged(self, record: records.Merged) -> None:
         f = record.fragment
-        self._turn(record)
-        if record.version != self.versions[f] + 1:
-            said = f"round {record.round} makes fragment {f} version {record.version}, after {self.versions[f]}"
-            raise Violation("versions +1", said, fragment=f)
-        if not record.members:
-            raise Violation("merged at most once", f"round {record.round} is merged of nothing", fragment=f)
         weights = [share.weight for share in record.members]
         deltas = [share.weight * self._share(record, share).delta for share in record.members]
         self.theta[f] -= self._outer_lr * (sum(deltas) / sum(weights))
         self.versions[f] = record.version
-        self._versions_at[-1] = list(self.versions)
-        self._merged_so_far.append(record)
+        self._pass_round()
         self.values[f, record.version] = self.theta[f]
         if not isfinite(self.theta[f]):
             raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
 
     def _restored(self, record: records.Restored) -> None:
-        """Every fragment goes up by one and holds what it held then; what was merged since is not merged any more."""
-        if list(record.versions) != [version + 1 for version in self.versions]:
-            raise Violation("versions +1", f"a rollback makes versions {record.versions}, after {self.versions}")
-        if record.at != self.committed or not 0 <= record.round < self.committed:
-            raise Violation("versions +1", f"{record} is written after {self.committed} rounds")
-        since = [one for one in self._merged_so_far if one.round >= record.round]
-        if record.undone != undone(since, record.round, len(self.versions)):
-            raise Violation("ledger balances", f"{record.undone} is rolled back, {since} was merged")
-        for one in since:
-            self.merged_tokens[one.fragment] -= sum(share.tokens for share in one.members)
-        self._merged_so_far = [one for one in self._merged_so_far if one.round < record.round]
+        """Every fragment goes up by one and holds what it held then."""
         then = self._versions_at[record.round]
         self.theta = [self.values[f, version] for f, version in enumerate(then)]
         self.versions, self.least = list(record.versions), list(record.versions)
@@ -246,14 +220,10 @@ class Oracle:
             raise Violation("merged at most once", said, who, f)
         if not isfinite(payload.delta):
             raise Violation("no broken numbers are committed", f"round {record.round} merges {who}'s NaN", who, f)
-        if copy.steps < 1 or copy.base < 0 or copy.base > self.versions[f]:
-            said = f"{who} contributes {copy.steps} steps on version {copy.base} to fragment {f}"
-            raise Violation("only the recovered contribute", said, who, f)
         if copy.base < self.least[f]:
             said = f"{who} contributes to fragment {f} on version {copy.base}, rolled back with {self.least[f]}"
             raise Violation("only the recovered contribute", said, who, f)
         self._steps_once(record.round, payload, who, f)
-        self.merged_tokens[f] += copy.tokens
         self.samples.merged(record.round, share)
         return payload
 

@@ -51,7 +51,7 @@ from atoll.protocol.syncer.rollback import undone
 from atoll.store.audit_members import BadRun, MemberAudit
 from atoll.store.cuts import CutState
 
-_PLAIN = (
+PLAIN_FIELDS = (
     "begun",
     "settings",
     "outer",
@@ -300,7 +300,7 @@ class JournalAudit:
     def check_cut(self, cut: CutState) -> None:
         """Wrong says what a cut holds that the records up to here do not give."""
         ours, theirs = self.history.state(), cut.history
-        for name in _PLAIN:
+        for name in PLAIN_FIELDS:
             if (found := getattr(theirs, name)) != (due := getattr(ours, name)):
                 told = f": {found} instead of {due}" if name in ("versions", "committed") else ""
                 raise BadRun(f"its {name} is not what the records up to there give{told}")
