@@ -69,6 +69,32 @@ def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
     assert "…" not in text_of(screen, 80)
 
 
+def test_a_learners_steps_are_those_of_the_whole_run(status: Status) -> None:
+    """Each of its processes counts from 0: after a resume the column goes on where it was, as the summary counts."""
+    now = status(learners=1)
+    life = {"learner": now.learners[0].learner, "at": 1.0}
+    member = {"tokens": 8, "total": 8, "busy_s": 1.0, **life}
+    first = [
+        {"kind": "joined", "incarnation": 1, **life},
+        {"kind": "round", "at": 2.0, "members": [{**member, "incarnation": 1, "t": 90_000}]},
+        {"kind": "lost", "incarnation": 1, "t": 100_000, **life},
+        {"kind": "joined", "incarnation": 2, **life},
+        {"kind": "round", "at": 3.0, "members": [{**member, "incarnation": 2, "t": 20_000}]},
+    ]
+    present = msgspec.structs.replace(now.learners[0], incarnation=3, step=4_500)
+    now = msgspec.structs.replace(now, learners=(present,))
+    screen = LiveScreen(console(120))
+    screen.update(now)
+    assert "4,500" in text_of(screen, 120) and "124" not in text_of(screen, 120)
+    screen.count_work([{"text": "", **event} for event in first])
+    screen.count_work([{"kind": "joined", "incarnation": 3, "text": "", **life}])
+    screen.update(now)
+    assert " 124k " in text_of(screen, 120), "100,000 at its end, 20,000 at its last round, 4,500 so far"
+    same = msgspec.structs.replace(present, incarnation=2, step=21_000)
+    screen.update(msgspec.structs.replace(now, learners=(same,)))
+    assert " 121k " in text_of(screen, 120), "the present process counts once"
+
+
 def test_what_became_of_the_work_is_plain(status: Status) -> None:
     screen = LiveScreen(console(80))
     screen.update(status())

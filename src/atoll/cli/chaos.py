@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from atoll.observe.tail import EventTail
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.rundir import RunDir
+from atoll.telemetry.events import Event
+from atoll.telemetry.status import RunStatus
 from atoll.workloads.settings import WorkloadSettings
 
 
@@ -93,9 +96,12 @@ def _attack(plan: FaultPlan, out: RunDir, calm: list[RunDir], as_json: bool) -> 
 
 def _perform(plan: FaultPlan, out: RunDir, arguments: list[str], console: Console) -> None:
     with choose_screen(console) as view:
-        performance.run_plan(
-            ChaosRun(plan, out, arguments, watch=view.update, pages=dashboard.NAME, listens=view.listens)
-        )
+
+        def watch(status: RunStatus | None, events: Sequence[Event]) -> None:
+            view.count_work(events)
+            view.update(status, events)
+
+        performance.run_plan(ChaosRun(plan, out, arguments, watch=watch, pages=dashboard.NAME, listens=view.listens))
     write_summary(out, summarise(performance.read_events(out)), as_json=False)
 
 

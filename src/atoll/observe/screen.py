@@ -6,7 +6,7 @@ as many of the last notable events as there is room for. `choose` gives plain li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from rich import box
@@ -30,6 +30,7 @@ from atoll.observe.figures import (
     span,
     sparkline,
 )
+from atoll.observe.summary import WorkCounter
 from atoll.observe.tail import EventTail, NotableEvents, PlainLines
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import LearnerStatus, RunStatus
@@ -72,6 +73,7 @@ class LiveScreen:
         self._scored_round: int | None = None
         self._status: RunStatus | None = None
         self._link = ""
+        self._work = WorkCounter()
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
@@ -84,6 +86,12 @@ class LiveScreen:
                 self._scores.append(status.validation_loss)
                 self._scored_round = status.validation_round
         self._live.update(self.render(), refresh=True)
+
+    def count_work(self, events: Iterable[Event]) -> None:
+        """From all events of the run, also those of before a resume: each process of a learner counts its steps from 0,
+        and the screen shows those of the whole run."""
+        for event in events:
+            self._work.add(event)
 
     def listens(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
@@ -107,7 +115,7 @@ class LiveScreen:
         run = _run_panel(status, self._scores, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
-        learners = _learner_table(status.learners, width)
+        learners = _learner_table(status.learners, width, self._work)
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
         return Group(run, learners, self._events(min(6, self._console.height - used)))
 
@@ -226,7 +234,7 @@ def _metrics(status: RunStatus) -> str:
     return " · ".join(f"{plain(name)} {measure(value)}" for name, value in status.metrics.items())
 
 
-def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
+def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCounter) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
     longest = max((_name(learner).cell_len for learner in learners), default=0)
     roomy = width - longest >= ROOMY
@@ -241,7 +249,7 @@ def _learner_table(learners: Sequence[LearnerStatus], width: int) -> Table:
         table.add_row(
             _name(learner),
             Text(f"{mark} {learner.state}", colour),
-            count(learner.step),
+            count(work.steps_before(learner.learner, learner.incarnation) + learner.step),
             count(learner.tokens_per_s) if learner.state == "training" else NONE,
             measure(learner.loss),
             count(learner.version_round) if learner.version_round >= 0 else NONE,

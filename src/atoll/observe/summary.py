@@ -141,43 +141,68 @@ def resumes(timeline: Sequence[Event], part: Span) -> list[dict[str, Any]]:
 
 
 def work_done(timeline: Sequence[Event], fragments: int) -> dict[Incarnation, LearnerWork]:
+    counter = WorkCounter()
+    for event in timeline:
+        counter.add(event)
+    return counter.work(fragments)
+
+
+class WorkCounter:
     """Per training process the last counters it was heard to say. Of one whose end nobody saw, because the run was cut
     off, those of its last round; a run of before these were told knows at least what was merged of it."""
-    first: dict[Incarnation, Incarnation] = {}
-    """A learner out of quarantine, or one that comes back after its account was closed, is a new incarnation, but the
-    same process: its counters go on."""
-    newest: dict[str, int] = {}
-    merged: dict[Incarnation, LearnerWork] = {}
-    heard: dict[Incarnation, LearnerWork] = {}
-    told: dict[Incarnation, LearnerWork] = {}
-    for event in timeline:
+
+    def __init__(self) -> None:
+        self._first: dict[Incarnation, Incarnation] = {}
+        """A learner out of quarantine, or one that comes back after its account was closed, is a new incarnation, but
+        the same process: its counters go on."""
+        self._newest: dict[str, int] = {}
+        self._merged: dict[Incarnation, LearnerWork] = {}
+        self._heard: dict[Incarnation, LearnerWork] = {}
+        self._told: dict[Incarnation, LearnerWork] = {}
+
+    def add(self, event: Event) -> None:
         if event["kind"] == "joined" and event.get("known_as", 0) not in (0, event["incarnation"]):
             before = (event["learner"], event["known_as"])
-            first[before[0], event["incarnation"]] = first.get(before, before)
+            self._first[before[0], event["incarnation"]] = self._process(before)
         for life in find_incarnations([event]):
-            newest[life[0]] = max(life[1], newest.get(life[0], life[1]))
-            merged.setdefault(first.get(life, life), LearnerWork())
+            self._newest[life[0]] = max(life[1], self._newest.get(life[0], life[1]))
+            self._merged.setdefault(self._process(life), LearnerWork())
         match event["kind"]:
             case "quarantined":
                 life = (event["learner"], event["incarnation"])
-                first[life[0], life[1] + 1] = first.get(life, life)
+                self._first[life[0], life[1] + 1] = self._process(life)
             case "round":
                 for member in event["members"]:
-                    life = (member["learner"], member["incarnation"])
-                    so_far = merged[first.get(life, life)]
-                    after = LearnerWork(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
-                    merged[first.get(life, life)] = after
-                    if "busy_s" in member:
-                        heard[first.get(life, life)] = LearnerWork(after.steps, member["total"], member["busy_s"])
-                        told.pop(first.get(life, life), None)  # it was only its connection that was lost
+                    self._add_member(member)
             case "lost" | "left":
-                life = (event["learner"], event["incarnation"])
-                told[first.get(life, life)] = _work(event)
+                self._told[self._process((event["learner"], event["incarnation"]))] = _work(event)
             case "finished":
                 for entry in event.get("learners", ()):
-                    life = (entry["learner"], entry.get("incarnation", newest.get(entry["learner"], 1)))
-                    told[first.get(life, life)] = _work(entry)
-    return {life: LearnerWork(w.steps, round(w.tokens / fragments)) for life, w in merged.items()} | heard | told
+                    name = entry["learner"]
+                    life = (name, entry.get("incarnation", self._newest.get(name, 1)))
+                    self._told[self._process(life)] = _work(entry)
+
+    def _add_member(self, member: dict[str, Any]) -> None:
+        process = self._process((member["learner"], member["incarnation"]))
+        so_far = self._merged[process]
+        after = LearnerWork(max(so_far.steps, member["t"]), so_far.tokens + member["tokens"])
+        self._merged[process] = after
+        if "busy_s" in member:
+            self._heard[process] = LearnerWork(after.steps, member["total"], member["busy_s"])
+            self._told.pop(process, None)  # it was only its connection that was lost
+
+    def _process(self, life: Incarnation) -> Incarnation:
+        return self._first.get(life, life)
+
+    def work(self, fragments: int) -> dict[Incarnation, LearnerWork]:
+        merged = {life: LearnerWork(w.steps, round(w.tokens / fragments)) for life, w in self._merged.items()}
+        return merged | self._heard | self._told
+
+    def steps_before(self, learner: str, incarnation: int) -> int:
+        """Of its processes before the present one."""
+        present = self._process((learner, incarnation))
+        lives = self._merged | self._heard | self._told
+        return sum(work.steps for life, work in lives.items() if life[0] == learner and life != present)
 
 
 def tokens_by_fate(timeline: Sequence[Event], work: dict[Incarnation, LearnerWork], fragments: int) -> dict[str, int]:

@@ -187,6 +187,9 @@ class PlainLines:
             self._say(line)
             self._last = line
 
+    def count_work(self, events: Iterable[Event]) -> None:
+        """Lines name no learner's steps: only a screen counts them."""
+
     def listens(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
         self._say(f"dashboard: {link}")
