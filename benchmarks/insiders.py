@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from atoll.config import Outer
 from atoll.numerics.codec import make_codec
 from atoll.numerics.filter import Filter
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.merge import merge
-from atoll.numerics.screen import Screen
+from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.claims import above_others
@@ -123,7 +123,7 @@ def loss_of(values: dict[str, Floats], x: NDArray[np.uint8], y: NDArray[np.uint8
 class Learners:
     """All learners of a run: parameters, AdamW, and the steps that each has made on each fragment."""
 
-    def __init__(self, values: dict[str, Floats], plan: Plan) -> None:
+    def __init__(self, values: dict[str, Floats], plan: FragmentPlan) -> None:
         self.plan = plan
         self.p = {name: np.repeat(value[None], LEARNERS, 0) for name, value in values.items()}
         self.base = {name: value.copy() for name, value in self.p.items()}
@@ -257,23 +257,23 @@ def play(case: Case) -> Run:
         if t % (SYNC_EVERY // FRAGMENTS) == 0:
             fragment = (t // (SYNC_EVERY // FRAGMENTS) - 1) % FRAGMENTS
             syncer.sync(t, fragment, learners, run)
-            learners.adopt(fragment, syncer.parameters.tensors())
+            learners.adopt(fragment, syncer.parameters.tensors_by_name())
     rows = windows(held_out, np.random.default_rng(0), 8192)
-    run.loss = loss_of(syncer.parameters.tensors(), rows[:, :CONTEXT], rows[:, CONTEXT])
+    run.loss = loss_of(syncer.parameters.tensors_by_name(), rows[:, :CONTEXT], rows[:, CONTEXT])
     return run
 
 
 class Syncer:
     """The shipped parts of a merge, in the order of the real one."""
 
-    def __init__(self, plan: Plan, values: dict[str, Floats], case: Case) -> None:
+    def __init__(self, plan: FragmentPlan, values: dict[str, Floats], case: Case) -> None:
         self.case, self.plan, self.settings = case, plan, Settings(learners=LEARNERS)
         self.parameters = Parameters(plan, Outer(merge=case.merge))  # type: ignore[arg-type]
         for part in plan.fragments:
             first = np.concatenate([values[tensor.name].ravel() for tensor in part.tensors])
-            np.frombuffer(self.parameters.initial(part.index), np.float32)[:] = first
-        self.parameters.begin()
-        self._screen = Screen(plan, window=16 * LEARNERS, least=8 * LEARNERS)
+            np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = first
+        self.parameters.commit_initial()
+        self._screen = NormScreen(plan, window=16 * LEARNERS, least=8 * LEARNERS)
         self._filter, self._codec = Filter(plan), make_codec("bf16")
         self._first: dict[tuple[int, int], Floats] = {}
         self._dice = np.random.default_rng(2000 + case.seed)
@@ -292,7 +292,7 @@ class Syncer:
             if self._screen.judge(fragment, delta, steps, (i, t)) is not None:
                 run.refused += 1
                 continue
-            self._screen.merged((i, t))
+            self._screen.note_merged((i, t))
             names.append(f"learner-{i}")
             deltas.append(delta)
             weights.append(per_step[i] ** 2 * steps)
@@ -308,10 +308,10 @@ class Syncer:
                 run.suspects.setdefault(name, f"step {t}: {one.suspect}")
         factors = [one.factors for one in judged] if self.case.robust else []
         try:
-            self.parameters.stage(fragment, deltas, limited(weights, limits), factors)
+            self.parameters.stage_merge(fragment, deltas, limited(weights, limits), factors)
         except (Overflow, ValueError):
             return  # the round is passed over
-        self.parameters.commit(fragment, self.parameters.held()[fragment].version + 1, t)
+        self.parameters.commit_version(fragment, self.parameters.committed_buffers()[fragment].version + 1, t)
 
     def _attacks(self, learner: int) -> bool:
         return learner >= LEARNERS - self.case.attackers

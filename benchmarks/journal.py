@@ -142,10 +142,10 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
 
     def turn(number: int, keep: Callable[[Sequence[Entry]], None]) -> float:
         began, fragment = time.perf_counter(), number % 2
-        mark = parameters.stage(fragment, deltas, [share.weight for share in shares])
+        mark = parameters.stage_merge(fragment, deltas, [share.weight for share in shares])
         record = Merged(number, fragment, number // 2 + 1, 1, "all live learners reported", shares, mark)
         keep([(record, parameters.outer_gradient(fragment).view(np.uint8).data)])
-        parameters.commit(fragment, number // 2 + 1, number)
+        parameters.commit_version(fragment, number // 2 + 1, number)
         return time.perf_counter() - began
 
     times: dict[str, list[float]] = {"with": [], "without": []}

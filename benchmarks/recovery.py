@@ -69,7 +69,7 @@ class WrittenRun:
             self.write(Joined(name, 1, f"session-of-{name}", 0))
         for fragment in range(FRAGMENTS):
             self.parameters.check_initial(fragment, "")
-        self.parameters.begin()
+        self.parameters.commit_initial()
         self.cut()
         self.write(Started(MEMBERS[0]))
         self.write(Sources((("text", 1_000_000, 1.0),), 0))
@@ -84,12 +84,12 @@ class WrittenRun:
         shares = tuple(self._share(name, number, fragment) for name in MEMBERS)
         size = self.parameters.plan.fragments[fragment].size
         deltas = [self.dice.standard_normal(size, dtype=np.float32) for _ in MEMBERS]
-        mark = self.parameters.stage(fragment, deltas, [share.weight for share in shares])
+        mark = self.parameters.stage_merge(fragment, deltas, [share.weight for share in shares])
         version = self.history.versions[fragment] + 1
         reason = f"all {len(MEMBERS)} live learners reported"
         gradient = self.parameters.outer_gradient(fragment).view(np.uint8).data
         self.write(Merged(number, fragment, version, 1, reason, shares, mark), gradient)
-        self.parameters.commit(fragment, version, number)
+        self.parameters.commit_version(fragment, version, number)
         self.base[fragment], self.given_at[fragment] = version, number + 1
         if self.history.committed % CUT_EVERY == 0:
             self.cut()
@@ -112,12 +112,12 @@ class WrittenRun:
 
     def cut(self) -> None:
         cut = self.history.committed
-        held, arrays = self.parameters.held(), self.parameters.snapshot()
-        state = self.run_store.open_cut(self.history.state(), self.parameters.rounds())
+        held, arrays = self.parameters.committed_buffers(), self.parameters.hold_arrays()
+        state = self.run_store.open_cut(self.history.state(), self.parameters.version_rounds())
         self.run_store.write_cut(cut, state, arrays)
         for buffer in held:
             buffer.readers -= 1
-        mark = self.run_store.complete(self.history.run, CompleteCut(cut, (), ()))
+        mark = self.run_store.complete_cut(self.history.run, CompleteCut(cut, (), ()))
         if cut:
             self.write(CutDone(cut, cut, (), mark))
 

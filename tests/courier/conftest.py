@@ -87,18 +87,18 @@ class Run:
         return f"http://127.0.0.1:{self.service.server.port}"
 
     def theta(self) -> dict[str, np.ndarray]:
-        return {name: values.copy() for name, values in self.service._parameters.tensors().items()}
+        return {name: values.copy() for name, values in self.service._parameters.tensors_by_name().items()}
 
     def watch_deltas(self) -> None:
         """Remember every contribution that is merged."""
         parameters = self.service._parameters
-        stage = parameters.stage
+        stage = parameters.stage_merge
 
         def staged(fragment: int, deltas: Any, weights: Any, *more: Any) -> str:
             self.deltas += [(fragment, delta.copy()) for delta in deltas]
             return stage(fragment, deltas, weights, *more)
 
-        parameters.stage = staged  # type: ignore[method-assign]
+        parameters.stage_merge = staged  # type: ignore[method-assign]
 
     def _note(self, line: bytes) -> None:
         self.events.append(json.loads(line))

@@ -171,7 +171,7 @@ def gives(value: float = 1e-3, **changes: Any) -> Given:
     """A body that is whole, and a message that says of it what it should not."""
 
     async def case(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
-        fort.stage.service._screen.restore([[1e-3] * 16] * 2)
+        fort.stage.service._screen.restore_norms([[1e-3] * 16] * 2)
         before = await fort.digest()
         await rogue.contribute(pull, value, **changes)
         event = await fort.stage.until("refused")

@@ -305,7 +305,7 @@ def test_a_spent_run_whose_model_is_not_its_head_gets_it_again(tmp_path: Path, m
         run.dir.model.write_bytes(b"nothing")
     else:
         name, round = ("other", head.committed) if "another" in model else (head.run, head.committed - 1)
-        save_model(run.dir.model, run.parameters.tensors(), facts_of_model(name, round, head.versions))
+        save_model(run.dir.model, run.parameters.tensors_by_name(), facts_of_model(name, round, head.versions))
     found = plan_resume(run.dir)
     assert found.only_end and "its model.safetensors is not its head" in found.remarks[0]
 
@@ -362,7 +362,7 @@ def test_a_new_run_begins_as_the_old_one_was_at_the_cut(tmp_path: Path, cut: int
     begins = recover(new, disk=LocalDisk())
     assert begins is not None and begins.parameters is not None and begins.rounds == 0 and begins.remarks == []
     _, _, was = read_syncer_part(old.dir.cuts, cut)
-    now = begins.parameters.snapshot()
+    now = begins.parameters.hold_arrays()
     assert was.keys() == now.keys()
     assert all(np.array_equal(was[name], now[name].view(np.uint8)) for name in was), "Θ and momentum"
     assert begins.history.committed == cut and begins.history.run == found.run

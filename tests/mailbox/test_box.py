@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from atoll.mailbox import box as module
 from atoll.mailbox.box import PAGE, SPARE_BYTES, Layout, Mailbox
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 
 
-def planned(sizes: list[int], fragments: int = 0) -> tuple[Plan, Settings]:
+def planned(sizes: list[int], fragments: int = 0) -> tuple[FragmentPlan, Settings]:
     tensors = [TensorSpec(f"t{index}", (size,), "float32") for index, size in enumerate(sizes)]
     settings = Settings(fragments=fragments, overlap=0).resolved(len(tensors))
     return make_plan(tensors, settings.fragments), settings

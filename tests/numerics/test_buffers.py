@@ -8,8 +8,8 @@ import pytest
 from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import encode_contribution, make_codec
-from atoll.numerics.fragments import Plan, make_plan
-from atoll.numerics.screen import Screen
+from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec, buffer_name
 from atoll.store.rebuild import RebuiltModel
 from atoll.syncer.parameters import Parameters
@@ -17,12 +17,12 @@ from atoll.syncer.parameters import Parameters
 WEIGHTS = [1.0, 3.0]
 
 
-def plan(rule: str = "mean", fragments: int = 1) -> Plan:
+def plan(rule: str = "mean", fragments: int = 1) -> FragmentPlan:
     names = ["a.weight", buffer_name(rule, "norm.running_mean"), buffer_name(rule, "norm.running_var"), "z.weight"]
     return make_plan([TensorSpec(name, (4,), "float32") for name in names], fragments)
 
 
-def contribution(of: Plan, base: FloatArray, theta: FloatArray, codec: str = "fp32") -> FloatArray:
+def contribution(of: FragmentPlan, base: FloatArray, theta: FloatArray, codec: str = "fp32") -> FloatArray:
     """As it lies before the merge."""
     made, part = make_codec(codec), of.fragments[0]
     body, delta = np.empty(made.nbytes(part.size), np.uint8), np.empty(part.size, np.float32)
@@ -31,19 +31,19 @@ def contribution(of: Plan, base: FloatArray, theta: FloatArray, codec: str = "fp
     return delta
 
 
-def begun(of: Plan, theta: FloatArray, **outer: object) -> Parameters:
+def begun(of: FragmentPlan, theta: FloatArray, **outer: object) -> Parameters:
     parameters = Parameters(of, Outer(**outer))  # type: ignore[arg-type]
-    parameters.initial(0)[:] = theta.view(np.uint8).data
-    parameters.begin()
+    parameters.initial_bytes(0)[:] = theta.view(np.uint8).data
+    parameters.commit_initial()
     return parameters
 
 
 def merge(parameters: Parameters, deltas: list[FloatArray], bases: list[int] | None = None) -> str:
     """A round, of contributions that were made on the committed version unless it is said."""
-    version = parameters.held()[0].version
+    version = parameters.committed_buffers()[0].version
     bases = [version] * len(deltas) if bases is None else bases
-    mark = parameters.stage(0, deltas, WEIGHTS[: len(deltas)], bases=bases)
-    parameters.commit(0, version + 1, version)
+    mark = parameters.stage_merge(0, deltas, WEIGHTS[: len(deltas)], bases=bases)
+    parameters.commit_version(0, version + 1, version)
     return mark
 
 
@@ -65,7 +65,7 @@ def test_the_mean_of_the_values_is_the_new_version() -> None:
     parameters = begun(of, committed)
     deltas = [contribution(of, committed, floats(1, 6, 36, 1)), contribution(of, committed, floats(1, 4, 32, 1))]
     merge(parameters, deltas)
-    tensors = parameters.tensors()
+    tensors = parameters.tensors_by_name()
     assert np.allclose(tensors["norm.running_mean"], 0.25 * 6 + 0.75 * 4)
     assert np.allclose(tensors["norm.running_var"], 0.25 * 36 + 0.75 * 32)
     assert np.array_equal(tensors["a.weight"], floats(1)), "nobody moved it"
@@ -78,7 +78,7 @@ def test_a_fall_that_two_learners_saw_from_the_same_version_counts_once() -> Non
     both = [contribution(of, first, floats(0.5, 0, 40, 1)) for _ in range(2)]
     merge(parameters, both[:1], [0])
     merge(parameters, both[1:], [0])
-    tensors = parameters.tensors()
+    tensors = parameters.tensors_by_name()
     assert np.array_equal(tensors["norm.running_var"], floats(40))
     assert (tensors["a.weight"] < 0.5).all(), "steps of parameters add up"
 
@@ -88,7 +88,7 @@ def test_rounding_takes_no_variance_below_zero() -> None:
     of, base, theta = plan(), floats(1, 0, 0.9987, 1), floats(1, 0, 0.0007, 1)
     parameters = begun(of, base)
     merge(parameters, [contribution(of, base, theta, "bf16")] * 2)
-    found = parameters.tensors()["norm.running_var"]
+    found = parameters.tensors_by_name()["norm.running_var"]
     assert (found >= np.float32(0.0007)).all() and (found < 0.01).all()
 
 
@@ -96,7 +96,7 @@ def test_what_nobody_changes_stays_to_the_bit() -> None:
     of, frozen = plan(), floats(1, 0.123456789, 0.987654321, 1)
     parameters = begun(of, frozen)
     merge(parameters, [contribution(of, frozen, frozen, "bf16")] * 2)
-    assert np.array_equal(parameters.tensors()["norm.running_var"], frozen[8:12])
+    assert np.array_equal(parameters.tensors_by_name()["norm.running_var"], frozen[8:12])
 
 
 def test_first_is_the_first_members_values() -> None:
@@ -104,16 +104,18 @@ def test_first_is_the_first_members_values() -> None:
     for rule in ("mean", "rda"):
         parameters = begun(of, base, merge=rule)
         merge(parameters, [contribution(of, base, floats(0, value, value, 0)) for value in (7, 9)])
-        assert np.array_equal(parameters.tensors()["norm.running_var"], floats(7))
+        assert np.array_equal(parameters.tensors_by_name()["norm.running_var"], floats(7))
 
 
 def test_no_momentum_and_no_learning_rate_moves_them() -> None:
     of = plan()
     parameters = begun(of, floats(1, 5, 40, 1), lr=0.5, momentum=0.9)
     for value in (4, 2, 2):
-        base = np.concatenate([parameters.tensors()[tensor.name_in_model] for tensor in of.fragments[0].tensors])
+        base = np.concatenate(
+            [parameters.tensors_by_name()[tensor.name_in_model] for tensor in of.fragments[0].tensors]
+        )
         merge(parameters, [contribution(of, base, floats(-1, value, value, -1))])
-        assert np.array_equal(parameters.tensors()["norm.running_mean"], floats(value))
+        assert np.array_equal(parameters.tensors_by_name()["norm.running_mean"], floats(value))
     momentum = parameters.momentum(0)
     assert momentum is not None and not momentum[of.fragments[0].buffers].any() and momentum[:4].all()
 
@@ -127,13 +129,13 @@ def test_a_reader_of_the_journal_comes_to_the_same_bits() -> None:
         given = [draw.normal(size=16).astype(np.float32) for _ in WEIGHTS]
         mark = merge(parameters, [contribution(of, theta, one, "bf16") for one in given])
         assert rebuilt.step(0, parameters.outer_gradient(0).tobytes()) == mark
-    assert rebuilt.tensors().keys() == parameters.tensors().keys() >= {"norm.running_var"}
+    assert rebuilt.tensors().keys() == parameters.tensors_by_name().keys() >= {"norm.running_var"}
 
 
 @pytest.mark.parametrize("steps", [1, 24, 400])
 def test_their_size_says_nothing_about_the_pace_of_a_learner(steps: int) -> None:
     of = plan()
-    screen, base = Screen(of), floats(1, 0, 0, 1)
+    screen, base = NormScreen(of), floats(1, 0, 0, 1)
     for _ in range(20):
         assert screen.judge(0, contribution(of, base, floats(1 - 0.024, 50, 900, 1)), 24) is None
     assert screen.judge(0, contribution(of, base, floats(1 - 0.001 * steps, 50, 900, 1)), steps) is None

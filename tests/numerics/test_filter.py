@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.filter import CLIP, MOMENTUM_SHARE, ROUNDS, Filter, Judged
+from atoll.numerics.filter import CLIP, MOMENTUM_SHARE, ROUNDS, Filter, FilterVerdict
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 
@@ -32,7 +32,7 @@ def noise(delta: FloatArray, _: FloatArray | None, dice: np.random.Generator) ->
 
 def play(
     attack: Attack | None, attackers: int = 1, rounds: int = 40, learners: int = 8, seed: int = 0
-) -> list[dict[str, Judged]]:
+) -> list[dict[str, FilterVerdict]]:
     """Rounds of `learners`, the last of which attack."""
     dice, filter_, first = np.random.default_rng(seed), Filter(PLAN), {}
     told = []
@@ -49,7 +49,7 @@ def play(
     return told
 
 
-def suspects(told: list[dict[str, Judged]]) -> set[str]:
+def suspects(told: list[dict[str, FilterVerdict]]) -> set[str]:
     return {name for one in told for name, judged in one.items() if judged.suspect}
 
 

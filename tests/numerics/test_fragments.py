@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.numerics.fragments import Plan, default_fragments, difference, make_plan
+from atoll.numerics.fragments import FragmentPlan, default_fragments, difference, make_plan
 from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import TensorSpec
 
@@ -27,7 +27,7 @@ def gpt(blocks: int = 4) -> list[TensorSpec]:
     return [spec("embed.weight", 50, 4, embedding=True), *inside, spec("head", 4, 3)]
 
 
-def names(plan: Plan) -> list[set[str]]:
+def names(plan: FragmentPlan) -> list[set[str]]:
     return [{tensor.name for tensor in fragment.tensors} for fragment in plan.fragments]
 
 
@@ -140,7 +140,7 @@ def test_fingerprint_stays_the_same_from_release_to_release() -> None:
 
 def test_a_plan_survives_msgspec() -> None:
     plan = make_plan(gpt(), 4)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=FragmentPlan) == plan
 
 
 def test_default_fragments() -> None:

@@ -172,7 +172,7 @@ for name in ("nesterov", "sgd"):
 bf16, body = codec.make_codec("bf16"), np.zeros(16, np.uint8)
 bf16.encode(received, body), bf16.encode_delta(received, y, body), bf16.decode(np.frombuffer(bytes(16), np.uint8), y)
 codec.round_to_dtype(y, "bfloat16")
-assert screen.Screen([8]).judge(0, received) is None
+assert screen.NormScreen([8]).judge(0, received) is None
 assert kinds() == before, kinds()
 """
 

@@ -5,7 +5,7 @@ import pytest
 
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
-from atoll.numerics.screen import Screen
+from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
 
 
@@ -15,8 +15,8 @@ def of_norm(norm: float, size: int = 4) -> FloatArray:
     return values
 
 
-def seasoned(norm: float = 0.3, count: int = 8) -> Screen:
-    screen = Screen([4, 2])
+def seasoned(norm: float = 0.3, count: int = 8) -> NormScreen:
+    screen = NormScreen([4, 2])
     assert [screen.judge(0, of_norm(norm)) for _ in range(count)] == [None] * count
     return screen
 
@@ -25,16 +25,16 @@ def seasoned(norm: float = 0.3, count: int = 8) -> Screen:
 def test_broken_numbers_are_refused_and_counted(broken: float) -> None:
     delta = np.ones(4096, np.float32)
     delta[[0, 77, 4095]] = broken
-    assert Screen([4096]).judge(0, delta) == "3 of 4096 values are not finite"
+    assert NormScreen([4096]).judge(0, delta) == "3 of 4096 values are not finite"
 
 
 def test_broken_numbers_are_counted_over_the_whole_fragment() -> None:
     delta = np.full(200_000, np.nan, np.float32)
-    assert Screen([200_000]).judge(0, delta) == "200000 of 200000 values are not finite"
+    assert NormScreen([200_000]).judge(0, delta) == "200000 of 200000 values are not finite"
 
 
 def test_the_largest_float_is_finite() -> None:
-    assert Screen([1000]).judge(0, np.full(1000, 3.4028235e38, np.float32)) is None
+    assert NormScreen([1000]).judge(0, np.full(1000, 3.4028235e38, np.float32)) is None
 
 
 def test_an_absurd_norm_is_refused() -> None:
@@ -55,15 +55,15 @@ def test_before_there_are_enough_norms_only_what_is_absurd_is_refused() -> None:
 
 
 def test_a_new_term_knows_what_was_usual() -> None:
-    screen = Screen([4, 2])
-    screen.restore(seasoned(0.3).snapshot())
+    screen = NormScreen([4, 2])
+    screen.restore_norms(seasoned(0.3).usual_norms())
     assert screen.judge(0, of_norm(12.3)) is not None and screen.judge(0, of_norm(0.4)) is None
 
 
 @pytest.mark.parametrize("norms", [[], [[0.3] * 8], [[0.3] * 8, [float("nan")]], [[-1.0] * 8, []]])
 def test_norms_of_another_plan_or_broken_ones_say_nothing(norms: list[list[float]]) -> None:
-    screen = Screen([4, 2])
-    screen.restore(norms)
+    screen = NormScreen([4, 2])
+    screen.restore_norms(norms)
     assert screen.judge(0, of_norm(1e6)) is None
 
 
@@ -91,7 +91,7 @@ def test_zeros_do_not_make_everything_else_absurd() -> None:
 
 
 def test_a_learner_that_was_not_heard_for_long_has_more_to_give() -> None:
-    screen = Screen([4])
+    screen = NormScreen([4])
     assert [screen.judge(0, of_norm(2.4), steps=24) for _ in range(8)] == [None] * 8
     assert screen.judge(0, of_norm(100.0), steps=1000) is None
     refusal = screen.judge(0, of_norm(100.0), steps=24)
@@ -99,13 +99,13 @@ def test_a_learner_that_was_not_heard_for_long_has_more_to_give() -> None:
 
 
 def test_another_length_or_fragment_is_refused() -> None:
-    assert Screen([4, 2]).judge(1, of_norm(1.0, size=4)) == "4 values came, fragment 1 has 2"
-    assert Screen([4, 2]).judge(2, of_norm(1.0)) == "fragment 2 is not one of the plan's 2"
-    assert Screen([4, 2]).judge(-1, of_norm(1.0)) == "fragment -1 is not one of the plan's 2"
+    assert NormScreen([4, 2]).judge(1, of_norm(1.0, size=4)) == "4 values came, fragment 1 has 2"
+    assert NormScreen([4, 2]).judge(2, of_norm(1.0)) == "fragment 2 is not one of the plan's 2"
+    assert NormScreen([4, 2]).judge(-1, of_norm(1.0)) == "fragment -1 is not one of the plan's 2"
 
 
 def test_a_plan_says_the_sizes() -> None:
-    screen = Screen(make_plan([TensorSpec("a", (3, 2), "float32"), TensorSpec("b", (2,), "float32")], 2))
+    screen = NormScreen(make_plan([TensorSpec("a", (3, 2), "float32"), TensorSpec("b", (2,), "float32")], 2))
     assert screen.judge(0, of_norm(1.0, size=6)) is None
     assert screen.judge(1, of_norm(1.0, size=6)) == "6 values came, fragment 1 has 2"
 
@@ -115,8 +115,8 @@ def test_what_is_found_in_order_but_not_merged_does_not_shift_what_is_usual() ->
     screen = seasoned(0.3)
     for number in range(200):
         assert screen.judge(0, of_norm(1e-6), key=number) is None
-        screen.forget(number)
+        screen.forget_norm(number)
     assert screen.judge(0, of_norm(0.3), key="honest") is None
-    screen.merged("honest")
+    screen.note_merged("honest")
     assert screen.judge(0, of_norm(2.9)) is None and screen.judge(0, of_norm(3.1)) is not None
-    screen.merged("nobody")
+    screen.note_merged("nobody")

@@ -21,7 +21,7 @@ from atoll.observe.dashboard.history import BoundedSeries, DashboardHistory, Lea
 from atoll.observe.dashboard.metrics import exposition
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import RunDir
-from atoll.syncer.process import import_named, show
+from atoll.syncer.process import import_named, show_pages
 from atoll.telemetry.events import Event, EventLog
 from atoll.telemetry.status import RunStatus
 
@@ -432,7 +432,7 @@ async def test_a_mistake_of_the_dashboard_is_an_alarm_and_it_is_started_again(
             third.set()
         raise ZeroDivisionError("a mistake")
 
-    showing = asyncio.create_task(show(Dashboard(tmp_path / "events.jsonl"), broken, EventLog(lines.append)))
+    showing = asyncio.create_task(show_pages(Dashboard(tmp_path / "events.jsonl"), broken, EventLog(lines.append)))
     async with asyncio.timeout(10):
         await third.wait()
     showing.cancel()

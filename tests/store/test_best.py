@@ -15,7 +15,7 @@ from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 
 def keep_best(run: WrittenRun, /, **changes: str) -> None:
     """As an evaluator would that fetched everything now."""
-    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors().items()}
+    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors_by_name().items()}
     facts = facts_of_model("small", run.history.committed, run.history.versions)
     save_model(run.dir.best_model, tensors, {**facts, "figure": "loss", "score": "0.5", **changes})
 
@@ -37,7 +37,7 @@ def test_other_values_than_the_run_committed_are_named(tmp_path: Path) -> None:
     keep_best(run)
     before = read_model_facts(run.dir.best_model)
     run.round()
-    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors().items()}
+    tensors = {name: np.array(tensor) for name, tensor in run.parameters.tensors_by_name().items()}
     save_model(run.dir.best_model, tensors, before)  # the values of now, the versions of then
     assert "model-best.safetensors is not what the run had committed: fragment 1 has other values" in wrong(run)
 

@@ -24,7 +24,7 @@ from atoll.store.rundir import RunDir
 
 def assert_same(path: Path, run: WrittenRun) -> None:
     """The file holds the run's parameters, bit for bit."""
-    due = run.parameters.tensors()
+    due = run.parameters.tensors_by_name()
     with safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == due.keys()
         assert all(file.get_tensor(name).tobytes() == tensor.tobytes() for name, tensor in due.items())
@@ -61,7 +61,7 @@ def test_a_folder_holds_the_model_and_the_settings(tmp_path: Path) -> None:
 def test_a_named_cut_comes_out_as_it_was(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
     run.cut()
-    then = {name: tensor.copy() for name, tensor in run.parameters.tensors().items()}
+    then = {name: tensor.copy() for name, tensor in run.parameters.tensors_by_name().items()}
     run.round()
     exported = export_run(run.dir.path, tmp_path / "then.safetensors", cut=2)
     with safe_open(exported.file, framework="numpy") as file:
@@ -162,8 +162,8 @@ def test_an_outer_gradient_that_is_missing_or_damaged_is_named(tmp_path: Path) -
 
 def test_a_journal_that_gives_other_values_is_named(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
-    run.parameters.reset(2)
-    run.parameters.initial(2)[0] ^= 1
+    run.parameters.reset_outer_state(2)
+    run.parameters.initial_bytes(2)[0] ^= 1
     run.round()
     refused(run, tmp_path / "model.safetensors", Corrupt, r"round 2 gives fragment 2 the digest .*, its record says")
     last = [record for _, record in read(run.dir.journal, disk=LocalDisk())][-1]

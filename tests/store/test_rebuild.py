@@ -100,17 +100,17 @@ def without(arrays: dict[str, FloatArray], name: str) -> dict[str, FloatArray]:
 @pytest.mark.parametrize("name", ["theta-001", "momentum-002"])
 def test_a_cut_that_lacks_an_array_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = cut_run(tmp_path / "run")
-    whole = run.parameters.snapshot
-    monkeypatch.setattr(run.parameters, "snapshot", lambda: without(whole(), name))
+    whole = run.parameters.hold_arrays
+    monkeypatch.setattr(run.parameters, "hold_arrays", lambda: without(whole(), name))
     run.cut()
     assert wrong(run) == f"{folder_of(run.dir.cuts, 5) / name}.bin is not what cut 4 and the rounds behind it give"
 
 
 def test_a_first_cut_of_another_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Parameters.snapshot
-    monkeypatch.setattr(Parameters, "snapshot", lambda self: without(whole(self), "theta-001"))
+    whole = Parameters.hold_arrays
+    monkeypatch.setattr(Parameters, "hold_arrays", lambda self: without(whole(self), "theta-001"))
     assert wrong(begun(tmp_path / "less")) == "cut 0 cannot be used: some fragment's values are missing"
-    monkeypatch.setattr(Parameters, "snapshot", lambda self: {**whole(self), "theta-001": np.zeros(5, np.float32)})
+    monkeypatch.setattr(Parameters, "hold_arrays", lambda self: {**whole(self), "theta-001": np.zeros(5, np.float32)})
     problem = wrong(begun(tmp_path / "other"))
     assert problem == "cut 0 cannot be used: theta-001 has 5 values, another number than its fragment"
 
@@ -124,25 +124,25 @@ def test_a_model_that_this_version_cuts_another_way_is_told(tmp_path: Path, monk
 def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     slower: dict[str, str | float] = {**OUTER, "lr": 0.3, "momentum": 0.8}
-    run.parameters.change(Outer(lr=0.3, momentum=0.8))
+    run.parameters.change_outer(Outer(lr=0.3, momentum=0.8))
     run.write(Changed(run.history.settings, slower, "outer.lr"))
     for _ in range(3):
         run.round()
     run.cut()
     run.round()
     assert well(run).facts["rebuilt_rounds"] == 8
-    run.parameters.change(Outer(lr=0.1))
+    run.parameters.change_outer(Outer(lr=0.1))
     run.round()
     assert wrong(run).startswith("round 8 gives fragment 2 the digest ")
 
 
 def test_a_reset_of_the_outer_state_is_followed(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
-    run.parameters.reset(1)
+    run.parameters.reset_outer_state(1)
     run.write(Reset(1, "the outer step gave values that are not finite"))
     run.round()
     assert well(run).facts["rebuilt_rounds"] == 5
-    run.parameters.reset(2)
+    run.parameters.reset_outer_state(2)
     run.round()
     assert wrong(run).startswith("round 5 gives fragment 2 the digest ")
 

@@ -435,7 +435,7 @@ def test_an_old_model_beside_a_newer_journal_is_named_also_where_the_run_goes_on
 def test_a_model_that_was_never_told_its_round_is_compared_all_the_same(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
     run.end()
-    tensors = {name: values + 1 for name, values in run.parameters.tensors().items()}
+    tensors = {name: values + 1 for name, values in run.parameters.tensors_by_name().items()}
     save_model(run.dir.model, tensors)
     assert "is not the head of the run: the journal's head is round 5" in wrong(run)
 

@@ -37,7 +37,7 @@ def test_frozen_parameters_and_buffers_come_with_the_merged_ones(tmp_path: Path)
     run = with_rounds(tmp_path / "run", 4)
     keep(run, UNMERGED_THERE)
     exported = export_run(run.dir.path, tmp_path / "whole.safetensors", whole=True)
-    found, merged = load_file(exported.file), run.parameters.tensors()
+    found, merged = load_file(exported.file), run.parameters.tensors_by_name()
     assert found.keys() == merged.keys() | UNMERGED_THERE.keys()
     assert all(torch.equal(found[name], torch.from_numpy(values)) for name, values in merged.items())
     for name in ("frozen.weight", "mask", "steps"):

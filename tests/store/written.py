@@ -119,10 +119,10 @@ class WrittenRun:
     def start(self) -> None:
         """Version 0, in cut 0."""
         for fragment in range(P):
-            data = self.parameters.initial(fragment)
+            data = self.parameters.initial_bytes(fragment)
             np.frombuffer(data, np.float32)[:] = self.dice.standard_normal(data.nbytes // 4)
             self.parameters.check_initial(fragment, "")
-        self.parameters.begin()
+        self.parameters.commit_initial()
         table = self.syncer_part(0)
         write_manifest(self.dir.cuts, Manifest(self.history.run, 0, 0, table, {}))
         self.write(Started("learner-0"))
@@ -156,12 +156,12 @@ class WrittenRun:
         shares = tuple(self._share(name, fragment) for name in names)
         size = self.parameters.plan.fragments[fragment].size
         deltas = [self.dice.standard_normal(size).astype(np.float32) for _ in shares]
-        mark = self.parameters.stage(fragment, deltas, [one.weight for one in shares])
+        mark = self.parameters.stage_merge(fragment, deltas, [one.weight for one in shares])
         version = self.history.versions[fragment] + 1
         honest = Merged(number, fragment, version, 1, "every live learner reported", shares, mark, step=self.step)
         told = change(replace(honest, members=(share(shares[0]), *shares[1:])))
         self.raw(told, self.parameters.outer_gradient(fragment).data if keep else None)
-        self.parameters.commit(fragment, version, number)
+        self.parameters.commit_version(fragment, version, number)
         if replace(told, digest=mark) == honest:
             self.history.apply(told)
         self.rounds[fragment] = number
@@ -204,7 +204,7 @@ class WrittenRun:
         honest = Restored(told.round, at, versions, told.digests, told.undone, "the loss was good then")
         record = change(honest)
         self.raw(record, earlier.packed.data)
-        self.parameters.restore(earlier.packed, versions, at - 1)
+        self.parameters.restore_state(earlier.packed, versions, at - 1)
         if record == honest:
             self.history.apply(record)
         self.rounds = [at - 1] * P
@@ -246,7 +246,7 @@ class WrittenRun:
         self.write(Ended("24 steps are done", step=self.history.step))
         self.write(Ended("24 steps are done", final=True, step=self.history.step, progress=progress))
         facts = facts_of_model(self.history.run, self.history.committed, self.history.versions)
-        save_model(self.dir.model, self.parameters.tensors(), facts)
+        save_model(self.dir.model, self.parameters.tensors_by_name(), facts)
         for learner in sorted(self.islands):
             self.gone(learner)
 
@@ -256,7 +256,7 @@ class WrittenRun:
         self.report()
         file = self.journal.rotate()
         state = change(CutState(self.history.state(), self.journal.position, file, tuple(self.rounds)))
-        arrays = {name: values.view(np.uint8) for name, values in self.parameters.snapshot().items()}
+        arrays = {name: values.view(np.uint8) for name, values in self.parameters.hold_arrays().items()}
         data = msgspec.msgpack.encode(state)
         return write_syncer_part(self.dir.cuts, run or self.history.run, cut, cut, data, arrays)
 

@@ -15,7 +15,7 @@ from atoll.config import Config, convert
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.handlers import ServedPages
 from atoll.fabric.wire import FabricLimits, digest
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.messages import (
     PROTOCOL,
     Announce,
@@ -40,7 +40,7 @@ TENSORS = (TensorSpec("one", (3,), "float32"), TensorSpec("two", (2, 2), "float3
 M = TypeVar("M", bound=FromSyncer)
 
 
-def plan(tensors: tuple[TensorSpec, ...] = TENSORS, fragments: int = 2) -> Plan:
+def plan(tensors: tuple[TensorSpec, ...] = TENSORS, fragments: int = 2) -> FragmentPlan:
     return make_plan(tensors, fragments, "balanced")
 
 
@@ -179,7 +179,7 @@ class Stage:
         self._news.set()
 
     def _save(self, parameters: Parameters) -> None:
-        self.saved = {name: np.array(values) for name, values in parameters.tensors().items()}
+        self.saved = {name: np.array(values) for name, values in parameters.tensors_by_name().items()}
 
     def join(
         self, name: str, tensors: tuple[TensorSpec, ...] = TENSORS, protocol: int = PROTOCOL, where: str = ""

@@ -11,7 +11,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Changed
 from atoll.protocol.settings import Settings
-from atoll.syncer.changes import RULES, change
+from atoll.syncer.changes import RULES, parse_changes
 
 
 def history(**settings: int) -> History:
@@ -21,7 +21,7 @@ def history(**settings: int) -> History:
 
 def test_words_become_settings_and_the_rest_stays() -> None:
     before = history()
-    asked = change(before, ["quorum=2", "outer_lr=0.5", "grace=false"])
+    asked = parse_changes(before, ["quorum=2", "outer_lr=0.5", "grace=false"])
     assert asked is not None
     assert asked.settings == msgspec.structs.replace(before.settings, quorum=2, grace=False)
     assert asked.outer == {**before.outer, "lr": 0.5}
@@ -32,7 +32,7 @@ def test_words_become_settings_and_the_rest_stays() -> None:
 def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     before = history()
     value = {"quorum": "3", "grace": "false", "grace_share": "0.25", "guard": "rollback"}.get(key, "7")
-    asked = change(before, [f"{key}={value}"])
+    asked = parse_changes(before, [f"{key}={value}"])
     assert asked is not None
     now, was = msgspec.to_builtins(asked.settings), msgspec.to_builtins(before.settings)
     assert {name for name in now if now[name] != was[name]} == {key}
@@ -50,54 +50,54 @@ def test_every_rule_that_may_change_is_a_setting_of_its_kind(key: str) -> None:
     ],
 )
 def test_the_outer_step_changes_by_its_own_words(word: str, name: str, value: object) -> None:
-    asked = change(history(), [word])
+    asked = parse_changes(history(), [word])
     assert asked is not None and asked.outer[name] == value
     assert asked.settings == history().settings
 
 
 def test_one_learner_may_be_allowed_more() -> None:
-    asked = change(history(), ["weight_limit.large=8", "weight_limit.larger=9.5"])
+    asked = parse_changes(history(), ["weight_limit.large=8", "weight_limit.larger=9.5"])
     assert asked is not None and asked.settings.weight_limits == {"large": 8.0, "larger": 9.5}
     run = history()
     run.apply(Changed(asked.settings, asked.outer, asked.what))
-    again = change(run, ["weight_limit.large=1"])
+    again = parse_changes(run, ["weight_limit.large=1"])
     assert again is not None and again.settings.weight_limits == {"large": 1.0, "larger": 9.5}
 
 
 def test_the_last_of_two_words_for_one_thing_counts() -> None:
-    asked = change(history(), ["quorum=2", "quorum=3"])
+    asked = parse_changes(history(), ["quorum=2", "quorum=3"])
     assert asked is not None and asked.settings.quorum == 3
 
 
 def test_where_everything_is_like_that_already_nothing_is_asked() -> None:
-    assert change(history(quorum=2), ["quorum=2", "outer_lr=0.6"]) is None
-    assert change(history(), []) is None
+    assert parse_changes(history(quorum=2), ["quorum=2", "outer_lr=0.6"]) is None
+    assert parse_changes(history(), []) is None
 
 
 def test_what_changed_before_is_what_changes_now() -> None:
     run = history()
-    asked = change(run, ["quorum=2", "outer_lr=0.5"])
+    asked = parse_changes(run, ["quorum=2", "outer_lr=0.5"])
     assert asked is not None
     run.apply(Changed(asked.settings, asked.outer, asked.what))
-    again = change(run, ["steps=50"])
+    again = parse_changes(run, ["steps=50"])
     assert again is not None
     assert (again.settings.quorum, again.settings.steps, again.outer["lr"]) == (2, 50, 0.5)
-    assert change(run, ["quorum=2"]) is None
+    assert parse_changes(run, ["quorum=2"]) is None
 
 
 def test_a_run_is_opened_again_also_without_a_word() -> None:
-    asked = change(history(), [], reopen=True)
+    asked = parse_changes(history(), [], reopen=True)
     assert asked is not None and asked.reopen
     assert (asked.settings, asked.what) == (history().settings, "the run goes on")
-    asked = change(history(), ["steps=50"], reopen=True)
+    asked = parse_changes(history(), ["steps=50"], reopen=True)
     assert asked is not None and asked.reopen and asked.what == "steps=50"
 
 
 def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
     assert history().settings.cut_every == 20
-    asked = change(history(cut_every=7), ["cut_every=-1"])
+    asked = parse_changes(history(cut_every=7), ["cut_every=-1"])
     assert asked is not None and asked.settings.cut_every == 20
-    asked = change(history(), ["cut_every=0"])
+    asked = parse_changes(history(), ["cut_every=0"])
     assert asked is not None and asked.settings.cut_every == 0
 
 
@@ -123,14 +123,14 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
         ("lost_after_s=1", "lost_after_s = 1.0 is under two heartbeats"),
         ("norm_limit=0.5", "norm_limit = 0.5 must be above 1"),
         ("weight_limit.large=0.5", "weight_limit = 0.5 is not a number of 1"),
-        ("weight_limit.=2", "there is no setting 'weight_limit.': did you mean weight_limit?"),
+        ("weight_limit.=2", "there is no setting 'weight_limit.': did you mean weight_limit or norm_limit?"),
         ("outer_lr=-1", "-1"),
         ("outer_lr=nan", "nan"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_word(word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        change(history(), [word])
+        parse_changes(history(), [word])
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -138,5 +138,5 @@ def test_a_mistake_changes_nothing_at_all() -> None:
     run = history()
     before = run.state()
     with pytest.raises(ConfigError):
-        change(run, ["quorum=2", "fragments=3"])
+        parse_changes(run, ["quorum=2", "fragments=3"])
     assert run.state() == before

@@ -11,7 +11,7 @@ from tests.syncer.conftest import plan
 from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
-from atoll.numerics.screen import Screen
+from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import TensorSpec
@@ -27,85 +27,85 @@ def inbox() -> Inbox:
 
 
 def fill(inbox: Inbox, key: tuple[str, int, int], value: float) -> None:
-    into = inbox.receive(key)
+    into = inbox.receive_body(key)
     np.frombuffer(into, dtype=np.float32)[:] = value
-    inbox.arrived(key, "mark")
+    inbox.mark_arrived(key, "mark")
 
 
 def test_what_was_not_asked_for_is_refused(inbox: Inbox) -> None:
     with pytest.raises(PeerError, match=r"no contribution to round 3 \(attempt 1\) is waited for"):
-        inbox.receive(KEY)
+        inbox.receive_body(KEY)
 
 
 def test_the_same_body_twice_is_refused(inbox: Inbox) -> None:
-    inbox.ask(KEY, 0)
-    inbox.receive(KEY)
+    inbox.expect_body(KEY, 0)
+    inbox.receive_body(KEY)
     with pytest.raises(PeerError, match="is here already"):
-        inbox.receive(KEY)
-    inbox.arrived(KEY, "mark")
+        inbox.receive_body(KEY)
+    inbox.mark_arrived(KEY, "mark")
     with pytest.raises(PeerError, match="is here already"):
-        inbox.receive(KEY)
+        inbox.receive_body(KEY)
 
 
 def test_a_body_that_broke_off_may_come_again(inbox: Inbox) -> None:
-    inbox.ask(KEY, 0)
-    inbox.receive(KEY)
-    inbox.aborted(KEY)
+    inbox.expect_body(KEY, 0)
+    inbox.receive_body(KEY)
+    inbox.mark_aborted(KEY)
     with pytest.raises(PeerError, match="did not arrive"):
-        inbox.open(KEY, "mark")
+        inbox.decode_body(KEY, "mark")
     fill(inbox, KEY, 2.0)
-    assert (inbox.open(KEY, "mark") == 2.0).all()
-    assert (inbox.delta(KEY) == 2.0).all()
+    assert (inbox.decode_body(KEY, "mark") == 2.0).all()
+    assert (inbox.get_delta(KEY) == 2.0).all()
 
 
 def test_a_body_is_as_long_as_its_fragment(inbox: Inbox) -> None:
     sizes = [part.size for part in plan().fragments]
     for fragment, size in enumerate(sizes):
-        inbox.ask(("a", fragment, 1), fragment)
-        assert inbox.receive(("a", fragment, 1)).nbytes == 4 * size
+        inbox.expect_body(("a", fragment, 1), fragment)
+        assert inbox.receive_body(("a", fragment, 1)).nbytes == 4 * size
 
 
 def test_another_digest_than_the_messages_is_refused(inbox: Inbox) -> None:
-    inbox.ask(KEY, 0)
+    inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
     with pytest.raises(PeerError, match="not the one its message names"):
-        inbox.open(KEY, "another")
+        inbox.decode_body(KEY, "another")
 
 
 def test_a_discarded_body_keeps_its_buffer_until_it_is_whole(inbox: Inbox) -> None:
-    inbox.ask(KEY, 0)
-    into = inbox.receive(KEY)
+    inbox.expect_body(KEY, 0)
+    into = inbox.receive_body(KEY)
     inbox.discard(KEY)
     other = ("b", 4, 1)
-    inbox.ask(other, 0)
-    elsewhere = inbox.receive(other)
+    inbox.expect_body(other, 0)
+    elsewhere = inbox.receive_body(other)
     into[0] = 1
     assert np.frombuffer(into, dtype=np.uint8).ctypes.data != np.frombuffer(elsewhere, dtype=np.uint8).ctypes.data
-    inbox.arrived(KEY, "mark")
+    inbox.mark_arrived(KEY, "mark")
     with pytest.raises(PeerError, match="did not arrive"):
-        inbox.open(KEY, "mark")
+        inbox.decode_body(KEY, "mark")
 
 
 def test_a_body_that_is_read_aside_keeps_its_buffers(inbox: Inbox) -> None:
-    inbox.ask(KEY, 0)
+    inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
-    with inbox.hold(KEY):
-        values = inbox.open(KEY, "mark")
+    with inbox.hold_buffers(KEY):
+        values = inbox.decode_body(KEY, "mark")
         inbox.discard(KEY)
-        assert inbox.opened(KEY)
-        inbox.ask(("b", 4, 1), 0)
+        assert inbox.is_opened(KEY)
+        inbox.expect_body(("b", 4, 1), 0)
         fill(inbox, ("b", 4, 1), 9.0)
         assert (values == 1.0).all()
-    assert not inbox.opened(KEY)
+    assert not inbox.is_opened(KEY)
 
 
 def test_asked_again_it_starts_anew(inbox: Inbox) -> None:
     """A probe of the same round: what came of the last one is forgotten."""
-    inbox.ask(KEY, 0)
+    inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 1.0)
-    inbox.ask(KEY, 0)
+    inbox.expect_body(KEY, 0)
     fill(inbox, KEY, 2.0)
-    assert (inbox.open(KEY, "mark") == 2.0).all()
+    assert (inbox.decode_body(KEY, "mark") == 2.0).all()
 
 
 def test_buffers_are_used_again(inbox: Inbox) -> None:
@@ -114,9 +114,9 @@ def test_buffers_are_used_again(inbox: Inbox) -> None:
     kept = []
     for number in range(100):
         for learner in ("a", "b"):
-            inbox.ask((learner, number, 1), number % 2)
+            inbox.expect_body((learner, number, 1), number % 2)
             fill(inbox, (learner, number, 1), 1.0)
-            values = inbox.open((learner, number, 1), "mark")
+            values = inbox.decode_body((learner, number, 1), "mark")
             seen.add(values.ctypes.data)
             kept.append(values)
         for learner in ("a", "b"):
@@ -134,9 +134,9 @@ class Bench:
     def __init__(self, *, robust: bool) -> None:
         self.plan = plan(LARGE)
         self.parameters = Parameters(self.plan, Outer(robust=robust))
-        self.parameters.begin()
+        self.parameters.commit_initial()
         self.inbox, self.told = Inbox(self.plan, make_codec("fp32")), []
-        screen = Screen(self.plan)
+        screen = NormScreen(self.plan)
         self.merging = Merging(self.parameters, self.inbox, screen, robust, self.told.append, lambda work: work.close())
         self._dice = np.random.default_rng(0)
 
@@ -151,17 +151,17 @@ class Bench:
         deltas = self.deltas(fragment)
         for name, delta in zip(NAMES, deltas, strict=True):
             key = (name, number, 1)
-            self.inbox.ask(key, fragment)
-            body = np.frombuffer(self.inbox.receive(key), np.uint8)
+            self.inbox.expect_body(key, fragment)
+            body = np.frombuffer(self.inbox.receive_body(key), np.uint8)
             body[:] = delta.view(np.uint8)
-            self.inbox.arrived(key, "mark")
-            self.inbox.open(key, "mark")
+            self.inbox.mark_arrived(key, "mark")
+            self.inbox.decode_body(key, "mark")
             parts.append(fx.Part(name, 1, 1.0))
-        self.merging.merge(fx.Merge(number, fragment, tuple(parts)))
+        self.merging.merge_round(fx.Merge(number, fragment, tuple(parts)))
         await asyncio.sleep(0)
         merged = self.told.pop()
         assert isinstance(merged, fx.Merged)
-        self.parameters.commit(fragment, number // 2 + 1, number)
+        self.parameters.commit_version(fragment, number // 2 + 1, number)
         return merged, deltas
 
 
@@ -173,9 +173,9 @@ async def test_with_robust_what_points_against_the_others_is_left_out_and_writte
     assert against["d"].influence == 0 and against["a"].influence == pytest.approx(1 / 3)
     assert against["a"].factors == b"" and against["a"].agreement > 0 > against["d"].agreement
     again = Parameters(bench.plan, Outer(robust=True))
-    again.begin()
+    again.commit_initial()
     factors = [np.frombuffer(one.factors or np.ones(1, np.float32).tobytes(), np.float32) for one in merged.judged]
-    assert again.stage(0, deltas, [1.0] * 4, factors) == merged.digest, "a replay makes the same of it"
+    assert again.stage_merge(0, deltas, [1.0] * 4, factors) == merged.digest, "a replay makes the same of it"
 
 
 async def test_without_robust_everything_is_merged_and_the_attacker_is_named_all_the_same() -> None:
@@ -191,11 +191,11 @@ async def test_a_round_of_a_suspect_alone_comes_to_nothing() -> None:
     for number in range(12):
         await bench.round(number)
     key = ("d", 12, 1)
-    bench.inbox.ask(key, 0)
-    np.frombuffer(bench.inbox.receive(key), np.uint8)[:] = bench.deltas(0)[0].view(np.uint8)
-    bench.inbox.arrived(key, "mark")
-    bench.inbox.open(key, "mark")
-    bench.merging.merge(fx.Merge(12, 0, (fx.Part("d", 1, 1.0),)))
+    bench.inbox.expect_body(key, 0)
+    np.frombuffer(bench.inbox.receive_body(key), np.uint8)[:] = bench.deltas(0)[0].view(np.uint8)
+    bench.inbox.mark_arrived(key, "mark")
+    bench.inbox.decode_body(key, "mark")
+    bench.merging.merge_round(fx.Merge(12, 0, (fx.Part("d", 1, 1.0),)))
     await asyncio.sleep(0)
     (failed,) = bench.told
     assert isinstance(failed, fx.Unmergeable) and not failed.reset and "leaves out every contribution" in failed.reason

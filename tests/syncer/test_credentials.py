@@ -13,7 +13,15 @@ from atoll.fabric.certificates import make_authority, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir
-from atoll.syncer.credentials import LOCAL, LiveTokens, Strangers, doors_of, local_tokens, read_tokens, write_tokens
+from atoll.syncer.credentials import (
+    LOCAL,
+    LiveTokens,
+    RefusalLog,
+    local_tokens,
+    make_port_access,
+    read_tokens,
+    write_tokens,
+)
 from atoll.telemetry.events import EventLog
 
 JOIN = JoinToken(id="join", secret=new_secret())
@@ -117,7 +125,7 @@ def test_a_file_that_cannot_be_read_any_more_keeps_the_old_tokens(keys: KeyDir) 
 
 
 def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
-    doors = doors_of(Service(), lambda: "r1", secrets=tmp_path / "secrets")
+    doors = make_port_access(Service(), lambda: "r1", secrets=tmp_path / "secrets")
     assert doors.authorizer is not None and doors.tls is None
     assert (
         set(doors.secrets) == {"viewer", "learner", "evaluator", "operator"} and len(set(doors.secrets.values())) == 4
@@ -127,7 +135,7 @@ def test_a_port_without_keys_has_secrets_of_its_own(tmp_path: Path) -> None:
 
 def test_a_port_without_keys_answers_to_names_that_are_advertised(tmp_path: Path) -> None:
     service = Service(advertise=("desk.example.org:7077", "desk"))
-    assert doors_of(service, str, secrets=tmp_path / "secrets").names == {"desk.example.org", "desk"}
+    assert make_port_access(service, str, secrets=tmp_path / "secrets").names == {"desk.example.org", "desk"}
 
 
 def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Path) -> None:
@@ -149,7 +157,7 @@ def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Pat
 
 
 def test_keys_bring_both(keys: KeyDir) -> None:
-    doors = doors_of(Service(keys=str(keys.path)), lambda: "r1")
+    doors = make_port_access(Service(keys=str(keys.path)), lambda: "r1")
     assert (
         doors.authorizer is not None
         and doors.tls is not None
@@ -158,30 +166,30 @@ def test_keys_bring_both(keys: KeyDir) -> None:
 
 
 def test_behind_a_proxy_that_ends_tls_tokens_are_asked_for_all_the_same(keys: KeyDir) -> None:
-    doors = doors_of(Service(keys=str(keys.path), front="front.crt"), lambda: "r1")
+    doors = make_port_access(Service(keys=str(keys.path), front="front.crt"), lambda: "r1")
     assert doors.authorizer is not None and doors.tls is None
 
 
 def test_mutual_tls_needs_an_authority(keys: KeyDir) -> None:
     service = Service(keys=str(keys.path), mutual=True)
     with pytest.raises(ConfigError, match="atoll cert --ca"):
-        doors_of(service, lambda: "r1")
+        make_port_access(service, lambda: "r1")
     keys.write(keys.authority, make_authority(1.0).certificate)
-    assert doors_of(service, lambda: "r1").tls is not None
+    assert make_port_access(service, lambda: "r1").tls is not None
 
 
 def test_a_key_of_another_certificate_is_named(keys: KeyDir) -> None:
     keys.write(keys.key, make_server(["localhost"], 1.0).key)
     with pytest.raises(ConfigError, match="holds no usable certificate"):
-        doors_of(Service(keys=str(keys.path)), lambda: "r1")
+        make_port_access(Service(keys=str(keys.path)), lambda: "r1")
 
 
 def test_all_are_counted_and_one_a_second_is_told() -> None:
     lines: list[bytes] = []
     now = 0.0
-    strangers = Strangers(EventLog(lines.append), lambda: now)
+    strangers = RefusalLog(EventLog(lines.append), lambda: now)
     for tenth in range(25):
         now = tenth / 10
-        strangers.turned_away("192.0.2.1", "it has no token")
+        strangers.log_refusal("192.0.2.1", "it has no token")
     assert [json.loads(line)["count"] for line in lines] == [1, 11, 21]
     assert json.loads(lines[0])["text"] == "192.0.2.1 was not let in: it has no token"

@@ -19,7 +19,7 @@ from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.export import export_run
-from atoll.syncer.recovery import Earlier, read_earlier
+from atoll.syncer.recovery import EarlierState, read_earlier
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
 
 
-def earlier(run: WrittenRun, to: int, *without: tuple[int, int]) -> Earlier:
+def earlier(run: WrittenRun, to: int, *without: tuple[int, int]) -> EarlierState:
     return read_earlier(run.dir, Restore(to, without), disk=LocalDisk())
 
 
 def packed(run: WrittenRun) -> bytes:
-    return run.parameters.pack().tobytes()
+    return run.parameters.pack_state().tobytes()
 
 
 def gone_back(path: Path) -> WrittenRun:
@@ -167,7 +167,7 @@ def test_export_gives_the_model_behind_it(tmp_path: Path) -> None:
     assert done.versions == tuple(run.history.versions)
     found = safetensors.numpy.load_file(done.file)
     assert {name: values.tobytes() for name, values in found.items()} == {
-        name: values.tobytes() for name, values in run.parameters.tensors().items()
+        name: values.tobytes() for name, values in run.parameters.tensors_by_name().items()
     }
 
 

@@ -114,7 +114,7 @@ class Disk:
 
     async def emptied(self) -> None:
         async with asyncio.timeout(WAIT_S):
-            await self.queue.emptied()
+            await self.queue.wait_until_empty()
 
     async def is_busy(self) -> None:
         async with asyncio.timeout(WAIT_S):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from atoll.syncer import ending
-from atoll.syncer.ending import Ending
+from atoll.syncer.ending import RunEnding
 from atoll.telemetry.events import EventLog
 
 
@@ -22,9 +22,9 @@ def said(lines: list[bytes]) -> list[Any]:
 
 
 async def test_an_end_without_the_last_word_of_somebody_says_so(lines: list[bytes]) -> None:
-    last = Ending(EventLog(lines.append), evaluated=True)
-    last.attended(2)
-    await last.goodbye(trained=True)
+    last = RunEnding(EventLog(lines.append), evaluated=True)
+    last.count_connected(2)
+    await last.wait_for_last(trained=True)
     assert said(lines) == [
         "the run closes without its last learners, after a wait of 0.01 s",
         "the run closes without the evaluator's last score, after a wait of 0.02 s",
@@ -32,22 +32,22 @@ async def test_an_end_without_the_last_word_of_somebody_says_so(lines: list[byte
 
 
 async def test_nobody_is_waited_for_who_is_not_there(lines: list[bytes]) -> None:
-    scored = Ending(EventLog(lines.append), evaluated=True)
-    scored.attended(0)
-    scored.scored()
-    await scored.goodbye(trained=True)
-    unscored = Ending(EventLog(lines.append), evaluated=True)
-    unscored.attended(1)
-    unscored.attended(0)
-    await unscored.goodbye(trained=False)
+    scored = RunEnding(EventLog(lines.append), evaluated=True)
+    scored.count_connected(0)
+    scored.stop_scoring()
+    await scored.wait_for_last(trained=True)
+    unscored = RunEnding(EventLog(lines.append), evaluated=True)
+    unscored.count_connected(1)
+    unscored.count_connected(0)
+    await unscored.wait_for_last(trained=False)
     assert said(lines) == []
 
 
 async def test_a_run_that_never_began_has_an_end_too(lines: list[bytes]) -> None:
-    last = Ending(EventLog(lines.append), evaluated=False)
-    last.finish("the operator asked for it")
-    await last.finished()
-    last.say(None, (3, 4))
+    last = RunEnding(EventLog(lines.append), evaluated=False)
+    last.finish_run("the operator asked for it")
+    await last.wait_until_finished()
+    last.log_end(None, (3, 4))
     event = json.loads(lines[0])
     assert (event["kind"], event["reason"], event["learners"]) == ("finished", "the operator asked for it", [])
     assert (event["tokens"], event["bytes_in"], event["bytes_out"]) == (None, 3, 4)

@@ -61,7 +61,7 @@ def test_a_loop_that_is_seen_often_never_stood_still() -> None:
     still.start()
     for _ in range(100):
         clock.now += LOOK_S
-        assert still.take_s(clock.now) == 0.0
+        assert still.take_standstill_s(clock.now) == 0.0
 
 
 def test_a_standstill_is_told_once_with_its_length() -> None:
@@ -69,14 +69,14 @@ def test_a_standstill_is_told_once_with_its_length() -> None:
     still = Standstill(clock, lambda: None)
     still.start()
     clock.now += LEAST_S + 7.0
-    assert still.take_s(clock.now) == LEAST_S + 7.0
-    assert still.take_s(clock.now) == 0.0
+    assert still.take_standstill_s(clock.now) == LEAST_S + 7.0
+    assert still.take_standstill_s(clock.now) == 0.0
 
 
 def test_it_looks_again_and_again_and_says_so() -> None:
     clock, told = Clock(), []
-    still = Standstill(clock, lambda: told.append(still.take_s(clock.now)))
+    still = Standstill(clock, lambda: told.append(still.take_standstill_s(clock.now)))
     still.start()
     clock.now += 9.0
-    still._look()
+    still._check_loop()
     assert told == [9.0] and clock.timers == 2

@@ -23,7 +23,7 @@ SETTINGS = Settings(learners=4, fragments=24, sync_every=24)
 def test_a_small_model_costs_little_more_than_the_program() -> None:
     most = memory_bound(plan(), Settings(fragments=2, sync_every=2, overlap=1), slots=1)
     assert PROGRAM < most.fixed < PROGRAM + 1500 * MIB
-    assert most.bytes(3) - most.bytes(2) == most.each < 20 * MIB
+    assert most.total_bytes(3) - most.total_bytes(2) == most.each < 20 * MIB
 
 
 def test_it_grows_with_the_model_and_with_each_learner() -> None:
@@ -36,7 +36,7 @@ def test_it_grows_with_the_model_and_with_each_learner() -> None:
 
 def test_narrower_limits_are_a_lower_ceiling() -> None:
     narrow = FabricLimits(queue_bytes=MIB, connections=128)
-    assert memory_bound(LARGE, SETTINGS, 1, narrow).bytes(64) < memory_bound(LARGE, SETTINGS, 1).bytes(64)
+    assert memory_bound(LARGE, SETTINGS, 1, narrow).total_bytes(64) < memory_bound(LARGE, SETTINGS, 1).total_bytes(64)
 
 
 def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
@@ -57,13 +57,13 @@ def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
             machine.history.lives[name].merged[fragment] = (10**9 + fragment, 10**9 + number, 10**12 + number)
             learner.synced_t[fragment], learner.merged_tokens[fragment] = 10**9 + number, 10**12 + number
         learner.versions = learner.steps = learner.tokens = learner.dropped = tuple(10**9 + n for n in range(fragments))
-        meter.note(0.0, "joined", {"learner": name})
+        meter.note_event(0.0, "joined", {"learner": name})
         for look in range(16):
             meter._rate(float(look), learner)
         machine.handle(0.0, Lost(name, "it left"))
-        meter.note(0.0, "lost", {"learner": name, "incarnation": 1, "busy_s": 1.0})
+        meter.note_event(0.0, "lost", {"learner": name, "incarnation": 1, "busy_s": 1.0})
     each = (tracemalloc.get_traced_memory()[0] - before) / many
     tracemalloc.stop()
     most = memory_bound(LARGE, settings, slots=1)
     assert each < most.name, f"{each:.0f} bytes a name"
-    assert most.bytes(1, NAMES) - most.bytes(1) == NAMES * most.name <= 64 * MIB
+    assert most.total_bytes(1, NAMES) - most.total_bytes(1) == NAMES * most.name <= 64 * MIB

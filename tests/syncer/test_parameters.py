@@ -15,16 +15,16 @@ SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
 def begun(outer: Outer = SGD, value: float = 1.0) -> Parameters:
     parameters = Parameters(plan(), outer)
     for part in plan().fragments:
-        np.frombuffer(parameters.initial(part.index), dtype=np.float32)[:] = value
+        np.frombuffer(parameters.initial_bytes(part.index), dtype=np.float32)[:] = value
         assert parameters.check_initial(part.index, "mark") is None
-    parameters.begin()
+    parameters.commit_initial()
     return parameters
 
 
 def commit(parameters: Parameters, version: int, delta: float, fragment: int = 0) -> str:
     values = np.full(plan().fragments[fragment].size, delta, dtype=np.float32)
-    mark = parameters.stage(fragment, [values], [1.0])
-    parameters.commit(fragment, version, round=10 * version)
+    mark = parameters.stage_merge(fragment, [values], [1.0])
+    parameters.commit_version(fragment, version, round=10 * version)
     return mark
 
 
@@ -34,27 +34,27 @@ def read(data: memoryview) -> list[float]:
 
 def test_before_the_first_parameters_there_is_nothing_to_read() -> None:
     with pytest.raises(PeerError, match="no parameters yet"):
-        Parameters(plan(), SGD).serve(0)
+        Parameters(plan(), SGD).serve_fragment(0)
 
 
 def test_there_is_no_fragment_beyond_the_plan() -> None:
     with pytest.raises(PeerError, match="no fragment 2: the run has 2"):
-        begun().serve(2)
+        begun().serve_fragment(2)
 
 
 def test_first_parameters_have_to_be_finite() -> None:
     parameters = Parameters(plan(), SGD)
-    np.frombuffer(parameters.initial(1), dtype=np.float32)[:] = np.inf
+    np.frombuffer(parameters.initial_bytes(1), dtype=np.float32)[:] = np.inf
     assert parameters.check_initial(1, "mark") == "fragment 1 of the first parameters is not finite"
 
 
 def test_a_reader_keeps_its_version_while_commits_go_on() -> None:
     parameters = begun()
-    old = parameters.serve(0)
+    old = parameters.serve_fragment(0)
     for version in range(1, 5):
         commit(parameters, version, 0.25)
     assert set(read(old.data)) == {1.0} and old.version == 0
-    new = parameters.serve(0)
+    new = parameters.serve_fragment(0)
     assert set(read(new.data)) == {0.0} and (new.version, new.round) == (4, 40)
     assert new.digest == digest(new.data)
 
@@ -64,7 +64,7 @@ def test_two_buffers_are_enough_where_nobody_reads() -> None:
     places = set()
     for version in range(1, 20):
         commit(parameters, version, 0.0)
-        served = parameters.serve(0)
+        served = parameters.serve_fragment(0)
         places.add(np.frombuffer(served.data, dtype=np.uint8).ctypes.data)
         served.release()
         served.release()  # told twice, it counts once
@@ -73,8 +73,8 @@ def test_two_buffers_are_enough_where_nobody_reads() -> None:
 
 def test_a_staged_version_is_not_served_until_it_is_committed() -> None:
     parameters = begun()
-    parameters.stage(0, [np.ones(plan().fragments[0].size, dtype=np.float32)], [1.0])
-    assert parameters.serve(0).version == 0
+    parameters.stage_merge(0, [np.ones(plan().fragments[0].size, dtype=np.float32)], [1.0])
+    assert parameters.serve_fragment(0).version == 0
 
 
 def test_an_outer_step_that_overflows_is_void_and_leaves_no_momentum_behind() -> None:
@@ -82,27 +82,27 @@ def test_an_outer_step_that_overflows_is_void_and_leaves_no_momentum_behind() ->
     parameters, fresh = begun(outer), begun(outer)
     huge = np.full(plan().fragments[0].size, 3e38, dtype=np.float32)
     with pytest.raises(ValueError, match="not finite"):
-        parameters.stage(0, [huge], [1.0])
+        parameters.stage_merge(0, [huge], [1.0])
     assert commit(parameters, 1, 0.5) == commit(fresh, 1, 0.5), "as if it had never been"
-    assert np.isfinite(read(parameters.serve(0).data)).all()
+    assert np.isfinite(read(parameters.serve_fragment(0).data)).all()
 
 
 def test_the_whole_model_by_name() -> None:
     parameters = begun()
     fragment = next(part.index for part in plan().fragments if part.tensors[0].name == "two")
     commit(parameters, 1, 0.5, fragment)
-    whole = parameters.tensors()
+    whole = parameters.tensors_by_name()
     assert {name: tensor.shape for name, tensor in whole.items()} == {"one": (3,), "two": (2, 2)}
     assert (whole["two"] == 0.5).all() and (whole["one"] == 1.0).all()
 
 
 def test_who_reads_too_slowly_is_cut_off_before_old_versions_pile_up() -> None:
     parameters, cut = begun(), []
-    slow = [parameters.serve(0)]
+    slow = [parameters.serve_fragment(0)]
     slow[0].on_cut(lambda: cut.append(0))
     for version in range(1, OLD + 3):
         commit(parameters, version, 0.25)
-        slow.append(parameters.serve(0))
+        slow.append(parameters.serve_fragment(0))
         slow[-1].on_cut(lambda version=version: cut.append(version))
     assert cut == [0, 1], "those of the oldest versions, and nobody twice"
     for one in slow:
@@ -115,16 +115,16 @@ def test_who_reads_too_slowly_is_cut_off_before_old_versions_pile_up() -> None:
 def test_who_has_let_go_is_not_cut_off_for_one_that_has_not() -> None:
     """Its connection may long carry something else: an upload, another's body."""
     parameters, cut = begun(), []
-    slow = parameters.serve(0)
+    slow = parameters.serve_fragment(0)
     slow.on_cut(lambda: cut.append("slow"))
     for _ in range(100):
-        honest = parameters.serve(0)
+        honest = parameters.serve_fragment(0)
         honest.on_cut(lambda: cut.append("honest"))
         honest.release()
         honest.on_cut(lambda: cut.append("honest"))
-    assert len(parameters.held()[0].cuts) == 1, "nothing of them is kept"
+    assert len(parameters.committed_buffers()[0].cuts) == 1, "nothing of them is kept"
     later = []
     for version in range(1, OLD + 2):
         commit(parameters, version, 0.25)
-        later.append(parameters.serve(0))
+        later.append(parameters.serve_fragment(0))
     assert cut == ["slow"]

@@ -52,12 +52,12 @@ def the_same(found: Recovered, run: WrittenRun, *, reports: bool = True) -> None
     What learners reported is in no record: without `reports` the ledger is compared by what was merged alone.
     """
     assert found.parameters is not None
-    was, now = run.parameters.snapshot(), found.parameters.snapshot()
+    was, now = run.parameters.hold_arrays(), found.parameters.hold_arrays()
     assert was.keys() == now.keys() and any("momentum" in name for name in was)
     for name in was:
         assert was[name].tobytes() == now[name].tobytes(), name
-    assert found.parameters.rounds() == run.rounds
-    assert [found.parameters.serve(f).version for f in range(3)] == run.history.versions
+    assert found.parameters.version_rounds() == run.rounds
+    assert [found.parameters.serve_fragment(f).version for f in range(3)] == run.history.versions
     state = found.history.state()
     assert found.history.ledger.totals().merged == run.history.ledger.totals().merged
     assert (state if reports else replace(state, ledger=run.history.ledger.state())) == run.history.state()
@@ -152,7 +152,7 @@ def test_what_is_needed_of_the_payloads_is_said(tmp_path: Path) -> None:
 def test_an_outer_state_that_started_anew_does_so_again(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     run.write(Reset(1, "the outer step gave values that are not finite"))
-    run.parameters.reset(1)
+    run.parameters.reset_outer_state(1)
     for _ in range(3):
         run.round()
     the_same(found_in(run), run)
@@ -160,7 +160,7 @@ def test_an_outer_state_that_started_anew_does_so_again(tmp_path: Path) -> None:
 
 def test_without_that_record_the_same_rounds_do_not_fit(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
-    run.parameters.reset(1)
+    run.parameters.reset_outer_state(1)
     run.round()
     with pytest.raises(BadCut, match="round 4 gives fragment 1 the digest"):
         found_in(run)
@@ -171,7 +171,7 @@ def test_settings_that_changed_hold_for_the_rounds_behind_the_change(tmp_path: P
     outer = {**OUTER, "lr": 0.25, "momentum": 0.9, "merge": "mean"}
     rules = replace(run.history.settings, quorum=2)
     run.write(Changed(rules, outer, "quorum=2 outer_lr=0.25 outer_momentum=0.9 merge=mean"))
-    run.parameters.change(msgspec.convert(outer, Outer))
+    run.parameters.change_outer(msgspec.convert(outer, Outer))
     for _ in range(4):
         run.round()
     found = found_in(run)
@@ -183,7 +183,7 @@ def test_settings_that_changed_before_the_cut_hold_behind_it(tmp_path: Path) -> 
     run = with_rounds(tmp_path / "run", 2)
     outer = {**OUTER, "lr": 0.25}
     run.write(Changed(run.history.settings, outer, "outer_lr=0.25"))
-    run.parameters.change(msgspec.convert(outer, Outer))
+    run.parameters.change_outer(msgspec.convert(outer, Outer))
     run.round()
     run.cut()
     run.round()

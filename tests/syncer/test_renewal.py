@@ -164,7 +164,7 @@ async def test_a_pair_that_changes_while_it_is_read_is_read_again(
     new, read = watched.put(), renewal.read_pair
     newest: list[CertificatePair] = []
 
-    def slowly(keys: KeyDir, *, mutual: bool) -> renewal.Shown:
+    def slowly(keys: KeyDir, *, mutual: bool) -> renewal.CertificatePair:
         found = read(keys, mutual=mutual)
         newest.append(watched.put())
         return found
@@ -217,19 +217,19 @@ def test_a_syncer_does_not_start_with_a_pair_that_cannot_be_used(tmp_path: Path)
 
 def test_that_a_certificate_ends_soon_is_said_once_a_day_until_another_is_there(watched: Watched) -> None:
     watched.later()
-    assert watched.said == [] and watched.tls.notice() == ""
+    assert watched.said == [] and watched.tls.describe_expiry() == ""
     watched.days = 13.9
     for _ in range(10):
         watched.later()
     text = "the syncer's certificate ends in 14 days: renew it (docs/security.md, atoll cert --renew)"
-    assert watched.said == [("warning", text)] and watched.tls.notice() == text
+    assert watched.said == [("warning", text)] and watched.tls.describe_expiry() == text
     watched.days = 12.9
     watched.later(DAY_S)
     assert len(watched.said) == 2 and "13 days" in watched.said[1][1]
     watched.put()
     watched.days = 365.0
     watched.later()
-    assert watched.said[-1][0] == "renewed" and watched.tls.notice() == ""
+    assert watched.said[-1][0] == "renewed" and watched.tls.describe_expiry() == ""
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ async def test_what_is_on_the_disk_then_is_the_run_as_it_was_taken_back(stage: S
     await learner.until(Announce, lambda one: one.restored)
     found = recover(stage.out, disk=LocalDisk())
     assert found is not None and found.parameters is not None and found.history.versions == [3, 3]
-    assert {float(x) for tensor in found.parameters.tensors().values() for x in tensor.flat} == {0.75}
+    assert {float(x) for tensor in found.parameters.tensors_by_name().values() for x in tensor.flat} == {0.75}
 
 
 async def test_without_anything_to_go_back_to_the_run_goes_on_with_an_alarm(stage: Stage) -> None:

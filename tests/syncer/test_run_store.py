@@ -78,11 +78,13 @@ class Reigning:
     def start(self) -> Reigning:
         self.write(Joined("learner-0", 1, "session", 0))
         for part in plan().fragments:
-            np.frombuffer(self.parameters.initial(part.index), np.float32)[:] = self.dice.standard_normal(part.size)
+            np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = self.dice.standard_normal(
+                part.size
+            )
             self.parameters.check_initial(part.index, "mark")
-        self.parameters.begin()
+        self.parameters.commit_initial()
         self.cut(0)
-        self.run_store.complete("r1", CompleteCut(0, (), ()))
+        self.run_store.complete_cut("r1", CompleteCut(0, (), ()))
         self.write(Started("learner-0"))
         return self
 
@@ -91,20 +93,20 @@ class Reigning:
             number = self.history.committed
             f, version = number % 2, self.history.versions[number % 2] + 1
             delta = self.dice.standard_normal(plan().fragments[f].size).astype(np.float32)
-            mark = self.parameters.stage(f, [delta], [1.0])
+            mark = self.parameters.stage_merge(f, [delta], [1.0])
             t, tokens = 2 * (number + 1), 16 * min(number + 1, 2)
             share = Share("learner-0", 1, t, 2, tokens, 128.0, version - 1, 8 * t)
             record = Merged(number, f, version, 1, "every live learner reported", (share,), mark)
             self.history.apply(record)
             self.run_store.append([(record, self.parameters.outer_gradient(f).data)])
-            self.parameters.commit(f, version, number)
+            self.parameters.commit_version(f, version, number)
         return self
 
     def cut(self, cut: int | None = None) -> int:
         """The syncer's part of one."""
         cut = self.history.committed if cut is None else cut
-        state = self.run_store.open_cut(self.history.state(), self.parameters.rounds())
-        held, arrays = self.parameters.held(), self.parameters.snapshot()
+        state = self.run_store.open_cut(self.history.state(), self.parameters.version_rounds())
+        held, arrays = self.parameters.committed_buffers(), self.parameters.hold_arrays()
         try:
             self.run_store.write_cut(cut, state, arrays)
         finally:
@@ -114,7 +116,7 @@ class Reigning:
 
     def whole_cut(self) -> int:
         cut = self.cut()
-        mark = self.run_store.complete("r1", CompleteCut(cut, (), ()))
+        mark = self.run_store.complete_cut("r1", CompleteCut(cut, (), ()))
         self.write(CutDone(cut, cut, (), mark))
         return cut
 
@@ -122,8 +124,8 @@ class Reigning:
         return sorted(path.name for path in self.out.journal.glob("payload-*"))
 
     def bits(self) -> dict[str, bytes]:
-        bits = {name: values.tobytes() for name, values in self.parameters.snapshot().items()}
-        for buffer in self.parameters.held():
+        bits = {name: values.tobytes() for name, values in self.parameters.hold_arrays().items()}
+        for buffer in self.parameters.committed_buffers():
             buffer.readers -= 1
         return bits
 
@@ -135,7 +137,7 @@ def test_a_cut_that_was_complete_before_its_syncer_could_say_so_is_known_to_the_
     """Learners keep their parts of the cuts that they are told of: one that nobody tells of would lose them."""
     one = Reigning(tmp_path / "run").start().round(5)
     cut = one.cut()
-    one.run_store.complete("r1", CompleteCut(cut, (), ()))
+    one.run_store.complete_cut("r1", CompleteCut(cut, (), ()))
     one.run_store.close()
     two = Reigning(tmp_path / "run")
     assert two.history.kept_cuts == (5,)
@@ -150,7 +152,7 @@ def test_a_run_that_was_written_comes_back_to_the_bit(tmp_path: Path) -> None:
     one.run_store.close()
     two = Reigning(tmp_path / "run")
     assert two.bits() == one.bits()
-    assert two.parameters.rounds() == one.parameters.rounds()
+    assert two.parameters.version_rounds() == one.parameters.version_rounds()
     assert two.history.versions == one.history.versions == [4, 4]
     assert two.history.began == [(2, 8, (4, 4))]
     assert msgspec.structs.replace(two.history.state(), term=1, began=[]) == one.history.state()
@@ -212,8 +214,8 @@ def test_they_know_when_another_term_was_claimed(tmp_path: Path) -> None:
 
 def test_a_cut_says_where_the_journal_stood_when_it_was_opened(tmp_path: Path) -> None:
     reign = Reigning(tmp_path / "run").start().round(2)
-    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.rounds())
-    held, arrays = reign.parameters.held(), reign.parameters.snapshot()
+    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.version_rounds())
+    held, arrays = reign.parameters.committed_buffers(), reign.parameters.hold_arrays()
     as_it_was = reign.bits()
     reign.round(3)  # the run goes on while it is written
     reign.run_store.write_cut(2, state, arrays)
@@ -232,7 +234,9 @@ def test_a_complete_cut_names_its_learners_and_those_left_out(tmp_path: Path) ->
     path.write_bytes(b"state")
     cut = reign.cut()
     saved = CutSaved(of=2, incarnation=1, t=4, file=path.name, digest=digest_file(path))
-    mark = reign.run_store.complete("r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),)))
+    mark = reign.run_store.complete_cut(
+        "r1", CompleteCut(cut, (("learner-0", saved),), (("learner-1", "it was gone"),))
+    )
     manifest = check_cut(reign.out.cuts, reign.out.learners, 2).manifest
     assert (manifest.run, manifest.cut, manifest.round) == ("r1", 2, 2)
     assert {name: (part.incarnation, part.t) for name, part in manifest.learners.items()} == {"learner-0": (1, 4)}
@@ -358,8 +362,8 @@ def test_payloads_are_deleted_by_whoever_appends_and_not_by_whoever_writes_the_c
     reign = Reigning(tmp_path / "run", disk=disk).start().round(1)
     reign.whole_cut()
     reign.round(1)
-    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.rounds())
-    arrays = reign.parameters.snapshot()
+    state = reign.run_store.open_cut(reign.history.state(), reign.parameters.version_rounds())
+    arrays = reign.parameters.hold_arrays()
     disk.by.clear()
     in_a_thread(lambda: reign.run_store.write_cut(2, state, arrays))
     assert disk.by == [], "the journal is not touched"
@@ -405,7 +409,7 @@ def test_a_syncer_that_was_deposed_leaves_its_successors_cut_as_it_is(tmp_path: 
     with pytest.raises(Deposed):
         deposed.cut()
     with pytest.raises(Deposed):
-        deposed.run_store.complete("r1", CompleteCut(0, (), ()))
+        deposed.run_store.complete_cut("r1", CompleteCut(0, (), ()))
     assert known_cuts(deposed.out.cuts) == [0] and not table.exists()
 
 
@@ -461,7 +465,10 @@ def test_durable_at_cuts_a_round_that_is_written_beside_a_cut_survives_with_its_
     """To make the journal durable up to a cut takes the records behind it along: their outer gradients go first."""
     disk = FaultyDisk()
     one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
-    state, arrays = one.run_store.open_cut(one.history.state(), one.parameters.rounds()), one.parameters.snapshot()
+    state, arrays = (
+        one.run_store.open_cut(one.history.state(), one.parameters.version_rounds()),
+        one.parameters.hold_arrays(),
+    )
     arrays = {name: values.copy() for name, values in arrays.items()}
     one.round(2)
     one.run_store.write_cut(3, state, arrays)
@@ -480,11 +487,11 @@ def test_durable_at_cuts_the_disk_is_not_waited_for_in_between(tmp_path: Path) -
 def test_what_is_usual_is_kept_for_the_next_term_of_the_same_run(tmp_path: Path) -> None:
     out = RunDir.create(tmp_path / "run")
     run_store = RunStore(out, acquire(out.journal))
-    assert run_store.norms("r1") == []
-    run_store.keep_norms("r1", [[0.5, 0.25], []])
-    assert run_store.norms("r1") == [[0.5, 0.25], []] and run_store.norms("r2") == []
+    assert run_store.read_norms("r1") == []
+    run_store.write_norms("r1", [[0.5, 0.25], []])
+    assert run_store.read_norms("r1") == [[0.5, 0.25], []] and run_store.read_norms("r2") == []
     out.norms.write_bytes(b"{torn")
-    assert run_store.norms("r1") == []
+    assert run_store.read_norms("r1") == []
 
 
 # ---- the model of an earlier end -------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
     shown = parse_address(url(stage), {}).headers_for(f"{url(stage)}/v1/fragments/0")
     asked = "GET /v1/fragments/0 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {Authorization}\r\n\r\n"
     slow.sendall(asked.format(**shown).encode())
-    await until(lambda: parameters.held()[0].readers == 1)
+    await until(lambda: parameters.committed_buffers()[0].readers == 1)
     begun, over = asyncio.Event(), asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:
@@ -377,9 +377,9 @@ async def test_a_slow_reader_costs_nobody_else_a_connection(stage: Stage) -> Non
         await begun.wait()
         held = []
         for version in range(1, OLD + 2):
-            parameters.stage(0, [np.full(size, 1e-3, np.float32)], [1.0])
-            parameters.commit(0, version, version)
-            held.append(parameters.serve(0))
+            parameters.stage_merge(0, [np.full(size, 1e-3, np.float32)], [1.0])
+            parameters.commit_version(0, version, version)
+            held.append(parameters.serve_fragment(0))
         over.set()
         async with asyncio.timeout(WAIT_S):
             assert (await upload).status == 204

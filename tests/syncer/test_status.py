@@ -53,11 +53,11 @@ def committed(meter: Meter, at: float, number: int, *members: str, live: int = 2
         "live": live,
         "members": [{"learner": name} for name in members],
     }
-    meter.note(at, "round", data)
+    meter.note_event(at, "round", data)
 
 
 def test_before_anybody_came() -> None:
-    status = Meter(CONFIG).status(100.0, "r", None)
+    status = Meter(CONFIG).make_status(100.0, "r", None)
     assert (status.phase, status.round, status.learners, status.goodput, status.left_s) == (
         "waiting",
         0,
@@ -70,10 +70,10 @@ def test_before_anybody_came() -> None:
 
 def test_gaps_and_participation() -> None:
     meter = Meter(CONFIG)
-    meter.note(100.0, "recovered", {})
+    meter.note_event(100.0, "recovered", {})
     for at, number, members in ((101.0, 0, "ab"), (102.0, 1, "a"), (105.0, 2, "ab")):
         committed(meter, at, number, *members)
-    status = meter.status(110.0, "r", None)
+    status = meter.make_status(110.0, "r", None)
     assert status.elapsed_s == 10.0
     assert status.median_gap_s == 2.0  # of 1 and 3
     assert status.participation == pytest.approx((1 + 0.5 + 1) / 3)
@@ -81,24 +81,24 @@ def test_gaps_and_participation() -> None:
 
 def test_goodput_counts_those_who_are_gone(machine: Syncer) -> None:
     meter = Meter(CONFIG)
-    meter.note(100.0, "recovered", {})
+    meter.note_event(100.0, "recovered", {})
     machine.handle(1.0, Received("a", progress(4)))  # 2 s of steps
     machine.handle(1.0, Received("b", progress(2)))  # 1 s
-    meter.note(104.0, "lost", {"learner": "c", "incarnation": 1, "busy_s": 3.0})
-    assert meter.status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
-    meter.note(105.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 2.0})  # and comes back: it counts once
-    assert meter.status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
-    meter.note(112.0, "ending", {})
-    assert meter.status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"
+    meter.note_event(104.0, "lost", {"learner": "c", "incarnation": 1, "busy_s": 3.0})
+    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
+    meter.note_event(105.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 2.0})  # and comes back: it counts once
+    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx((2 + 1 + 3) / (2 * 10))
+    meter.note_event(112.0, "ending", {})
+    assert meter.make_status(150.0, "r", machine).elapsed_s == 12.0, "the training part ends with `ending`"
 
 
 def test_many_lives_of_one_learner_are_added_up_and_not_kept(machine: Syncer) -> None:
     meter = Meter(CONFIG)
-    meter.note(100.0, "recovered", {})
+    meter.note_event(100.0, "recovered", {})
     for incarnation in range(1, 101):
         for busy_s in (0.001, 0.01):  # lost, back in the same life, and lost again
-            meter.note(101.0, "lost", {"learner": "c", "incarnation": incarnation, "busy_s": busy_s})
-    assert meter.status(110.0, "r", machine).goodput == pytest.approx(100 * 0.01 / (2 * 10))
+            meter.note_event(101.0, "lost", {"learner": "c", "incarnation": incarnation, "busy_s": busy_s})
+    assert meter.make_status(110.0, "r", machine).goodput == pytest.approx(100 * 0.01 / (2 * 10))
     assert len(meter._busy) == 1
 
 
@@ -108,17 +108,17 @@ def test_a_learners_last_adopted_round_is_that_of_the_versions_it_holds(machine:
         committed(meter, 100.0 + number, number, "a")
     machine.members.learners["a"].versions = (3, 2)
     machine.members.learners["b"].versions = (1, 0)
-    by_name = {one.learner: one.version_round for one in meter.status(110.0, "r", machine).learners}
+    by_name = {one.learner: one.version_round for one in meter.make_status(110.0, "r", machine).learners}
     assert by_name == {"a": 4, "b": 0}
     machine.members.learners["b"].versions = (0, 0)
-    assert meter.status(110.0, "r", machine).learners[1].version_round == -1
+    assert meter.make_status(110.0, "r", machine).learners[1].version_round == -1
 
 
 def test_tokens_per_second_over_the_last_looks(machine: Syncer) -> None:
     meter = Meter(CONFIG)
-    meter.status(100.0, "r", machine)
+    meter.make_status(100.0, "r", machine)
     machine.handle(1.0, Received("a", progress(4)))
-    status = meter.status(102.0, "r", machine)
+    status = meter.make_status(102.0, "r", machine)
     assert {one.learner: one.tokens_per_s for one in status.learners} == {"a": 20.0, "b": 0.0}
     assert status.tokens_per_s == 20.0
     assert status.tokens == 40
@@ -127,8 +127,8 @@ def test_tokens_per_second_over_the_last_looks(machine: Syncer) -> None:
 def test_the_newest_score_is_shown() -> None:
     meter = Meter(CONFIG)
     for round, loss in ((0, 3.0), (10, 2.5)):
-        meter.score(ScoreReport(round=round, loss=loss, cpu_s=0.1))
-    status = meter.status(1.0, "r", None)
+        meter.note_score(ScoreReport(round=round, loss=loss, cpu_s=0.1))
+    status = meter.make_status(1.0, "r", None)
     assert (status.validation_loss, status.validation_round) == (2.5, 10)
 
 
@@ -137,7 +137,7 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
     meter = Meter(CONFIG)
 
     def states() -> list[str]:
-        return [one.state for one in meter.status(1.0, "r", machine).learners]
+        return [one.state for one in meter.make_status(1.0, "r", machine).learners]
 
     assert states() == ["training", "training"]
     a.muted, b.stalled = True, True
@@ -148,20 +148,20 @@ def test_states_in_the_words_of_the_screen(machine: Syncer) -> None:
 
 def test_liveness_is_the_mean_share_of_the_learners_alive() -> None:
     meter = Meter(CONFIG)
-    meter.note(90.0, "joined", {"learner": "a"})
-    assert meter.status(95.0, "r", None).liveness is None, "before the first parameters nothing counts"
-    meter.note(100.0, "recovered", {"learner": "a"})
-    assert meter.status(104.0, "r", None).liveness == pytest.approx(1 / 2)
-    meter.note(105.0, "joined", {"learner": "b"})
-    meter.note(108.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 5.0})
-    assert meter.status(110.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10))
-    meter.note(110.0, "ending", {})
-    assert meter.status(150.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10)), "nor after the end"
+    meter.note_event(90.0, "joined", {"learner": "a"})
+    assert meter.make_status(95.0, "r", None).liveness is None, "before the first parameters nothing counts"
+    meter.note_event(100.0, "recovered", {"learner": "a"})
+    assert meter.make_status(104.0, "r", None).liveness == pytest.approx(1 / 2)
+    meter.note_event(105.0, "joined", {"learner": "b"})
+    meter.note_event(108.0, "lost", {"learner": "a", "incarnation": 1, "busy_s": 5.0})
+    assert meter.make_status(110.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10))
+    meter.note_event(110.0, "ending", {})
+    assert meter.make_status(150.0, "r", None).liveness == pytest.approx((8 + 5) / (2 * 10)), "nor after the end"
 
 
 def test_traffic_fates_and_versions(machine: Syncer) -> None:
     machine.handle(1.0, Received("a", progress(4)))
-    status = Meter(CONFIG).status(1.0, "r", machine, (70, 80))
+    status = Meter(CONFIG).make_status(1.0, "r", machine, (70, 80))
     assert (status.bytes_in, status.bytes_out, status.expected) == (70, 80, 2)
     assert status.versions == (0, 0)
     assert status.fates.keys() == {"computed", "merged", "dropped", "lost", "rolled_back", "in_flight"}
@@ -170,14 +170,16 @@ def test_traffic_fates_and_versions(machine: Syncer) -> None:
 
 def test_a_run_that_nobody_works_for_says_so_and_how_to_start_a_learner(machine: Syncer) -> None:
     meter = Meter(CONFIG)
-    assert meter.status(1.0, "r", None).notice.startswith("No learner has come yet: start one with `atoll learn")
-    assert meter.status(1.0, "r", machine).notice == ""
+    assert meter.make_status(1.0, "r", None).notice.startswith("No learner has come yet: start one with `atoll learn")
+    assert meter.make_status(1.0, "r", machine).notice == ""
     machine.handle(1.0, Lost("a", "gone"))
-    assert meter.status(1.0, "r", machine).notice == ""
+    assert meter.make_status(1.0, "r", machine).notice == ""
     machine.handle(1.0, Lost("b", "gone"))
-    assert meter.status(1.0, "r", machine).notice.startswith("Nobody is here: all 2 learners are gone, and the run")
+    assert meter.make_status(1.0, "r", machine).notice.startswith(
+        "Nobody is here: all 2 learners are gone, and the run"
+    )
     meter.notice = lambda: "the certificate ends"
-    assert meter.status(1.0, "r", machine).notice == "the certificate ends"
+    assert meter.make_status(1.0, "r", machine).notice == "the certificate ends"
 
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:
@@ -189,7 +191,7 @@ def test_a_run_that_waits_for_learners_says_for_how_many() -> None:
     waiting = Syncer.fresh(settings, run="r", fingerprint="f")
     waiting.handle(0.0, Greeted(Hello(protocol=PROTOCOL, learner="a", session="s", tensors=TENSORS), ""))
     waiting.handle(0.1, Initialised("a"))
-    status = Meter(CONFIG).status(1.0, "r", waiting)
+    status = Meter(CONFIG).make_status(1.0, "r", waiting)
     assert (status.phase, status.notice) == (
         "waiting",
         "Waiting for 1 more of 2 learners, up to 30 s; then training begins.",

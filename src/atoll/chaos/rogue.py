@@ -26,7 +26,7 @@ from atoll.fabric.address import parse_address
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import digest, encode
 from atoll.numerics.codec import make_codec
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.learner.machine import LearnerMachine
@@ -114,7 +114,7 @@ class Rogue:
     def __init__(self, begun: Begun, url: str, attack: Attack, name: str, step_s: float = STEP_S) -> None:
         self.machine = LearnerMachine(name, secrets.token_hex(8), begun.tensors)
         self.attack, self.step_s = attack, step_s
-        self._plan: Plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
+        self._plan: FragmentPlan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
         self._codec = make_codec(begun.settings.codec)
         fragments = begun.settings.fragments
         self._t = self._total = 0

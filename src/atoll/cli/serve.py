@@ -28,7 +28,7 @@ from atoll.store.keys import KeyDir, read_link
 from atoll.store.rundir import RunDir, checked_name
 from atoll.store.writer_lease import check_not_alive, hold_run, served, syncer_holding
 from atoll.syncer.changes import check_changeable
-from atoll.syncer.credentials import doors_of, read_tokens
+from atoll.syncer.credentials import make_port_access, read_tokens
 from atoll.syncer.process import serve
 
 PORT = 7077
@@ -160,7 +160,7 @@ def check_door(service: Service) -> None:
         raise ConfigError("--mutual and --front go with --keys: make them with `atoll cert`")
     if service.keys:
         _asked_for(service, 1)
-        doors_of(service, str)
+        make_port_access(service, str)
 
 
 def invitation(service: Service, url: str, run: str, folder: Path, *, on_terminal: bool) -> list[str]:

@@ -53,7 +53,7 @@ from atoll.mailbox.channel import (
     Welcomed,
     decode_to_courier,
 )
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError
@@ -80,7 +80,7 @@ class Courier:
         self._box: Mailbox | None = None
         self._bodies: FragmentTransfers | None = None
         self._states: StateTransfers | None = None
-        self._plan: Plan | None = None
+        self._plan: FragmentPlan | None = None
         self._settings: Settings | None = None
         """Those that the shared memory was cut by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)

@@ -52,7 +52,7 @@ from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.writer_lease import acquire
-from atoll.syncer.changes import change
+from atoll.syncer.changes import parse_changes
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def spent_budget(head: History, settings: Settings) -> str:
 
 def _is_spent(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
     """Whether nothing is left to train; ConfigError where a smaller budget would make it so."""
-    asked = change(head, changes)
+    asked = parse_changes(head, changes)
     spent = spent_budget(head, asked.settings if asked is not None else head.settings)
     if spent and not head.ended and not spent_budget(head, head.settings):
         raise ConfigError(
@@ -233,7 +233,7 @@ def from_cut(
 
 
 def _check_cut_has_budget(old: RunDir, cut: int, then: History, changes: tuple[str, ...]) -> None:
-    asked = change(then, changes)
+    asked = parse_changes(then, changes)
     if spent := spent_budget(then, asked.settings if asked is not None else then.settings):
         raise ConfigError(
             f"cut {cut} of {old.path} has {spent} behind it, all that the new run is to have: "

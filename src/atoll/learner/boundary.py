@@ -41,7 +41,7 @@ from atoll.mailbox.channel import (
     VersionTaken,
     Welcomed,
 )
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import TensorSpec
@@ -305,7 +305,7 @@ class SharedMailbox:
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))
         boundary.stand(place["t"], place["total"], place["feed"].get("position", -1))
 
-    def _make(self, plan: Plan, settings: Settings) -> tuple[Mailbox, Boundary]:
+    def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
         self.box = Mailbox.create(plan, settings)
         taking_part = merged(self._model, self._buffers)
         self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)

@@ -26,7 +26,7 @@ from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import Plan, difference, elements
+from atoll.numerics.fragments import FragmentPlan, difference, elements
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
@@ -57,7 +57,7 @@ class FetchedModel:
 
     run: str
     round: int
-    plan: Plan
+    plan: FragmentPlan
     values: Sequence[FloatArray]
     versions: Sequence[int]
 
@@ -194,7 +194,7 @@ class Evaluator:
     async def _once(self, round: int, final: bool) -> int:
         """Score the model as it is now; how many rounds lie between two scores."""
         manifest: Any = await get_json(self._url, "/v1/manifest")
-        plan = msgspec.convert(manifest["plan"], Plan)
+        plan = msgspec.convert(manifest["plan"], FragmentPlan)
         if not self._checked:
             self._check(plan, str(manifest.get("frozen", "")))
         fetched = await self._fetch(plan, str(manifest["run"]), round)
@@ -219,7 +219,7 @@ class Evaluator:
         await post_score(self._url, score)
         return max(1, int(manifest["evaluate_every"]))
 
-    def _check(self, plan: Plan, frozen: str) -> None:
+    def _check(self, plan: FragmentPlan, frozen: str) -> None:
         run = tuple(tensor for part in plan.fragments for tensor in part.tensors)
         rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
         rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
@@ -233,7 +233,7 @@ class Evaluator:
         self._parameters = merged(self._model, rule)
         self._checked = True
 
-    async def _fetch(self, plan: Plan, run: str, round: int) -> FetchedModel:
+    async def _fetch(self, plan: FragmentPlan, run: str, round: int) -> FetchedModel:
         """Into the model; and as it came, where the best is kept. Fragments may be of different rounds: each is the
         newest when it is fetched."""
         kept: list[FloatArray] = []

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import Plan
+from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import schedule
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.settings import Settings
@@ -51,7 +51,7 @@ class Layout:
     flights: int
 
     @staticmethod
-    def of(plan: Plan, settings: Settings) -> Layout:
+    def of(plan: FragmentPlan, settings: Settings) -> Layout:
         flights = schedule.flights(settings)
         return Layout(len(plan.fragments), plan.size, plan.largest, 2 * flights + 3, flights)
 
@@ -95,7 +95,7 @@ class Layout:
 class Mailbox:
     """Views into the shared memory. The training process creates it, the courier attaches to its descriptor."""
 
-    def __init__(self, fd: int, layout: Layout, plan: Plan) -> None:
+    def __init__(self, fd: int, layout: Layout, plan: FragmentPlan) -> None:
         self.fd, self.layout, self.plan = fd, layout, plan
         self._map = mmap.mmap(fd, layout.total_bytes)
         memory = np.frombuffer(self._map, dtype=np.uint8)
@@ -112,7 +112,7 @@ class Mailbox:
     # ---- making and attaching -----------------------------------------------------------------------------------
 
     @staticmethod
-    def create(plan: Plan, settings: Settings) -> Mailbox:
+    def create(plan: FragmentPlan, settings: Settings) -> Mailbox:
         layout = Layout.of(plan, settings)
         need, have = layout.first_bytes, available_bytes()
         if have is not None and need > have:
@@ -225,7 +225,7 @@ class Mailbox:
         return self.memory[start : start + 4 * size].view(np.float32)
 
 
-def cut_alike(plan: Plan, one: Settings, other: Settings) -> bool:
+def cut_alike(plan: FragmentPlan, one: Settings, other: Settings) -> bool:
     """Whether shared memory made for one setting serves the other."""
     return Layout.of(plan, one) == Layout.of(plan, other) and one.codec == other.codec
 

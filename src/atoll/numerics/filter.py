@@ -31,7 +31,7 @@ import numpy as np
 
 from atoll.numerics import agreement as agree
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.fragments import Fragment, Plan, elements
+from atoll.numerics.fragments import Fragment, FragmentPlan, elements
 
 MAJORITY = 3
 """Members from which on a round can be judged by itself."""
@@ -59,7 +59,7 @@ NAMES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class FilterVerdict:
     """One contribution, in its round."""
 
     factors: FloatArray
@@ -71,7 +71,7 @@ class Judged:
 
 
 @dataclass(slots=True)
-class Record:
+class LearnerRecord:
     """What is known of one learner."""
 
     rounds: int = 0
@@ -88,27 +88,27 @@ class Record:
     """Per fragment, what it gave last."""
     suspect: str = ""
 
-    def compare(self, own: float, others: float) -> None:
+    def note_agreement(self, own: float, others: float) -> None:
         self.rounds += 1
         rate = 1.0 / min(self.rounds, MEMORY)
         self.own += rate * (own - self.own)
         self.others += rate * (others - self.others)
 
-    def measure(self, loudness: float) -> None:
+    def note_loudness(self, loudness: float) -> None:
         self.measured += 1
         self.loudness += (loudness - self.loudness) / min(self.measured, MEMORY)
 
-    def likeness(self, fragment: int, sketch: DoubleArray) -> float:
+    def compare_with_last(self, fragment: int, sketch: DoubleArray) -> float:
         """The cosine of this contribution with the one before it to the same fragment; 0 for the first."""
         before = self.sketches.get(fragment)
         self.sketches[fragment] = sketch
         return 0.0 if before is None else float(np.sum(before * sketch))
 
-    def repeat(self, own: float, others: float) -> None:
+    def note_repeat(self, own: float, others: float) -> None:
         """`others`: how like the others' contributions are to theirs before; a tiny model has one direction to go."""
         self.repeats = self.repeats + 1 if others < SAME < own else 0
 
-    def verdict(self) -> str:
+    def judge_suspicion(self) -> str:
         if self.repeats >= REPEATS:
             return f"it gave the same direction again {self.repeats} times in a row"
         if self.measured >= ROUNDS and math.exp(self.loudness) > LOUD:
@@ -119,38 +119,38 @@ class Record:
 
 
 class Filter:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FragmentPlan) -> None:
         self._plan = plan
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, LearnerRecord] = {}
         self._usual: list[deque[DoubleArray]] = [deque(maxlen=USUAL_ROUNDS) for _ in plan.fragments]
 
     def judge(
         self, index: int, names: Sequence[str], deltas: Sequence[FloatArray], momentum: FloatArray | None = None
-    ) -> list[Judged]:
+    ) -> list[FilterVerdict]:
         """One round's contributions to fragment `index`; `momentum`: the fragment's, where the outer step keeps one."""
         fragment = self._plan.fragments[index]
-        records = [self._known(name) for name in names]
+        records = [self._record_of(name) for name in names]
         pairs = zip(records, deltas, strict=True)
-        likeness = np.array([record.likeness(index, agree.sketch(delta)) for record, delta in pairs])
+        likeness = np.array([record.compare_with_last(index, agree.sketch(delta)) for record, delta in pairs])
         norms = agree.tensor_norms(fragment, deltas)
         if len(names) >= MAJORITY:
             others = _median_without_each(likeness[:, np.newaxis])[:, 0]
             for record, own, theirs in zip(records, likeness, others, strict=True):
-                record.repeat(float(own), float(theirs))
+                record.note_repeat(float(own), float(theirs))
             factors, agreements = self._among_many(fragment, deltas, norms, records)
         else:
             factors, agreements = self._among_few(fragment, deltas, norms, momentum)
         return [_judged(*one) for one in zip(records, factors, agreements, strict=True)]
 
-    def _known(self, name: str) -> Record:
-        record = self._records.pop(name, None) or Record()
+    def _record_of(self, name: str) -> LearnerRecord:
+        record = self._records.pop(name, None) or LearnerRecord()
         self._records[name] = record
         if len(self._records) > NAMES:
             del self._records[next(iter(self._records))]
         return record
 
     def _among_many(
-        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, records: list[Record]
+        self, fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray, records: list[LearnerRecord]
     ) -> tuple[DoubleArray, DoubleArray]:
         usual = _median_without_each(norms)
         self._usual[fragment.index].append(np.median(norms, axis=0))
@@ -162,9 +162,9 @@ class Filter:
         others = _median_without_each(whole[:, np.newaxis])[:, 0]
         loudness = agree.by_size(fragment, _log_ratio(norms, usual))
         for record, own, theirs, loud in zip(records, whole, others, loudness, strict=True):
-            record.measure(float(loud))
+            record.note_loudness(float(loud))
             if theirs > CHANCE / math.sqrt(fragment.size):
-                record.compare(float(own), float(theirs))
+                record.note_agreement(float(own), float(theirs))
         return np.where(against, 0.0, _shortened(norms, CLIP * usual)), whole
 
     def _among_few(
@@ -181,11 +181,11 @@ class Filter:
         return np.where(against, MOMENTUM_SHARE * factors, factors), agreements
 
 
-def _judged(record: Record, factors: DoubleArray, agreement: float) -> Judged:
-    record.suspect = record.verdict()
+def _judged(record: LearnerRecord, factors: DoubleArray, agreement: float) -> FilterVerdict:
+    record.suspect = record.judge_suspicion()
     if record.suspect:
         factors = np.zeros_like(factors)
-    return Judged(factors.astype(np.float32), float(agreement), record.suspect)
+    return FilterVerdict(factors.astype(np.float32), float(agreement), record.suspect)
 
 
 def _median_without_each(figures: DoubleArray) -> DoubleArray:

@@ -46,7 +46,7 @@ class Fragment(msgspec.Struct, frozen=True):
         return slice(held[0][0], held[-1][1]) if held else slice(0, 0)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FragmentPlan(msgspec.Struct, frozen=True):
     strategy: str
     fragments: tuple[Fragment, ...]
     fingerprint: str
@@ -74,13 +74,13 @@ def default_fragments(tensors: int) -> int:
     return min(MOST, tensors)
 
 
-def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanced") -> Plan:
+def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanced") -> FragmentPlan:
     """Deal the tensors into `count` fragments. PlanError says what is wrong, and the fix."""
     by = PLAN.load(strategy)
     _check(tensors, count)
     bins = by.deal(sorted(tensors, key=lambda tensor: tensor.name), count)
     fragments = tuple(_fragment(index, held) for index, held in enumerate(bins))
-    return Plan(strategy, fragments, _fingerprint(strategy, fragments))
+    return FragmentPlan(strategy, fragments, _fingerprint(strategy, fragments))
 
 
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str | None:

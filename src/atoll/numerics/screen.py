@@ -23,7 +23,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import Plan
+from atoll.numerics.fragments import FragmentPlan
 
 EARLY = 4
 """Norms from which on what is absurd is known."""
@@ -33,11 +33,13 @@ CHUNK = 65_536
 """Elements looked at together when the broken ones are counted."""
 
 
-class Screen:
-    def __init__(self, plan: Plan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8) -> None:
+class NormScreen:
+    def __init__(
+        self, plan: FragmentPlan | Sequence[int], limit: float = 10.0, window: int = 64, least: int = 8
+    ) -> None:
         """A plan, or the sizes of its fragments. `least` norms are accepted before norms are judged."""
-        self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, Plan) else list(plan)
-        self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, Plan) else []
+        self._sizes = [fragment.size for fragment in plan.fragments] if isinstance(plan, FragmentPlan) else list(plan)
+        self._buffers = [part.buffers for part in plan.fragments] if isinstance(plan, FragmentPlan) else []
         self.limit = limit
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
@@ -60,26 +62,26 @@ class Screen:
         if refusal is None:
             self._waiting[key] = (fragment, pace)
             if key is None:
-                self.merged(key)
+                self.note_merged(key)
         return refusal
 
-    def merged(self, key: Hashable) -> None:
+    def note_merged(self, key: Hashable) -> None:
         """What was given under this key goes into a version."""
         if (found := self._waiting.pop(key, None)) is not None:
             self._norms[found[0]].append(found[1])
 
-    def snapshot(self) -> list[list[float]]:
+    def usual_norms(self) -> list[list[float]]:
         """Per fragment, the norms that make what is usual."""
         return [list(norms) for norms in self._norms]
 
-    def restore(self, norms: Sequence[Sequence[float]]) -> None:
+    def restore_norms(self, norms: Sequence[Sequence[float]]) -> None:
         """Those of an earlier term; of another plan, or broken, they say nothing."""
         sound = all(math.isfinite(norm) and norm >= 0 for row in norms for norm in row)
         if len(norms) == len(self._norms) and sound:
             for kept, row in zip(self._norms, norms, strict=True):
                 kept.extend(row)
 
-    def forget(self, key: Hashable) -> None:
+    def forget_norm(self, key: Hashable) -> None:
         """It does not, or is already in one."""
         self._waiting.pop(key, None)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from atoll.config import Outer
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.fragments import Plan, elements, make_plan
+from atoll.numerics.fragments import FragmentPlan, elements, make_plan
 from atoll.numerics.outer import take_outer_step
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
@@ -43,7 +43,7 @@ class NotKept(AtollError):
 class RebuiltModel:
     """The whole model at one point of a run."""
 
-    def __init__(self, plan: Plan, outer: Outer, arrays: Mapping[str, ByteArray]) -> None:
+    def __init__(self, plan: FragmentPlan, outer: Outer, arrays: Mapping[str, ByteArray]) -> None:
         """ValueError where the arrays are not those of the plan. They are taken over, not copied."""
         self.plan = plan
         self._arrays = {name: values.view(np.float32) for name, values in arrays.items()}
@@ -126,7 +126,7 @@ def load_cut(root: Path, cut: StoredCut) -> RebuiltModel:
         raise BadCut(f"cut {cut.number} cannot be used: {error}") from error
 
 
-def plan_of(history: State) -> Plan:
+def plan_of(history: State) -> FragmentPlan:
     begun = history.begun
     plan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
     if plan.fingerprint != begun.fingerprint:

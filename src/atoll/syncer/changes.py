@@ -36,7 +36,7 @@ RULES = (
 OUTER = ("outer_lr", "outer_momentum", "merge", "norm_limit", "robust")
 
 
-def change(history: History, words: Sequence[str], *, reopen: bool = False) -> ChangeAsked | None:
+def parse_changes(history: History, words: Sequence[str], *, reopen: bool = False) -> ChangeAsked | None:
     """What the words come to; None when everything is like that already. ConfigError names the word and the fix."""
     check_changeable(words)
     said = merged({"protocol": msgspec.to_builtins(history.settings), "outer": history.outer}, parse_settings(words))

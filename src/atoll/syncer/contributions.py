@@ -21,15 +21,15 @@ import numpy as np
 from atoll.numerics.agreement import by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec
-from atoll.numerics.filter import Filter, Judged
-from atoll.numerics.fragments import Plan
-from atoll.numerics.screen import Screen
+from atoll.numerics.filter import Filter, FilterVerdict
+from atoll.numerics.fragments import FragmentPlan
+from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import Contribution
 from atoll.syncer.parameters import Overflow, Parameters
 
-Key = tuple[str, int, int]
+ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
 LARGE = 1 << 18
 """Fragments of more elements than this are decoded and merged in a thread …"""
@@ -38,7 +38,7 @@ PAIRS = 16
 
 
 @dataclass(slots=True)
-class Parcel:
+class PendingContribution:
     fragment: int
     body: ByteArray | None = None
     digest: str | None = None
@@ -52,23 +52,23 @@ class Parcel:
 
 
 class Inbox:
-    def __init__(self, plan: Plan, codec: Codec) -> None:
+    def __init__(self, plan: FragmentPlan, codec: Codec) -> None:
         self._plan, self._codec = plan, codec
-        self._parcels: dict[Key, Parcel] = {}
+        self._parcels: dict[ContributionKey, PendingContribution] = {}
         self._bodies: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
-        self._probes: dict[str, Key] = {}
+        self._probes: dict[str, ContributionKey] = {}
 
-    def ask(self, key: Key, fragment: int, *, probe: bool = False) -> None:
+    def expect_body(self, key: ContributionKey, fragment: int, *, probe: bool = False) -> None:
         """A pull was sent: this contribution, and no other, may arrive. A learner is probed once at a time."""
         if probe:
             self.discard(self._probes.get(key[0], key))  # whatever came of it
             self._probes[key[0]] = key
         self.discard(key)
-        parcel = self._parcels.setdefault(key, Parcel(fragment))
+        parcel = self._parcels.setdefault(key, PendingContribution(fragment))
         parcel.unwanted = False
 
-    def receive(self, key: Key) -> memoryview:
+    def receive_body(self, key: ContributionKey) -> memoryview:
         parcel = self._parcels.get(key)
         if parcel is None:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
@@ -81,23 +81,23 @@ class Inbox:
         parcel.receiving = True
         return parcel.body[: self._codec.nbytes(size)].data
 
-    def arrived(self, key: Key, mark: str) -> None:
+    def mark_arrived(self, key: ContributionKey, mark: str) -> None:
         if (parcel := self._parcels.get(key)) is not None:
             parcel.receiving, parcel.digest = False, mark
-            self._let_go_if_unwanted(key, parcel)
+            self._free_if_unwanted(key, parcel)
 
-    def aborted(self, key: Key) -> None:
+    def mark_aborted(self, key: ContributionKey) -> None:
         if (parcel := self._parcels.get(key)) is not None:
             parcel.receiving = False
-            self._let_go_if_unwanted(key, parcel)
+            self._free_if_unwanted(key, parcel)
 
-    def opened(self, key: Key) -> bool:
+    def is_opened(self, key: ContributionKey) -> bool:
         """Whether its message has come and was looked at."""
         parcel = self._parcels.get(key)
         return parcel is not None and (parcel.held or parcel.delta is not None)
 
     @contextmanager
-    def hold(self, key: Key) -> Iterator[None]:
+    def hold_buffers(self, key: ContributionKey) -> Iterator[None]:
         """While it is read beside the event loop its buffers are not given to another, even if it is discarded."""
         parcel = self._parcels.get(key)
         if parcel is not None:
@@ -105,9 +105,9 @@ class Inbox:
         yield
         if parcel is not None:
             parcel.held = False
-            self._let_go_if_unwanted(key, parcel)
+            self._free_if_unwanted(key, parcel)
 
-    def open(self, key: Key, mark: str) -> FloatArray:
+    def decode_body(self, key: ContributionKey, mark: str) -> FloatArray:
         """Decode a whole body; PeerError when it is not what its message says."""
         parcel = self._parcels.get(key)
         if parcel is None or parcel.body is None or parcel.digest is None:
@@ -121,17 +121,17 @@ class Inbox:
         parcel.delta = buffer
         return buffer[:size]
 
-    def delta(self, key: Key) -> FloatArray:
+    def get_delta(self, key: ContributionKey) -> FloatArray:
         parcel = self._parcels[key]
         assert parcel.delta is not None
         return parcel.delta[: self._plan.fragments[parcel.fragment].size]
 
-    def discard(self, key: Key) -> None:
+    def discard(self, key: ContributionKey) -> None:
         if (parcel := self._parcels.get(key)) is not None:
             parcel.unwanted = True
-            self._let_go_if_unwanted(key, parcel)
+            self._free_if_unwanted(key, parcel)
 
-    def _let_go_if_unwanted(self, key: Key, parcel: Parcel) -> None:
+    def _free_if_unwanted(self, key: ContributionKey, parcel: PendingContribution) -> None:
         if not parcel.unwanted or parcel.receiving or parcel.held:
             return
         del self._parcels[key]
@@ -146,7 +146,7 @@ class Merging:
         self,
         parameters: Parameters,
         inbox: Inbox,
-        screen: Screen,
+        screen: NormScreen,
         robust: bool,
         tell: Callable[[fx.SyncerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
@@ -157,68 +157,68 @@ class Merging:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def contribution(self, learner: str, message: Contribution) -> None:
+    def screen_contribution(self, learner: str, message: Contribution) -> None:
         """Its body is whole, or should be; the rules hear of it once it was looked at."""
         key = (learner, message.round, message.attempt)
-        if self._inbox.opened(key):
+        if self._inbox.is_opened(key):
             return  # said twice: once is what counts
         in_range = 0 <= message.fragment < len(self._fragments)
         if not in_range or self._fragments[message.fragment].size <= LARGE:
-            self._tell(fx.Delivered(learner, message, self._examine(key, message)))
+            self._tell(fx.Delivered(learner, message, self._decode_and_screen(key, message)))
         else:
-            self._spawn(self._examine_aside(key, message))
+            self._spawn(self._screen_in_thread(key, message))
 
-    async def _examine_aside(self, key: Key, message: Contribution) -> None:
-        with self._inbox.hold(key):
-            refusal = await asyncio.to_thread(self._examine, key, message)
+    async def _screen_in_thread(self, key: ContributionKey, message: Contribution) -> None:
+        with self._inbox.hold_buffers(key):
+            refusal = await asyncio.to_thread(self._decode_and_screen, key, message)
         self._tell(fx.Delivered(key[0], message, refusal))
 
-    def _examine(self, key: Key, message: Contribution) -> str | None:
+    def _decode_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:
         """Decode and screen; the reason of a refusal."""
         try:
-            delta = self._inbox.open(key, message.digest)
+            delta = self._inbox.decode_body(key, message.digest)
         except PeerError as error:
             return str(error)
         if message.probe or message.steps <= 0:
             return None
         return self._screen.judge(message.fragment, delta, message.steps, key)
 
-    def discard(self, key: Key) -> None:
+    def discard(self, key: ContributionKey) -> None:
         self._inbox.discard(key)
-        self._screen.forget(key)
+        self._screen.forget_norm(key)
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def merge(self, merge: fx.Merge) -> None:
+    def merge_round(self, merge: fx.Merge) -> None:
         for part in merge.parts:
-            self._screen.merged((part.learner, merge.round, part.attempt))
+            self._screen.note_merged((part.learner, merge.round, part.attempt))
         pairs = len(merge.parts) ** 2  # each is compared with each
         if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
-            asyncio.get_running_loop().call_soon(self._tell, self._staged(merge))
+            asyncio.get_running_loop().call_soon(self._tell, self._merge_and_step(merge))
         else:
-            self._spawn(self._merge_aside(merge))
+            self._spawn(self._merge_in_thread(merge))
 
-    async def _merge_aside(self, merge: fx.Merge) -> None:
-        self._tell(await asyncio.to_thread(self._staged, merge))
+    async def _merge_in_thread(self, merge: fx.Merge) -> None:
+        self._tell(await asyncio.to_thread(self._merge_and_step, merge))
 
-    def _staged(self, merge: fx.Merge) -> fx.SyncerEvent:
+    def _merge_and_step(self, merge: fx.Merge) -> fx.SyncerEvent:
         began = time.perf_counter()
-        deltas = [self._inbox.delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
+        deltas = [self._inbox.get_delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
         try:
             # Everybody is judged, so that the events name an attacker also where nothing is left out.
             momentum = self._parameters.momentum(merge.fragment)
             judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
             factors = [one.factors for one in judged] if self.robust else []
             weights, bases = [part.weight for part in merge.parts], [part.base for part in merge.parts]
-            mark = self._parameters.stage(merge.fragment, deltas, weights, factors, bases)
+            mark = self._parameters.stage_merge(merge.fragment, deltas, weights, factors, bases)
         except Overflow as error:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
-        marks = self._parameters.marks(merge.fragment)
-        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._judged(merge, judged))
+        marks = self._parameters.tensor_marks(merge.fragment)
+        return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
 
-    def _judged(self, merge: fx.Merge, judged: list[Judged]) -> tuple[fx.Judged, ...]:
+    def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:
         """For the rules: who agrees, what share of the merge each has, and the factors that were used."""
         fragment = self._fragments[merge.fragment]
         kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]

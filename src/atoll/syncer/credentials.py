@@ -32,7 +32,7 @@ LOCAL_NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class PortAccess:
     authorizer: Authorizer | None = None
     tls: Tls | None = None
     notice: Callable[[], str] = str
@@ -43,9 +43,9 @@ class Doors:
     """What commands of the same user show, to be published with the port; with keys none."""
 
 
-def doors_of(
+def make_port_access(
     service: Service, run: Callable[[], str], say: Say = lambda kind, text: None, *, secrets: Path | None = None
-) -> Doors:
+) -> PortAccess:
     """Tokens alone without keys, of the folder `secrets`, and behind a proxy that ends TLS: then only this machine is
     listened to. `say`: what the operator should know of either."""
     if not service.keys:
@@ -53,18 +53,18 @@ def doors_of(
         own = local_tokens(secrets)
         door = TokenAuthorizer(lambda: own, run, password=False)
         by_role = {token.role: token.secret for token in own.all}
-        return Doors(door, names=advertised_names(service), secrets=by_role)
+        return PortAccess(door, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
     authorizer = TokenAuthorizer(LiveTokens(keys), run, lambda text: say("warning", text))
     names = names_of(keys, service)
     if service.front:
-        return Doors(authorizer, names=names)
+        return PortAccess(authorizer, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
     from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
 
     tls = LiveTls(keys, say, mutual=service.mutual)
-    return Doors(authorizer, tls, tls.notice, names)
+    return PortAccess(authorizer, tls, tls.describe_expiry, names)
 
 
 def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
@@ -120,10 +120,10 @@ class LiveTokens:
         if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
             if (now_there := stamp(self._keys.tokens)) != self._stamp:
-                self._look(now_there)
+                self._reload(now_there)
         return self._tokens
 
-    def _look(self, found: Stamp) -> None:
+    def _reload(self, found: Stamp) -> None:
         try:
             check_private(self._keys.tokens)
             self._tokens, self._stamp = read_tokens(self._keys), found
@@ -131,14 +131,14 @@ class LiveTokens:
             return  # it is tried again: what was good stays good
 
 
-class Strangers:
+class RefusalLog:
     """Counts everybody who was not let in. One event a second at most: nobody fills the disk by dialling."""
 
     def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._events, self._clock = events, clock
         self._count, self._told_at = 0, -AWAY_S
 
-    def turned_away(self, address: str, reason: str) -> None:
+    def log_refusal(self, address: str, reason: str) -> None:
         self._count += 1
         now = self._clock()
         if now - self._told_at < AWAY_S:

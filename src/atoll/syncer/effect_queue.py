@@ -54,7 +54,7 @@ class EffectQueue:
         self._order.enqueue(effects)
         self._carry_out_ready()
 
-    async def emptied(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Until everything is carried out."""
         while self._order.has_waiting:
             self._emptied.clear()
@@ -71,10 +71,10 @@ class EffectQueue:
             self._wake.clear()
             while (write := self._order.begin_write()) is not None:
                 if isinstance(write, fx.TakeCut):
-                    await self._insist(self._first_cut, write)
+                    await self._retry_while_full(self._first_cut, write)
                 else:
                     entries = entries_of(write, self._payload)
-                    await self._insist(self._append_in_thread, entries)
+                    await self._retry_while_full(self._append_in_thread, entries)
                 if not self._order.end_write(fenced=self._fenced()):
                     raise Deposed
                 self._carry_out_ready()
@@ -82,7 +82,7 @@ class EffectQueue:
     async def _append_in_thread(self, entries: Sequence[Entry]) -> None:
         await asyncio.to_thread(self._append, entries)
 
-    async def _insist(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
+    async def _retry_while_full(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
         """Again and again while there is no room; an alarm when it takes long, for whatever reason."""
         loop, slow = asyncio.get_running_loop(), "nothing can be committed: the disk does not answer"
         alarm = loop.call_later(ALARM_S, self._alarm, slow)

@@ -24,7 +24,7 @@ LAST_SCORE_S = 120.0
 """How long it waits for the evaluator's last word."""
 
 
-def drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
+def ask_to_drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
     """`known`: it is of this run, or was. PeerError: it cannot be asked."""
     if channel is None:
         raise PeerError(
@@ -39,7 +39,7 @@ def drain(learner: str, channel: ControlChannel | None, *, known: bool) -> Drain
     return DrainAsked(learner, "the operator asked")
 
 
-class Ending:
+class RunEnding:
     """Belongs to one event loop."""
 
     def __init__(self, events: EventLog, *, evaluated: bool) -> None:
@@ -48,25 +48,25 @@ class Ending:
         self._reason = ""
         self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def finish(self, reason: str) -> None:
+    def finish_run(self, reason: str) -> None:
         self._reason = reason
         self._finished.set()
 
-    async def finished(self) -> None:
+    async def wait_until_finished(self) -> None:
         await self._finished.wait()
 
-    def attended(self, learners: int) -> None:
+    def count_connected(self, learners: int) -> None:
         """So many are connected."""
         if learners:
             self._emptied.clear()
         else:
             self._emptied.set()
 
-    def scored(self) -> None:
+    def stop_scoring(self) -> None:
         """The evaluator has said its last word, or is gone."""
         self._scored.set()
 
-    async def goodbye(self, *, trained: bool) -> None:
+    async def wait_for_last(self, *, trained: bool) -> None:
         """`trained`: there are parameters to score."""
         await self._wait_for(self._emptied, GOODBYE_S, "its last learners")
         if self._evaluated and trained:
@@ -79,7 +79,7 @@ class Ending:
         except TimeoutError:
             self._events.say("warning", f"the run closes without {whom}, after a wait of {limit_s:g} s")
 
-    def say(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
+    def log_end(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
         """`traffic`: bytes that came in and went out."""
         # Of a learner that an earlier term knew and this one never heard, that term has told more than is known here.
         known = machine.members.learners.values() if machine is not None else ()

@@ -25,12 +25,12 @@ LEAST_S = 0.5
 """Shorter standstills are not reported: no deadline is that close."""
 
 
-async def beat(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
+async def send_heartbeats(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
     """Until cancelled. `norms`: those that are usual now; empty: nothing is known yet."""
     for number in count():
-        await asyncio.to_thread(run_store.beat)
+        await asyncio.to_thread(run_store.send_heartbeat)
         if number % NORMS_BEATS == 0 and (usual := norms()):
-            await asyncio.to_thread(run_store.keep_norms, run, usual)
+            await asyncio.to_thread(run_store.write_norms, run, usual)
         if run_store.fenced():
             raise Deposed
         await asyncio.sleep(BEAT_S)
@@ -45,17 +45,17 @@ class Standstill:
 
     def start(self) -> None:
         self._seen_at = self._loop.time()
-        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self._timer = self._loop.call_later(LOOK_S, self._check_loop)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def take_s(self, now: float) -> float:
+    def take_standstill_s(self, now: float) -> float:
         """How long it stood still just before `now`; 0: it did not, or that was said already."""
         gone_s, self._seen_at = now - self._seen_at, now
         return gone_s if gone_s >= LEAST_S else 0.0
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(LOOK_S, self._look)
+    def _check_loop(self) -> None:
+        self._timer = self._loop.call_later(LOOK_S, self._check_loop)
         self._noticed()

@@ -20,7 +20,7 @@ from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.codec import make_codec
 from atoll.numerics.filter import NAMES
-from atoll.numerics.fragments import Plan, difference, make_plan
+from atoll.numerics.fragments import FragmentPlan, difference, make_plan
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
@@ -47,23 +47,23 @@ MISSES = 3
 @dataclass(frozen=True, slots=True)
 class Model:
     history: History
-    plan: Plan
+    plan: FragmentPlan
     parameters: Parameters
 
-    def check(self, hello: Hello) -> None:
+    def check_learner(self, hello: Hello) -> None:
         """PeerError unless it is this model that the learner trains."""
         run = tuple(tensor for part in self.plan.fragments for tensor in part.tensors)
         if (reason := difference(hello.tensors, run)) is not None:
             raise PeerError(f"{reason}. The run's own settings are in its run.toml.")
 
-    def other_data(self, hello: Hello) -> str:
+    def describe_other_data(self, hello: Hello) -> str:
         """That the learner's data is not the first joiner's; empty: it is."""
         run = self.history.begun.data
         if hello.data == run:
             return ""
         return f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({run[:12]})"
 
-    def told(self) -> tuple[str, dict[str, object]]:
+    def describe(self) -> tuple[str, dict[str, object]]:
         """For the run's events, when it begins."""
         begun, settings = self.history.begun, self.history.settings
         text = (
@@ -82,7 +82,7 @@ class Model:
         }
 
 
-def first_joiners(hello: Hello, config: Config, run: str, term: int) -> Model:
+def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> Model:
     """The run begins with it. AtollError: with this model it cannot."""
     settings = config.protocol.resolved(len(hello.tensors))
     settings = msgspec.structs.replace(settings, seed=config.seed)
@@ -100,13 +100,13 @@ def first_joiners(hello: Hello, config: Config, run: str, term: int) -> Model:
     return Model(History(begun, term), plan, _room_for(plan, config.outer))
 
 
-def earlier_terms(found: Recovered) -> Model:
+def model_of_earlier_terms(found: Recovered) -> Model:
     history = found.history
     plan = make_plan(history.tensors, history.begun.settings.fragments, history.begun.settings.plan)
     return Model(history, plan, found.parameters or Parameters(plan, outer_of(history)))
 
 
-def _room_for(plan: Plan, outer: Outer) -> Parameters:
+def _room_for(plan: FragmentPlan, outer: Outer) -> Parameters:
     try:
         return Parameters(plan, outer)
     except (MemoryError, ValueError):  # numpy's word for what no address reaches
@@ -123,38 +123,38 @@ class FirstParameters:
         self._arriving: dict[tuple[str, int], bytearray] = {}
         """Those on their way: one that is asked no more writes into nothing that counts."""
 
-    def ask(self, learner: str, session: str) -> None:
+    def ask_learner(self, learner: str, session: str) -> None:
         self._asked = (learner, session)
         self._here.clear()  # what another one sent is worth nothing
 
-    def asks(self, learner: str, session: str) -> bool:
+    def is_asked(self, learner: str, session: str) -> bool:
         return self._machine.phase == "empty" and (learner, session) == self._asked
 
-    def receive(self, learner: str, fragment: int) -> memoryview:
+    def receive_fragment(self, learner: str, fragment: int) -> memoryview:
         """Where it goes, until it is whole and wanted."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        size = self._parameters.initial(fragment).nbytes
+        size = self._parameters.initial_bytes(fragment).nbytes
         if (learner, fragment) not in self._arriving:
             self._arriving[learner, fragment] = bytearray(size)
         return memoryview(self._arriving[learner, fragment])
 
-    def arrived(self, learner: str, fragment: int, digest: str) -> str | None:
+    def accept_fragment(self, learner: str, fragment: int, digest: str) -> str | None:
         """Why it is refused, or None."""
-        self._parameters.initial(fragment)[:] = self._arriving.pop((learner, fragment))
+        self._parameters.initial_bytes(fragment)[:] = self._arriving.pop((learner, fragment))
         if (reason := self._parameters.check_initial(fragment, digest)) is not None:
             return reason
         self._here.add(fragment)
-        if self.whole:
-            self._parameters.begin()
+        if self.is_complete:
+            self._parameters.commit_initial()
             self._arriving.clear()
         return None
 
-    def has(self, fragment: int) -> bool:
+    def has_fragment(self, fragment: int) -> bool:
         return fragment in self._here
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self._here) == len(self._parameters.plan.fragments)
 
 
@@ -166,12 +166,16 @@ class MemoryBound(msgspec.Struct, frozen=True):
     name: int = 0
     """For each name that ever was."""
 
-    def bytes(self, learners: int, names: int = 0) -> int:
+    def total_bytes(self, learners: int, names: int = 0) -> int:
         return self.fixed + learners * self.each + names * self.name
 
 
 def memory_bound(
-    plan: Plan, settings: Settings, slots: int, limits: FabricLimits | None = None, relay: RelayLimits | None = None
+    plan: FragmentPlan,
+    settings: Settings,
+    slots: int,
+    limits: FabricLimits | None = None,
+    relay: RelayLimits | None = None,
 ) -> MemoryBound:
     """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter.
 

@@ -15,7 +15,7 @@ from atoll.config import Outer
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.wire import digest
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.fragments import Plan, elements
+from atoll.numerics.fragments import FragmentPlan, elements
 from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.numerics.outer import take_outer_step
@@ -66,7 +66,7 @@ class Reader:
 
 
 class Parameters:
-    def __init__(self, plan: Plan, outer: Outer) -> None:
+    def __init__(self, plan: FragmentPlan, outer: Outer) -> None:
         self.plan = plan
         self._rule = outer.merge
         self._optimizer = outer.make()
@@ -80,7 +80,7 @@ class Parameters:
 
     # ---- version 0 ----------------------------------------------------------------------------------------------
 
-    def initial(self, fragment: int) -> memoryview:
+    def initial_bytes(self, fragment: int) -> memoryview:
         """Where version 0 of a fragment is received."""
         return self._committed[fragment].values.view(np.uint8).data
 
@@ -89,13 +89,13 @@ class Parameters:
         buffer.digest = mark
         return None if _finite(buffer.values) else f"fragment {fragment} of the first parameters is not finite"
 
-    def begin(self) -> None:
+    def commit_initial(self) -> None:
         for buffer in self._committed:
             buffer.version = 0
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def stage(
+    def stage_merge(
         self,
         fragment: int,
         deltas: Sequence[FloatArray],
@@ -114,7 +114,7 @@ class Parameters:
             paired = zip(deltas, bases, strict=True)
             deltas = [delta if base == current else _without(delta, part.buffers) for delta, base in paired]
         merge(part, deltas, weights, self.outer_gradient(fragment), self._rule, factors)
-        return self._step(fragment)
+        return self._stage_step(fragment)
 
     def momentum(self, fragment: int) -> FloatArray | None:
         """Where the outer step has been going, if it keeps that and has made one."""
@@ -125,13 +125,13 @@ class Parameters:
         """Of the fragment that was staged last: what the journal keeps."""
         return self._delta[: self.plan.fragments[fragment].size]
 
-    def _step(self, fragment: int) -> str:
-        old, new = self._committed[fragment], self._take(fragment)
+    def _stage_step(self, fragment: int) -> str:
+        old, new = self._committed[fragment], self._take_buffer(fragment)
         part, delta = self.plan.fragments[fragment], self.outer_gradient(fragment)
         take_outer_step(self._optimizer, part, old.values, new.values, self._state[fragment], delta)
         if not _finite(new.values):
             self._spare[fragment].append(new)
-            self.reset(fragment)
+            self.reset_outer_state(fragment)
             raise Overflow("the outer step gave values that are not finite")
         new.digest = digest(new.values.view(np.uint8).data)
         self._staged[fragment] = new
@@ -140,31 +140,31 @@ class Parameters:
     def stage_gradient(self, fragment: int, gradient: memoryview) -> str:
         """Take the outer step by a gradient that the journal kept. Returns the digest; ValueError: void."""
         np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
-        return self._step(fragment)
+        return self._stage_step(fragment)
 
-    def marks(self, fragment: int) -> bytes:
+    def tensor_marks(self, fragment: int) -> bytes:
         """Four bytes for each tensor of what was staged last: not to prove anything, but to tell which one differs."""
         words = self._staged[fragment].values.view(np.uint32)
         starts = [start for start in self.plan.fragments[fragment].offsets if start < len(words)]
         return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
 
-    def reset(self, fragment: int) -> None:
+    def reset_outer_state(self, fragment: int) -> None:
         """The outer state starts anew: what overflowed may be in it."""
         for slot in self._state[fragment].values():
             slot.fill(0.0)
 
-    def change(self, outer: Outer) -> None:
+    def change_outer(self, outer: Outer) -> None:
         """Other outer settings from the next round on; the state stays."""
         self._rule, self._optimizer = outer.merge, outer.make()
 
-    def commit(self, fragment: int, version: int, round: int) -> None:
+    def commit_version(self, fragment: int, version: int, round: int) -> None:
         new = self._staged.pop(fragment)
         new.version, new.round = version, round
         self._spare[fragment].append(self._committed[fragment])
         self._committed[fragment] = new
-        self._cut_off_the_slow(fragment)
+        self._disconnect_slow_readers(fragment)
 
-    def _cut_off_the_slow(self, fragment: int) -> None:
+    def _disconnect_slow_readers(self, fragment: int) -> None:
         """So many old versions may still be read; of older ones the readers are cut off, and fetch a newer one."""
         still_read = sorted((one for one in self._spare[fragment] if one.readers), key=lambda one: one.version)
         for buffer in still_read[:-OLD]:
@@ -172,7 +172,7 @@ class Parameters:
             for cut in cuts.values():
                 cut()
 
-    def _take(self, fragment: int) -> Buffer:
+    def _take_buffer(self, fragment: int) -> Buffer:
         """A buffer that nobody reads."""
         for buffer in self._spare[fragment]:
             if buffer.readers == 0:
@@ -182,33 +182,35 @@ class Parameters:
 
     # ---- coming back --------------------------------------------------------------------------------------------
 
-    def replay(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
+    def replay_round(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
         """A round that the journal tells of. ValueError when it does not give what it gave then."""
         found = self.stage_gradient(fragment, gradient)
         if found != mark:
             raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
-        self.commit(fragment, version, round)
+        self.commit_version(fragment, version, round)
 
-    def pack(self) -> ByteArray:
+    def pack_state(self) -> ByteArray:
         """Θ and the outer state of every fragment, one after the other."""
-        parts = [array for index in range(len(self._committed)) for array in self._parts(index)]
+        parts = [array for index in range(len(self._committed)) for array in self._state_arrays(index)]
         return np.concatenate(parts).view(np.uint8)
 
-    def restore(self, packed: ByteArray, versions: Sequence[int], round: int) -> tuple[str, ...]:
-        """What `pack` gave becomes every fragment's next version; their digests. ValueError: of another model."""
+    def restore_state(self, packed: ByteArray, versions: Sequence[int], round: int) -> tuple[str, ...]:
+        """What `pack_state` gave becomes every fragment's next version; their digests. ValueError: of another model."""
         values, start = packed.view(np.float32), 0
-        if len(values) != sum(len(array) for index in range(len(self._committed)) for array in self._parts(index)):
+        if len(values) != sum(
+            len(array) for index in range(len(self._committed)) for array in self._state_arrays(index)
+        ):
             raise ValueError(f"{packed.nbytes} bytes are not the values and outer state of this model")
         for fragment, version in enumerate(versions):
-            self._staged[fragment] = new = self._take(fragment)
-            for array in (new.values, *self._parts(fragment)[1:]):
+            self._staged[fragment] = new = self._take_buffer(fragment)
+            for array in (new.values, *self._state_arrays(fragment)[1:]):
                 np.copyto(array, values[start : start + len(array)])
                 start += len(array)
             new.digest = digest(new.values.view(np.uint8).data)
-            self.commit(fragment, version, round)
+            self.commit_version(fragment, version, round)
         return self.digests()
 
-    def _parts(self, fragment: int) -> list[FloatArray]:
+    def _state_arrays(self, fragment: int) -> list[FloatArray]:
         state = self._state[fragment]
         return [self._committed[fragment].values, *(state[name] for name in sorted(state))]
 
@@ -216,9 +218,9 @@ class Parameters:
         """Of the committed versions."""
         return tuple(buffer.digest for buffer in self._committed)
 
-    def snapshot(self) -> dict[str, FloatArray]:
+    def hold_arrays(self) -> dict[str, FloatArray]:
         """Everything, as it is now. Θ is not copied: a committed version is never written to, but it may be used again,
-        so it counts as read until `let_go`."""
+        so it counts as read until its readers let go."""
         arrays: dict[str, FloatArray] = {}
         for index, buffer in enumerate(self._committed):
             buffer.readers += 1
@@ -227,15 +229,15 @@ class Parameters:
                 arrays[f"{name}-{index:03d}"] = slot.copy()
         return arrays
 
-    def rounds(self) -> list[int]:
+    def version_rounds(self) -> list[int]:
         """Per fragment, the round that made its version."""
         return [buffer.round for buffer in self._committed]
 
-    def held(self) -> list[Buffer]:
+    def committed_buffers(self) -> list[Buffer]:
         """The committed versions, for whoever must let go of them."""
         return list(self._committed)
 
-    def load(self, arrays: Mapping[str, ByteArray], versions: Sequence[int], rounds: Sequence[int]) -> None:
+    def load_cut(self, arrays: Mapping[str, ByteArray], versions: Sequence[int], rounds: Sequence[int]) -> None:
         """What a cut holds. ValueError when it is of another model."""
         for index, buffer in enumerate(self._committed):
             _fill(buffer.values, arrays, f"theta-{index:03d}")
@@ -246,7 +248,7 @@ class Parameters:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def serve(self, fragment: int) -> ServedFragment:
+    def serve_fragment(self, fragment: int) -> ServedFragment:
         if not 0 <= fragment < len(self._committed):
             raise PeerError(f"there is no fragment {fragment}: the run has {len(self._committed)}")
         buffer = self._committed[fragment]
@@ -255,7 +257,7 @@ class Parameters:
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
         return ServedFragment(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
 
-    def tensors(self) -> dict[str, FloatArray]:
+    def tensors_by_name(self) -> dict[str, FloatArray]:
         """The whole committed model by the names it has there."""
         whole: dict[str, FloatArray] = {}
         for part, buffer in zip(self.plan.fragments, self._committed, strict=True):

@@ -52,7 +52,7 @@ class LivePages(ServedPages, Protocol):
         ...
 
 
-Maker = Callable[[RunDir], LivePages]
+PagesMaker = Callable[[RunDir], LivePages]
 
 
 def serve(
@@ -65,7 +65,7 @@ def serve(
     reopen: bool = False,
     standby: Callable[[], None] | None = None,
     ready: Callable[[str, str, str], None] | None = None,
-    pages: Maker | None = None,
+    pages: PagesMaker | None = None,
     disk: Disk | None = None,
 ) -> int:
     """Run a syncer until its run is over. Its address goes to the run directory; that, the run's name and a link to the
@@ -86,7 +86,7 @@ def serve(
             keep=config.protocol.keep_cuts,
             disk=disk,
         )
-        begin = Beginning(
+        begin = StartOptions(
             changes, reopen, ready or (lambda url, run, look: None), pages(out) if pages is not None else None
         )
         if standby is None or not _ended_well(out, run_store):
@@ -139,7 +139,7 @@ def _ended_well(out: RunDir, run_store: RunStore) -> bool:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartOptions:
     """What is done once the service is there."""
 
     changes: tuple[str, ...]
@@ -149,7 +149,7 @@ class Beginning:
 
 
 async def _serve(
-    config: Config, out: RunDir, run_store: RunStore, begin: Beginning, evaluated: bool, supervised: bool
+    config: Config, out: RunDir, run_store: RunStore, begin: StartOptions, evaluated: bool, supervised: bool
 ) -> None:
     with Appender(out.events) as sink:
         events = EventLog(sink)
@@ -166,7 +166,7 @@ async def _serve(
         def save(parameters: Parameters) -> None:
             if run_store.fenced():  # its head may be an old one by now
                 raise Deposed
-            save_model(out.model, dict(parameters.tensors()), service.model_facts())
+            save_model(out.model, dict(parameters.tensors_by_name()), service.model_facts())
 
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(save))
@@ -174,7 +174,7 @@ async def _serve(
             beside: list[asyncio.Task[Any]] = [started]
             _fall_with_callbacks(loop, service.vital)
             if begin.pages is not None:
-                beside.append(tasks.create_task(show(begin.pages, service.figures, events)))
+                beside.append(tasks.create_task(show_pages(begin.pages, service.figures, events)))
             if supervised:
                 beside.append(tasks.create_task(_obey(service)))
             await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +216,7 @@ async def _obey(service: SyncerService) -> None:
         transport.close()
 
 
-async def show(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
+async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> NoReturn:
     """Until cancelled. A mistake in the pages is reported and they start again: the run does not notice."""
     await keep_showing("the dashboard", lambda: pages.run(figures), lambda text: events.say("alarm", text))
 

@@ -48,7 +48,7 @@ class Recovered:
     """Rounds replayed."""
     remarks: list[str] = field(default_factory=list)
 
-    def told(self) -> tuple[str, dict[str, object]]:
+    def describe(self) -> tuple[str, dict[str, object]]:
         """For the run's events."""
         run, term, round = self.history.run, self.history.term, self.history.committed
         cut = "no cut" if self.cut is None else f"cut {self.cut}"
@@ -66,7 +66,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
     broken: Corrupt | None = None
     for cut in known_cuts(out.cuts):
         try:
-            found = from_cut(out.cuts, cut)
+            found = read_cut_state(out.cuts, cut)
             found.remarks = [*remarks]
             return _replayed(found, out.journal, disk)
         except (BadCut, Corrupt) as error:
@@ -78,7 +78,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
     return _from_the_beginning(out.journal, disk, remarks)
 
 
-def from_cut(root: Path, cut: int) -> Recovered:
+def read_cut_state(root: Path, cut: int) -> Recovered:
     part, state, arrays = read_syncer_part(root, cut)
     try:
         at = msgspec.msgpack.decode(state, type=CutState)
@@ -86,7 +86,7 @@ def from_cut(root: Path, cut: int) -> Recovered:
         if part.run != history.run:
             raise BadCut(f"cut {cut} says it is of run {part.run} and holds run {history.run}")
         parameters = _parameters(history)
-        parameters.load(arrays, [max(0, version) for version in history.versions], at.rounds)
+        parameters.load_cut(arrays, [max(0, version) for version in history.versions], at.rounds)
     except (msgspec.MsgspecError, ValueError) as error:
         raise BadCut(f"cut {cut} cannot be used: {error}") from error
     return Recovered(history, parameters, at.position, cut, at.position, (at.position.term, at.file))
@@ -119,13 +119,13 @@ def _apply(
             remarks = found.remarks or [f"{cuts} holds no cut: put back a copy of that folder"]
             raise BadCut(f"the journal tells of parameters, but no cut holds them: {'; '.join(remarks)}")
         if found.parameters is not None:
-            replay(found, position, record, folder, disk)
+            replay_record(found, position, record, folder, disk)
         found.history.apply(record)
         found.end = position
     return found
 
 
-def replay(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
+def replay_record(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
     """What one record does to the parameters. BadCut or Corrupt: it does not give what it gave then."""
     assert found.parameters is not None
     match record:
@@ -134,7 +134,7 @@ def replay(found: Recovered, position: Position, record: records.AnyRecord, fold
                 raise BadCut(f"round {number} has no outer gradient in the journal")
             gradient = payload(folder, position.term, place, disk=disk)
             try:
-                found.parameters.replay(fragment, version, number, memoryview(gradient), mark)
+                found.parameters.replay_round(fragment, version, number, memoryview(gradient), mark)
             except ValueError as error:
                 raise BadCut(f"the journal does not give again what was committed: {error}") from error
             found.rounds += 1
@@ -143,15 +143,15 @@ def replay(found: Recovered, position: Position, record: records.AnyRecord, fold
                 raise BadCut(f"what the run was rolled back to at round {at} is not in the journal")
             data = np.frombuffer(payload(folder, position.term, place, disk=disk), dtype=np.uint8)
             try:
-                given = found.parameters.restore(data, versions, at - 1)
+                given = found.parameters.restore_state(data, versions, at - 1)
             except ValueError as error:
                 raise BadCut(f"the journal does not give again what the run was rolled back to: {error}") from error
             if given != marks:
                 raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
         case records.Reset(fragment):
-            found.parameters.reset(fragment)
+            found.parameters.reset_outer_state(fragment)
         case records.Changed(outer=outer):
-            found.parameters.change(msgspec.convert(outer, Outer))
+            found.parameters.change_outer(msgspec.convert(outer, Outer))
         case _:
             pass
 
@@ -171,13 +171,13 @@ def _torn(tail: TornTail) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class EarlierState:
     packed: ByteArray
-    """As `Parameters.pack` gives it."""
+    """As `Parameters.pack_state` gives it."""
     told: Restorable
 
 
-def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> Earlier:
+def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> EarlierState:
     """As it was after so many rounds, or at the newest cut before. BadCut: nothing of that can be had."""
     reasons: list[str] = []
     for cut in [cut for cut in known_cuts(out.cuts) if cut <= restore.round]:
@@ -188,25 +188,25 @@ def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> Earlier:
     raise BadCut("; ".join(reasons) or f"no cut of round {restore.round} or before is there any more")
 
 
-def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Earlier:
-    found = _reached(cut, restore, out, disk) or from_cut(out.cuts, cut)
+def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> EarlierState:
+    found = _reached(cut, restore, out, disk) or read_cut_state(out.cuts, cut)
     assert found.parameters is not None, "a cut holds parameters"
     history = found.history
     lines = (record for _, record in read(out.journal, start=found.start, disk=disk))
     told = undone(lines, history.committed, len(history.versions))
     ready = Restorable(history.committed, found.parameters.digests(), told)
-    return Earlier(found.parameters.pack(), ready)
+    return EarlierState(found.parameters.pack_state(), ready)
 
 
 def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered | None:
     """From this cut on to the round that was asked for. None: payloads are gone, and what the cut holds will do."""
-    found = from_cut(out.cuts, cut)
+    found = read_cut_state(out.cuts, cut)
     lines = read(out.journal, start=found.end, disk=disk)
     try:
         for position, record in lines:
             if found.history.committed >= restore.round:
                 break
-            replay(found, position, record, out.journal, disk)
+            replay_record(found, position, record, out.journal, disk)
             found.history.apply(record)
     except Corrupt:
         if any(begin < cut <= end for begin, end in restore.without):

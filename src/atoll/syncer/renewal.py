@@ -25,7 +25,7 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class CertificatePair:
     """A pair that is whole, as it was read."""
 
     context: ssl.SSLContext
@@ -41,12 +41,12 @@ def ends_soon(days: float) -> str:
     return f"the syncer's certificate {when}: renew it (docs/security.md, atoll cert --renew)"
 
 
-def read_pair(keys: KeyDir, *, mutual: bool) -> Shown:
+def read_pair(keys: KeyDir, *, mutual: bool) -> CertificatePair:
     """ConfigError for one that cannot be used."""
     check_private(keys.key)
     context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
     try:
-        return Shown(context, first_certificate(keys.certificate))
+        return CertificatePair(context, first_certificate(keys.certificate))
     except (OSError, ValueError) as error:  # it went, or was written anew, since it was read a moment ago
         raise ConfigError(f"{keys.certificate} cannot be read: {error}") from error
 
@@ -76,19 +76,19 @@ class LiveTls:
         if now - self._looked_at >= RELOAD_S:
             self._looked_at = now
             if (stamps := self._stamps_now()) != self._stamps:
-                self._take(now, stamps)
-            self._watch(now)
+                self._reload_pair(now, stamps)
+            self._warn_of_expiry(now)
         return self._shown.context
 
-    def notice(self) -> str:
+    def describe_expiry(self) -> str:
         """What whoever looks at the run should see to; empty: nothing."""
         return ends_soon(self._days(self._shown.certificate))
 
-    def _take(self, now: float, stamps: tuple[Stamp, ...]) -> None:
+    def _reload_pair(self, now: float, stamps: tuple[Stamp, ...]) -> None:
         try:
             found = read_pair(self._keys, mutual=self._mutual)
         except ConfigError as error:
-            self._pass_over(now, str(error))
+            self._note_unusable(now, str(error))
             return
         if self._stamps_now() != stamps:
             return  # it was written while it was read: the next look sees all of it
@@ -103,15 +103,15 @@ class LiveTls:
                 f"the syncer shows a new certificate, {short_fingerprint(found.certificate)}, which counts for {left}",
             )
 
-    def _pass_over(self, now: float, reason: str) -> None:
+    def _note_unusable(self, now: float, reason: str) -> None:
         if self._unusable_since is None:
             self._unusable_since = now
         elif now - self._unusable_since >= LASTS_S and not self._told_unusable:
             self._told_unusable = True
             self._say("warning", f"the certificate that was put there is not taken, and the one before stays: {reason}")
 
-    def _watch(self, now: float) -> None:
-        if (self._told_end_at is None or now - self._told_end_at >= DAY_S) and (text := self.notice()):
+    def _warn_of_expiry(self, now: float) -> None:
+        if (self._told_end_at is None or now - self._told_end_at >= DAY_S) and (text := self.describe_expiry()):
             self._told_end_at = now
             self._say("warning", text)
 

@@ -49,12 +49,12 @@ from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.parameters import Buffer, Parameters
-from atoll.syncer.recovery import Earlier, Recovered, read_earlier, recover
+from atoll.syncer.recovery import EarlierState, Recovered, read_earlier, recover
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 
 
-class Norms(msgspec.Struct, frozen=True):
+class KeptNorms(msgspec.Struct, frozen=True):
     """What is usual (numerics/screen.py): a new term must not have to learn it again."""
 
     run: str
@@ -84,7 +84,7 @@ class RunStore:
         if self.recovered is not None:
             end, history = self.recovered.end, self.recovered.history
             reigned = Reigned(lease.term, end.offset, end.hash, history.committed)
-            lines: list[AnyRecord] = [reigned, *self._unsaid(history.cuts, self.recovered.cut)]
+            lines: list[AnyRecord] = [reigned, *self._unrecorded_cuts(history.cuts, self.recovered.cut)]
             self._journal.append([(line, None) for line in lines])
             for line in lines:
                 history.apply(line)
@@ -96,20 +96,20 @@ class RunStore:
         """The folder of the run's own."""
         return self._out.secrets
 
-    def norms(self, run: str) -> list[list[float]]:
+    def read_norms(self, run: str) -> list[list[float]]:
         """Per fragment, those that an earlier term of this run knew to be usual; empty: nothing is known."""
         try:
-            kept = msgspec.json.decode(self._out.norms.read_bytes(), type=Norms)
+            kept = msgspec.json.decode(self._out.norms.read_bytes(), type=KeptNorms)
         except (OSError, msgspec.DecodeError):
             return []
         return kept.norms if kept.run == run else []
 
-    def keep_norms(self, run: str, norms: list[list[float]]) -> None:
+    def write_norms(self, run: str, norms: list[list[float]]) -> None:
         """Old ones do as well, so a disk that takes none is no reason to stop."""
         with suppress(OSError):
-            write_atomic(self._out.norms, msgspec.json.encode(Norms(run, norms)))
+            write_atomic(self._out.norms, msgspec.json.encode(KeptNorms(run, norms)))
 
-    def _unsaid(self, known: list[int], cut: int | None) -> list[CutDone]:
+    def _unrecorded_cuts(self, known: list[int], cut: int | None) -> list[CutDone]:
         """A cut whose manifest an earlier term wrote, and died before it could say so in the journal."""
         if cut is None or (known and cut <= known[-1]) or cut not in complete_cuts(self._out.cuts) or cut == 0:
             return []
@@ -128,7 +128,7 @@ class RunStore:
     def fenced(self) -> Callable[[], bool]:
         return self._lease.fenced
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         self._lease.beat()
 
     def append(self, entries: Sequence[Entry]) -> None:
@@ -169,16 +169,16 @@ class RunStore:
             with self._writing:  # rounds after the cut are in the same file: their payloads go first, as in an append
                 self._journal.sync()
         try:
-            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_reign)
+            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
         self._kept = [*self._kept[-1:], (state.position.term, state.file)]
         if len(self._kept) > 1:
             self._needless = self._kept[0]
 
-    def complete(self, run: str, done: CompleteCut) -> str:
+    def complete_cut(self, run: str, done: CompleteCut) -> str:
         """Write the manifest; its digest. NoRoom: it may be tried again."""
-        self._check_reign()
+        self._check_lease()
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
         try:
@@ -191,11 +191,11 @@ class RunStore:
             raise not_written(error, table.parent) from error
         return mark
 
-    def _check_reign(self) -> None:
+    def _check_lease(self) -> None:
         if self._lease.fenced():
             raise Deposed
 
-    def earlier(self, restore: Restore) -> Earlier:
+    def read_earlier(self, restore: Restore) -> EarlierState:
         """Beside the event loop. BadCut or Corrupt: it cannot be had."""
         with self._writing:  # nothing is trimmed meanwhile, and no append is half there
             return read_earlier(self._out, restore, disk=self._disk)
@@ -206,7 +206,7 @@ class RunStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedCut:
     """The state of one moment."""
 
     cut: int
@@ -216,7 +216,7 @@ class Recorded:
     """Versions that must stay as they are until all is written."""
 
 
-class Cuts:
+class CutWriter:
     def __init__(
         self,
         run_store: RunStore,
@@ -229,38 +229,38 @@ class Cuts:
 
     async def write_first(self, cut: fx.TakeCut) -> None:
         """Version 0, with no learner's part in it. NoRoom: it may be tried again."""
-        await self._write(self._record(cut))
-        await asyncio.to_thread(self._run_store.complete, self._run, CompleteCut(cut.cut, (), ()))
+        await self._write_recorded(self._record_state(cut))
+        await asyncio.to_thread(self._run_store.complete_cut, self._run, CompleteCut(cut.cut, (), ()))
 
-    def take(self, cut: fx.TakeCut) -> None:
-        self._spawn(self._keep(self._record(cut)))
+    def take_cut(self, cut: fx.TakeCut) -> None:
+        self._spawn(self._write_part(self._record_state(cut)))
 
-    def complete(self, done: CompleteCut) -> None:
-        self._spawn(self._complete(done))
+    def complete_cut(self, done: CompleteCut) -> None:
+        self._spawn(self._write_manifest(done))
 
-    def _record(self, cut: fx.TakeCut) -> Recorded:
-        state = self._run_store.open_cut(cut.history, self._parameters.rounds())
-        held = self._parameters.held()
-        return Recorded(cut.cut, state, self._parameters.snapshot(), held)
+    def _record_state(self, cut: fx.TakeCut) -> RecordedCut:
+        state = self._run_store.open_cut(cut.history, self._parameters.version_rounds())
+        held = self._parameters.committed_buffers()
+        return RecordedCut(cut.cut, state, self._parameters.hold_arrays(), held)
 
-    async def _keep(self, recorded: Recorded) -> None:
+    async def _write_part(self, recorded: RecordedCut) -> None:
         reason = ""
         try:
-            await self._write(recorded)
+            await self._write_recorded(recorded)
         except AtollError as error:
             reason = one_line(error)
         self._tell(fx.CutKept(recorded.cut, reason))
 
-    async def _write(self, recorded: Recorded) -> None:
+    async def _write_recorded(self, recorded: RecordedCut) -> None:
         try:
             await asyncio.to_thread(self._run_store.write_cut, recorded.cut, recorded.state, recorded.arrays)
         finally:
             for buffer in recorded.held:
                 buffer.readers -= 1
 
-    async def _complete(self, done: CompleteCut) -> None:
+    async def _write_manifest(self, done: CompleteCut) -> None:
         try:
-            mark = await asyncio.to_thread(self._run_store.complete, self._run, done)
+            mark = await asyncio.to_thread(self._run_store.complete_cut, self._run, done)
         except AtollError as error:
             self._tell(fx.CutKept(done.cut, one_line(error)))
         else:
@@ -279,18 +279,18 @@ class Restorer:
         self.packed: ByteArray = _NONE
         """What is to be committed next."""
 
-    def make_ready(self, restore: Restore) -> None:
-        self._spawn(self._read(restore))
+    def prepare_values(self, restore: Restore) -> None:
+        self._spawn(self._read_values(restore))
 
-    async def _read(self, restore: Restore) -> None:
+    async def _read_values(self, restore: Restore) -> None:
         try:
-            earlier = await asyncio.to_thread(self._run_store.earlier, restore)
+            earlier = await asyncio.to_thread(self._run_store.read_earlier, restore)
         except (AtollError, MemoryError) as error:
             self._tell(fx.Unrestorable(one_line(error) or "it does not fit into this syncer's memory"))
         else:
             self.packed = earlier.packed
             self._tell(earlier.told)
 
-    def commit(self, versions: Sequence[int], at: int) -> None:
-        self._parameters.restore(self.packed, versions, at - 1)
+    def commit_values(self, versions: Sequence[int], at: int) -> None:
+        self._parameters.restore_state(self.packed, versions, at - 1)
         self.packed = _NONE

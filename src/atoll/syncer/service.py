@@ -31,24 +31,24 @@ from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
 from atoll.fabric.wire import FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import make_codec
-from atoll.numerics.screen import Screen
+from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.messages import Contribution, FromLearner, FromSyncer, Hello, Pull, Refused, Welcome
 from atoll.protocol.syncer.machine import Syncer
 from atoll.store.rundir import facts_of_model
-from atoll.syncer.changes import change
+from atoll.syncer.changes import parse_changes
 from atoll.syncer.contributions import Inbox, Merging
-from atoll.syncer.credentials import Strangers, doors_of
+from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
-from atoll.syncer.ending import Ending, drain
-from atoll.syncer.liveness import Standstill, beat
-from atoll.syncer.model import FirstParameters, Model, earlier_terms, first_joiners
+from atoll.syncer.ending import RunEnding, ask_to_drain
+from atoll.syncer.liveness import Standstill, send_heartbeats
+from atoll.syncer.model import FirstParameters, Model, model_of_earlier_terms, model_of_first_joiner
 from atoll.syncer.parameters import Parameters
 from atoll.syncer.recovery import Recovered, outer_of
-from atoll.syncer.run_store import Cuts, Restorer, RunStore
-from atoll.syncer.status import Meter, manifest, told
+from atoll.syncer.run_store import CutWriter, Restorer, RunStore
+from atoll.syncer.status import Meter, describe_score, manifest
 from atoll.telemetry.events import EventLog, versions
 from atoll.telemetry.status import RunStatus
 
@@ -76,8 +76,8 @@ class SyncerService:
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
-        self._ending = Ending(events, evaluated=evaluated)
-        self._strangers = Strangers(events, self._loop.time)
+        self._ending = RunEnding(events, evaluated=evaluated)
+        self._strangers = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
         self._effect_queue = EffectQueue(
             run_store.append,
@@ -88,7 +88,7 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        self._doors = doors = doors_of(config.service, lambda: self._run, events.say, secrets=run_store.secrets)
+        self._doors = doors = make_port_access(config.service, lambda: self._run, events.say, secrets=run_store.secrets)
         self.meter.notice = doors.notice
         known = NameOwners(run_store.recovered.history.owners if run_store.recovered is not None else None)
         host, port = config.service.host, config.service.port
@@ -119,24 +119,26 @@ class SyncerService:
             self._tasks = tasks
             watch = tasks.create_task(self.vital.watch())
             writing = tasks.create_task(lasting("journal", self._effect_queue.run))
-            beats = tasks.create_task(lasting("heartbeat", partial(beat, self._run_store, self._run, self._norms)))
+            beats = tasks.create_task(
+                lasting("heartbeat", partial(send_heartbeats, self._run_store, self._run, self._norms))
+            )
             # What the operator changed (a run that is opened again, more steps) is durable before anybody hears of
             # this term: its supervisor starts the next one without saying it again.
-            await self._effect_queue.emptied()
+            await self._effect_queue.wait_until_empty()
             await self.server.start()
             self._publish_secrets()  # before the loop has a turn, and with it whoever has just connected
             self.started.set()
             self._standstill.start()
             self._handle(fx.Tick())
-            await self._ending.finished()
+            await self._ending.wait_until_finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
                 save(self._parameters)
-            self._ending.attended(len(self._channels))
-            await self._ending.goodbye(trained=trained)
+            self._ending.count_connected(len(self._channels))
+            await self._ending.wait_for_last(trained=trained)
             self._handle(fx.Over())
-            await self._effect_queue.emptied()
-            self._ending.say(self._machine, self._traffic)
+            await self._effect_queue.wait_until_empty()
+            self._ending.log_end(self._machine, self._traffic)
             await self.server.stop()
             if self._doors.secrets:
                 withdraw_secrets(self.server.host, self.server.port)
@@ -169,7 +171,7 @@ class SyncerService:
         return facts_of_model(self._run, machine.committed, machine.versions)
 
     def _norms(self) -> list[list[float]]:
-        return self._screen.snapshot() if self._machine is not None and self._machine.committed else []
+        return self._screen.usual_norms() if self._machine is not None and self._machine.committed else []
 
     def _alarm(self, text: str) -> None:
         self.meter.alarm = text
@@ -185,19 +187,19 @@ class SyncerService:
 
     def _begin(self, hello: Hello) -> None:
         """The first joiner's model is the run's model."""
-        model = first_joiners(hello, self._config, self._run, self._run_store.term)
+        model = model_of_first_joiner(hello, self._config, self._run, self._run_store.term)
         self._set_up(model)
         self._effect_queue.enqueue([fx.Persist((model.history.begun,))])
-        self._events.say("plan", *model.told())
+        self._events.say("plan", *model.describe())
 
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
         self._run = found.history.run
-        self._set_up(earlier_terms(found))
-        self._screen.restore(self._run_store.norms(self._run))
+        self._set_up(model_of_earlier_terms(found))
+        self._screen.restore_norms(self._run_store.read_norms(self._run))
         for remark in found.remarks:
             self._events.say("warning", remark)
-        self._events.say("reigned", *found.told())
+        self._events.say("reigned", *found.describe())
 
     def _set_up(self, model: Model) -> None:
         history, settings = model.history, model.history.settings
@@ -205,10 +207,10 @@ class SyncerService:
         self._inbox = Inbox(model.plan, make_codec(settings.codec))
         # Eight rounds of everybody before norms are judged: a learning rate that warms up makes the first ones tiny.
         few = 8 * settings.learners
-        self._screen = Screen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
+        self._screen = NormScreen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
         robust = outer_of(history).robust
         self._merging = Merging(self._parameters, self._inbox, self._screen, robust, self._handle, self._spawn)
-        self._cuts = Cuts(self._run_store, self._parameters, history.run, self._handle, self._spawn)
+        self._cuts = CutWriter(self._run_store, self._parameters, history.run, self._handle, self._spawn)
         self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
         self._first = FirstParameters(self._parameters, self._machine)
@@ -224,7 +226,7 @@ class SyncerService:
     def end(self, reason: str) -> None:
         """The operator wants the run to end in good order."""
         if self._machine is None:
-            self._ending.finish(reason)
+            self._ending.finish_run(reason)
         else:
             self._handle(fx.EndAsked(reason))
 
@@ -233,7 +235,7 @@ class SyncerService:
         if self._machine is None:
             raise PeerError("the run has not begun: settings can change once its first learner is there")
         try:
-            asked = change(self._machine.history, words, reopen=reopen)
+            asked = parse_changes(self._machine.history, words, reopen=reopen)
         except ConfigError as error:
             raise PeerError(str(error)) from None
         if asked is None:
@@ -244,12 +246,12 @@ class SyncerService:
     def drain(self, learner: str) -> str:
         """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
         known = self._machine is not None and learner in self._machine.members.learners
-        self._handle(drain(learner, self._channels.get(learner), known=known))
+        self._handle(ask_to_drain(learner, self._channels.get(learner), known=known))
         return f"{learner} gives its last steps to the run and leaves"
 
     def unscored(self) -> None:
         """No evaluator is there any more: nobody waits for its last word."""
-        self._ending.scored()
+        self._ending.stop_scoring()
 
     # ---- the desk: learners -------------------------------------------------------------------------------------
 
@@ -264,20 +266,20 @@ class SyncerService:
             _refuse(channel, reason)
             return
         self._channels[channel.learner] = channel
-        self._ending.attended(len(self._channels))
+        self._ending.count_connected(len(self._channels))
         self._handle(fx.Greeted(hello, channel.token))
 
     def _check_model(self, hello: Hello) -> None:
         assert self._model is not None
-        self._model.check(hello)
-        if text := self._model.other_data(hello):
+        self._model.check_learner(hello)
+        if text := self._model.describe_other_data(hello):
             self._events.say("warning", text, {"learner": hello.learner})
 
     def received(self, channel: ControlChannel, message: FromLearner) -> None:
         if self._channels.get(channel.learner) is not channel:
             return
         if isinstance(message, Contribution):
-            self._merging.contribution(channel.learner, message)
+            self._merging.screen_contribution(channel.learner, message)
         else:
             self._handle(fx.Received(channel.learner, message))
 
@@ -285,48 +287,48 @@ class SyncerService:
         if self._channels.get(channel.learner) is channel:
             del self._channels[channel.learner]
             self._handle(fx.Lost(channel.learner, reason))
-        self._ending.attended(len(self._channels))
+        self._ending.count_connected(len(self._channels))
 
     def turned_away(self, address: str, reason: str) -> None:
-        self._strangers.turned_away(address, reason)
+        self._strangers.log_refusal(address, reason)
 
     # ---- the desk: bodies ---------------------------------------------------------------------------------------
 
     def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
         self._begun()
-        return self._inbox.receive((learner, round, attempt))
+        return self._inbox.receive_body((learner, round, attempt))
 
     def contribution_arrived(self, learner: str, round: int, attempt: int, digest: str) -> None:
-        self._inbox.arrived((learner, round, attempt), digest)
+        self._inbox.mark_arrived((learner, round, attempt), digest)
 
     def contribution_aborted(self, learner: str, round: int, attempt: int, reason: str) -> None:
-        self._inbox.aborted((learner, round, attempt))
+        self._inbox.mark_aborted((learner, round, attempt))
 
     def expect_initial(self, learner: str, session: str, fragment: int) -> memoryview:
-        if self._machine is None or not self._first.asks(learner, session):
+        if self._machine is None or not self._first.is_asked(learner, session):
             raise PeerError(f"{learner} was not asked for the first parameters")
-        body = self._first.receive(learner, fragment)
+        body = self._first.receive_fragment(learner, fragment)
         self._handle(fx.Uploading(learner, body.nbytes))
         return body
 
     def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
         channel = self._channels.get(learner)
-        if channel is None or not self._first.asks(learner, channel.session):
+        if channel is None or not self._first.is_asked(learner, channel.session):
             raise PeerError(f"{learner} is not asked for the first parameters any more")
-        known = self._first.has(fragment)
-        if (reason := self._first.arrived(learner, fragment, digest)) is not None:
+        known = self._first.has_fragment(fragment)
+        if (reason := self._first.accept_fragment(learner, fragment, digest)) is not None:
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
             _refuse(channel, reason)
             return
         if not known:
             self._handle(fx.Uploading(learner, 0))
-        if self._first.whole:
+        if self._first.is_complete:
             self._handle(fx.Initialised(learner))
 
     def fragment(self, index: int) -> ServedFragment:
         if self._machine is None:
             raise PeerError("the run has no parameters yet")
-        return self._parameters.serve(index)
+        return self._parameters.serve_fragment(index)
 
     def relay_wanted(self, ticket: str, learner: str, start: int) -> None:
         if (wrong := self._begun().peers.wrong_newcomer(ticket, learner)) is not None:
@@ -344,7 +346,7 @@ class SyncerService:
         return (self.server.bytes_in, self.server.bytes_out)
 
     def figures(self) -> RunStatus:
-        return self.meter.status(time.time(), self._run, self._machine, self._traffic)
+        return self.meter.make_status(time.time(), self._run, self._machine, self._traffic)
 
     def status(self) -> bytes:
         return msgspec.json.encode(self.figures())
@@ -353,12 +355,12 @@ class SyncerService:
         return manifest(self._begun(), self._parameters.plan, self._config.service.evaluate_every)
 
     def score(self, score: ScoreReport) -> None:
-        self.meter.score(score)
-        self._events.say("score", *told(score))
+        self.meter.note_score(score)
+        self._events.say("score", *describe_score(score))
         if score.has_loss:
             self._handle(fx.Scored(score.round, score.loss))
         if score.final:
-            self._ending.scored()
+            self._ending.stop_scoring()
 
     # ---- the machine --------------------------------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class SyncerService:
     def _look_for_standstill(self) -> None:
         """Before anything else is judged by the clock."""
         now = self._loop.time()
-        stood_s = self._standstill.take_s(now)
+        stood_s = self._standstill.take_standstill_s(now)
         if not stood_s or self._machine is None:
             return
         text = f"the syncer stood still for {stood_s:.1f} s: nobody's silence counts for that time"
@@ -402,41 +404,41 @@ class SyncerService:
             case fx.ConfirmSent(number, attempt, probed):
                 self._handle(fx.PullsSent(number, attempt, probed))
             case fx.Merge():
-                self._merging.merge(effect)
+                self._merging.merge_round(effect)
             case fx.Commit(number, fragment, version):
-                self._parameters.commit(fragment, version, number)
+                self._parameters.commit_version(fragment, version, number)
             case fx.Restore():
-                self._restorer.make_ready(effect)
+                self._restorer.prepare_values(effect)
             case fx.CommitRestored(versions, at):
-                self._restorer.commit(versions, at)
+                self._restorer.commit_values(versions, at)
             case fx.Retune(outer):
                 self._retune(msgspec.convert(outer, Outer))
             case fx.TakeCut():
-                self._cuts.take(effect)
+                self._cuts.take_cut(effect)
             case fx.CompleteCut():
-                self._cuts.complete(effect)
+                self._cuts.complete_cut(effect)
             case fx.Discard(learner, number, attempt):
                 self._merging.discard((learner, number, attempt))
             case fx.Expel(learner, reason):
                 if (channel := self._channels.pop(learner, None)) is not None:
                     channel.close(reason)
             case fx.Finished(reason):
-                self._ending.finish(reason)
+                self._ending.finish_run(reason)
             case fx.Note(kind, text, data):
-                self.meter.note(time.time(), kind, data, text)
+                self.meter.note_event(time.time(), kind, data, text)
                 self._events.say(kind, text, data)
 
     def _send(self, learner: str, message: FromSyncer) -> None:
         channel = self._channels.get(learner)
         if isinstance(message, Pull):
-            self._inbox.ask((learner, message.round, message.attempt), message.fragment, probe=message.probe)
+            self._inbox.expect_body((learner, message.round, message.attempt), message.fragment, probe=message.probe)
         elif isinstance(message, Welcome) and message.upload and channel is not None:
-            self._first.ask(learner, channel.session)
+            self._first.ask_learner(learner, channel.session)
         if channel is not None:
             channel.send(message)
 
     def _retune(self, outer: Outer) -> None:
-        self._parameters.change(outer)
+        self._parameters.change_outer(outer)
         self._screen.limit, self._merging.robust = outer.norm_limit, outer.robust
 
     def _payload(self, persist: fx.Persist) -> memoryview | None:

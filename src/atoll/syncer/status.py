@@ -13,7 +13,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.fabric.wire import ScoreReport, one_line
-from atoll.numerics.fragments import Plan
+from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol.ledger import Totals
 from atoll.protocol.statistics import participation, spread
 from atoll.protocol.syncer.machine import Syncer
@@ -54,7 +54,7 @@ class Meter:
         self.notice: Callable[[], str] = str
         """What the operator should see to before long; empty: nothing."""
 
-    def note(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
+    def note_event(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
             self._count_alive(at, kind, data.get("learner", ""))
         if kind == "recovered" and self._began is None:
@@ -71,7 +71,7 @@ class Meter:
         elif kind == "alarm":
             self._rules_alarm = "" if data["over"] else text
 
-    def score(self, score: ScoreReport) -> None:
+    def note_score(self, score: ScoreReport) -> None:
         self._score = score
 
     def _count_busy(self, learner: str, incarnation: int, busy_s: float) -> None:
@@ -94,7 +94,7 @@ class Meter:
             return 0.0
         return len(self._alive) * max(0.0, now - self._changed)
 
-    def status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
+    def make_status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
         """`traffic`: bytes that came in and went out so far."""
         elapsed = (self._ended or now) - self._began if self._began else 0.0
         known = sorted(machine.members.learners.items()) if machine else []
@@ -220,7 +220,7 @@ def awaited_learners(machine: Syncer | None) -> str:
     return f"Waiting for {some}, up to {settings.wait_for_learners_s:g} s; then training begins."
 
 
-def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
+def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int) -> bytes:
     """What an evaluator needs to put the model together."""
     return msgspec.json.encode(
         {
@@ -234,7 +234,7 @@ def manifest(machine: Syncer, plan: Plan, evaluate_every: int) -> bytes:
     )
 
 
-def told(score: ScoreReport) -> tuple[str, dict[str, object]]:
+def describe_score(score: ScoreReport) -> tuple[str, dict[str, object]]:
     found = [_told_figure("validation loss", score.loss)] if score.has_loss else []
     found += [_told_figure(one_line(name), value) for name, value in score.metrics.items()]
     data: dict[str, object] = {"round": score.round, "loss": score.loss, "cpu_s": score.cpu_s, "sample": score.sample}

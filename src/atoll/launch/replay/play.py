@@ -24,7 +24,7 @@ from atoll.launch.environment import read_environment
 from atoll.launch.local import RUNNER, WORKLOAD
 from atoll.launch.replay.recording import Decision, ProcessRecording, RecordedAction, RunRecording, read_recording
 from atoll.launch.replay.syncer import ReplayOutcome, ReplaySyncer
-from atoll.numerics.fragments import Plan, make_plan
+from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
@@ -132,8 +132,8 @@ class RunReplay:
         then = msgspec.msgpack.decode(data, type=CutState)
         history = History.restore(then.history)
         score.begin_at(history)
-        parameters.load(arrays, [max(0, version) for version in history.versions], then.rounds)
-        parameters.change(outer_of(history))
+        parameters.load_cut(arrays, [max(0, version) for version in history.versions], then.rounds)
+        parameters.change_outer(outer_of(history))
         first = next(
             n
             for n, one in enumerate([*score.decisions, None])
@@ -238,7 +238,7 @@ class TapeRun:
         if outcome.stopped:
             raise RunFailed(f"{outcome.stopped}; logs are in {self.out.logs}")
         self._write(lines, conductor)
-        save_model(self.out.model, dict(conductor.parameters.tensors()))
+        save_model(self.out.model, dict(conductor.parameters.tensors_by_name()))
         return {
             "run": score.begun.run,
             "tape": str(self.tape),
@@ -287,7 +287,7 @@ class TapeRun:
         return line
 
 
-def _plan(begun: Begun, tensors: tuple[TensorSpec, ...]) -> Plan:
+def _plan(begun: Begun, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:
     if begun.settings.fragments > len(tensors):
         raise ConfigError(
             f"the tape cuts the model into {begun.settings.fragments} fragments, it has {len(tensors)} tensors: "

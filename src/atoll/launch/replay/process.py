@@ -48,7 +48,7 @@ from atoll.mailbox.channel import (
 )
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec, encode_contribution
-from atoll.numerics.fragments import Plan
+from atoll.numerics.fragments import FragmentPlan
 from atoll.protocol import tape
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
@@ -68,7 +68,7 @@ class SharedState:
 class ReplayServices:
     """What all actors share."""
 
-    plan: Plan
+    plan: FragmentPlan
     settings: Settings
     codec: Codec
     version: Callable[[int, int], FloatArray | None]

@@ -290,9 +290,9 @@ class ReplaySyncer:
                 if not self._restore(decision):
                     return False
             case Reset(fragment):
-                self._parameters.reset(fragment)
+                self._parameters.reset_outer_state(fragment)
             case Changed(outer=outer):
-                self._parameters.change(msgspec.convert(outer, Outer))
+                self._parameters.change_outer(msgspec.convert(outer, Outer))
         self._at += 1
         self._watch(self.outcome)
         return True
@@ -303,7 +303,7 @@ class ReplaySyncer:
             deltas = [self._given.pop((record.round, name)) for name in members]
             try:
                 weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
-                mark = self._parameters.stage(record.fragment, deltas, weights, self._factors(record), bases)
+                mark = self._parameters.stage_merge(record.fragment, deltas, weights, self._factors(record), bases)
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
@@ -324,8 +324,8 @@ class ReplaySyncer:
         if record.digest and mark != record.digest:
             self.outcome.difference = self._difference(record)
             return False
-        self.outcome.made[record.round] = (mark, self._parameters.marks(record.fragment))
-        self._parameters.commit(record.fragment, record.version, record.round)
+        self.outcome.made[record.round] = (mark, self._parameters.tensor_marks(record.fragment))
+        self._parameters.commit_version(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self._keep_current([record.fragment])
         self._pack(record.round + 1)
@@ -334,7 +334,7 @@ class ReplaySyncer:
     def _pack(self, rounds: int) -> None:
         """So many are behind the run: keep what is here, if the run comes back to it."""
         if rounds in self._packed:
-            self._packed[rounds] = self._parameters.pack()
+            self._packed[rounds] = self._parameters.pack_state()
 
     def _restore(self, record: Restored) -> bool:
         packed = self._packed[record.round]
@@ -347,7 +347,7 @@ class ReplaySyncer:
                 "and the journal does not keep that any more: begin with an older cut"
             )
             return False
-        made = self._parameters.restore(packed, record.versions, record.at - 1)
+        made = self._parameters.restore_state(packed, record.versions, record.at - 1)
         for fragment, (found, due) in enumerate(zip(made, record.digests, strict=True)):
             if found != due:
                 names = tuple(tensor.name for tensor in self._parameters.plan.fragments[fragment].tensors)
@@ -367,7 +367,7 @@ class ReplaySyncer:
     def _difference(self, record: Merged) -> VersionDifference:
         part = self._parameters.plan.fragments[record.fragment]
         names = [tensor.name for tensor in part.tensors]
-        mine = self._parameters.marks(record.fragment)
+        mine = self._parameters.tensor_marks(record.fragment)
         if len(record.marks) == len(mine):
             differ = [
                 name for n, name in enumerate(names) if mine[4 * n : 4 * n + 4] != record.marks[4 * n : 4 * n + 4]
@@ -377,7 +377,7 @@ class ReplaySyncer:
 
     def _keep_current(self, fragments: Sequence[int]) -> None:
         for fragment in fragments:
-            buffer = self._parameters.held()[fragment]
+            buffer = self._parameters.committed_buffers()[fragment]
             if self._needed[fragment, buffer.version]:
                 self._versions[fragment, buffer.version] = buffer.values.copy()
 
@@ -395,8 +395,8 @@ class ReplaySyncer:
         if self._begun:
             return
         for fragment, own in enumerate(values):
-            np.frombuffer(self._parameters.initial(fragment), dtype=np.float32)[:] = own
-        self._parameters.begin()
+            np.frombuffer(self._parameters.initial_bytes(fragment), dtype=np.float32)[:] = own
+        self._parameters.commit_initial()
         self._begun = True
         self._keep_current(range(len(values)))
         self._pack(0)
