@@ -1,9 +1,11 @@
-"""The syncer's books: incarnations opened and closed, data leased out, every token's fate.
+"""Lives, leased data and tokens: what the journal must hold so that every token and sample has one known fate.
 
-Rules kept here, each with its test: an incarnation is written down before its welcome, so no number is given twice, and
-with it by which token its name came; its account is closed when another process takes its name, when it leaves, when it
-starts over, or when it has been away for too long, and what it had not given is then lost, once; samples that no
-version contains are issued again; a report that does not balance is an alarm, written down and never mended in silence.
+Rules kept here, each with its test:
+- an incarnation is recorded before its welcome, so no number is given twice; so is the credential that owns its name;
+- a life is closed when another process takes its name, when it leaves, starts over, or was away for too long; what it
+  had not contributed is then lost, once;
+- samples that no version contains are issued again;
+- a report that does not balance raises an alarm, which is recorded and never silently corrected.
 """
 
 from __future__ import annotations

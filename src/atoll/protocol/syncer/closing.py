@@ -1,13 +1,18 @@
-"""Who is ready for a round, and whether it may freeze its members now.
+"""When a round closes: which learners are ready, and whether the round may freeze its members now.
 
-Asynchronous: at least K learners are ready (they have steps on this fragment that no version contains, on a base at or
-past the version that holds their last contribution to it), the pace says that the round is due (`Pace`), and the grace
-window is over or every learner is there (`grace_s`). Synchronous: every learner that was live
-when the round opened, and still is, has copied the fragment. At the end of a run: whoever has steps left.
+An asynchronous round closes when all three hold:
 
-Nobody is asked for a fragment while the version that holds its last contribution is still on its way to it. A learner
-whose training loop has ended is asked for its last steps but not waited for; where only such are left, nothing paces
-the rounds that collect them, and those that would collect nothing are passed over.
+1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it has made steps on it that no
+   version contains, on a base at or past the version that holds its last contribution to it (`KnownLearner.is_ready`).
+   If fewer than K learners step for `patience_s`, as many as there are suffice (`effective_quorum`).
+2. Pace: H/P steps of the median learner have passed since the last round (`Pace`).
+3. Grace: the grace window is over (`grace_s`), or every live learner is ready.
+
+A synchronous round closes when every learner that was live at its opening, and still is, has copied the fragment
+(`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
+
+A learner whose training loop has ended is asked for its last steps, but no round waits for it. If only such learners
+are left, no pace applies, and rounds that would collect nothing are passed over.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, SyncerState
 
 OWN_STEPS = 1.5
-"""Of its own steps, by which a learner surely has come to a boundary."""
+"""After this many of its own step times a learner has surely passed a step boundary."""
 
 
 class RoundClosing:
@@ -31,7 +36,7 @@ class RoundClosing:
         self.estimates = Estimates()
         self.pace = Pace(schedule.interval(state.settings))
         self._names: list[str] = []
-        """Of those that set the pace."""
+        """Names of the learners that set the pace."""
         self._short_since: float | None = None
         """Since when fewer learners step than the quorum asks for."""
 
@@ -41,14 +46,13 @@ class RoundClosing:
 
     @property
     def deadline_s(self) -> float:
-        """What a pull may take of one whose copy lies ready."""
+        """The timeout of a pull whose copy is ready."""
         return self.estimates.pull_deadline_s(self.state.settings, self.state.members.answer_s())
 
     def deadline_of(self, one: KnownLearner) -> float:
-        """What a pull may take of this learner. One on a slow link has the time that its answers usually take; one that
-        is quick but for now does not get that time. Of a newcomer nothing is known: it counts as the median learner
-        until it has answered or missed a pull. It may have to come to its next boundary first, but no round is held
-        up for longer than the overlap that all are meant to have."""
+        """The timeout of a pull from this learner: four times its usual answer time, or the time to its next step
+        boundary, but never longer than the overlap. A newcomer counts as the median learner until it has answered or
+        missed a pull. Its own average keeps a fast learner that hangs from getting the time of a slow link."""
         usual_s, answer_s = self.state.members.step_s(), one.answer_s.value
         if answer_s is None:
             answer_s = self.state.members.answer_s()
@@ -59,7 +63,7 @@ class RoundClosing:
         return max(answer_by_s, min(OWN_STEPS * step_s, max(1, self.state.settings.overlap) * usual_s))
 
     def follow_members(self, now: float) -> bool:
-        """The live learners may have changed; whether they have."""
+        """Look which learners step now. Returns whether that changed."""
         stepping = self.state.members.stepping_learners()
         names = [one.name for one in stepping]
         changed = names != self._names
@@ -165,9 +169,9 @@ class RoundClosing:
         return max(round_.quorum_at, round_.due_at) + self.window_s(round_)
 
     def window_s(self, round_: Round) -> float:
-        """The grace window of this round. Where a learner was late for this fragment the last time, versions take
-        nearly H steps to come back to it, and it would be left out every time: such a round waits for up to a step.
-        The pace is kept, since the next round does not wait behind it for longer than H/P steps."""
+        """The grace window of this round. If a learner was late for this fragment the last time, the round waits for up
+        to one step: otherwise that learner would miss this fragment every time, since a new version takes nearly H
+        steps to come round. The wait is at most H/P steps, so it does not delay the next round."""
         step_s = self.state.members.step_s()
         late = any(round_.fragment in one.late for one in self.state.members.stepping_learners())
         if not late or not self.state.settings.grace or step_s is None:
@@ -175,7 +179,7 @@ class RoundClosing:
         return max(self.grace_s, min(self.state.settings.grace_cap_steps, self.pace.interval) * step_s)
 
     def _note_on_time(self, round_: Round, ready: list[KnownLearner]) -> None:
-        """Once the window opens."""
+        """Remember who was ready when the grace window opened."""
         if round_.quorum_at is not None and round_.due_at is not None and round_.on_time is None:
             round_.on_time = frozenset(one.name for one in ready)
 
@@ -193,17 +197,17 @@ def _may_yet_copy(one: KnownLearner, round_: Round) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """When a round may freeze its members: enough learners, and the grace window over or everybody there."""
+    """Whether a round closes now, and why."""
 
     close: bool
     reason: str
     """Shown in the events and on the screen, asserted in tests."""
     until: float | None = None
-    """When the answer may change by itself; None: only by an event."""
+    """When the answer may change without an event; None: it cannot."""
 
 
 def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float) -> int:
-    """K, or after a patience as many as can be had: max(1, min(K, live))."""
+    """K; after `patience_s` with fewer live learners, max(1, min(K, live))."""
     return quorum if waited_s < patience_s else max(1, min(quorum, live))
 
 
@@ -227,24 +231,13 @@ def judge_all(*, ready: int, awaited: int) -> Verdict:
     return Verdict(True, f"all {ready} learners reported (synchronous)")
 
 
-# The grace window: how long a round waits after quorum for more learners.
-#
-#     slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
-#
-# ξ_step, ξ_quorum, ξ_sync are exponential moving averages. Until they exist a round waits for all live learners, at
-# most a start-up time.
-#
-# A pull has four times ξ_sync, which the slowest member sets: a slow link has its time. But whoever answers as late
-# as it may makes the next deadline longer, so there is an end to it: four times the deadline that the median
-# learner's answers would set. If all are slow, that is no bound; one alone cannot go past it.
-
 DEADLINE = 4
-"""Times the usual that a pull may take."""
+"""A pull times out after this many times its usual duration."""
 
 
 @dataclass(slots=True)
 class Estimates:
-    """What the syncer has measured of its own rounds."""
+    """Moving averages that the syncer measures in its own rounds."""
 
     quorum_s: Average = field(default_factory=Average)
     """From the moment a round is due to its quorum."""
@@ -252,7 +245,11 @@ class Estimates:
     """From freezing the members to the commit."""
 
     def pull_deadline_s(self, settings: Settings, answer_s: float | None = None) -> float:
-        """max(floor, 4 ξ_sync), at most 4 max(floor, 4 ξ_answer). `answer_s`: the median learner's ξ_answer."""
+        """max(floor, 4 ξ_sync), at most 4 max(floor, 4 ξ_answer), where `answer_s` is the median learner's ξ_answer.
+
+        ξ_sync follows the slowest member, so a slow link has its time. The upper limit is there because a learner that
+        always answers at the deadline would otherwise make the next deadline longer, round after round.
+        """
         by_all = max(settings.pull_floor_s, DEADLINE * (self.sync_s.value or 0.0))
         if answer_s is None:
             return by_all
@@ -260,6 +257,13 @@ class Estimates:
 
 
 def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> float:
+    """How long a round waits after its quorum for more learners:
+
+    slack = τ·ξ_step − (ξ_quorum + ξ_sync);   grace = clamp(γ·slack, 0, cap·ξ_step)
+
+    ξ_step, ξ_quorum and ξ_sync are exponential moving averages. Until they exist, a round waits for all live learners,
+    for at most `startup_s`.
+    """
     if not settings.grace:
         return 0.0
     quorum_s, sync_s = estimates.quorum_s.value, estimates.sync_s.value
@@ -270,22 +274,22 @@ def grace_s(step_s: float | None, estimates: Estimates, settings: Settings) -> f
 
 
 APART = 16.0
-"""So many times as fast as the other one of two learners may be believed to be. Honest ones that differ by more are
-only paced a little more slowly than their mean."""
+"""Of two learners, the faster one counts for at most this many times the steps of the other. If honest learners differ
+by more, the run is only paced a little more slowly."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """The run's step, and keeping H honest: one round per H/P learner steps, whatever the network could do.
+    """The run's step, and the pace of rounds: one round per H/P learner steps, however fast the network is.
 
-    The pace clock is the median number of steps that the live learners have made. Membership changes must not make it
-    jump, so at each of them every learner is taken to stand where the clock stands. A run that fell behind by more
-    than one round does not catch up in a burst: that would sync a fragment again long before its H steps.
+    The clock is the median number of steps that the live learners have made. It must not jump when learners join or
+    leave, so at each such change every learner is placed where the clock stands. A run that fell behind by more than
+    one round does not catch up in a burst: that would sync a fragment again long before its H steps.
 
-    The clock is also the run's step: it never falls, it is written down with every round, and a later term goes on
-    from what is written. One learner of several cannot move it far by claiming steps: of three or more the median
-    stays among the steps of the others, and of two the one that is ahead counts for at most `APART` times the other.
-    In a synchronous run no report moves it: there the schedule says at which step each round is (schedule.py).
+    The clock is also the run's step: it never falls, every round's record holds it, and a later term continues from the
+    journal. One learner cannot move it far by claiming steps: with three or more learners the median stays among the
+    steps of the others; of two, the faster one counts for at most `APART` times the other. In a synchronous run the
+    schedule alone sets the step (schedule.py).
     """
 
     interval: float
@@ -309,7 +313,7 @@ class Pace:
         """The live learners have changed."""
         if steps.keys() != self._anchors.keys():
             self._anchored_at, self._anchors = self.clock, dict(steps)
-            self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # as `stepped` rounds
+            self._places = {learner: self.clock + t - t for learner, t in steps.items()}  # rounded as in move_learner
             self._sorted = sorted(self._places.values())
 
     def move_learner(self, learner: str, t: int) -> None:
@@ -320,7 +324,7 @@ class Pace:
             self.clock = max(self.clock, self._middle())
 
     def _middle(self) -> float:
-        """The median place; of two in the middle, the upper one as far as it is believed."""
+        """The median place. Of two in the middle, the upper one is limited by `APART`."""
         half, odd = divmod(len(self._sorted), 2)
         if odd:
             return self._sorted[half]

@@ -1,12 +1,15 @@
-"""What learners say of their steps: reports and contributions, and whether they count.
+"""Reports and contributions of learners: which of them count.
 
-A report moves the learner's counters. A contribution takes its seat in the round that asked for it; it is refused when
-it breaks a rule (`against_the_rules`) or claims more than can be (`Scrutiny`), and that is a strike (`Strikes`).
+A report updates what the syncer knows of a learner. A contribution answers the round that asked for it. It is refused if
+it breaks a rule (`against_the_rules`) or claims more than is possible (`Scrutiny`); a refusal is a strike (`Strikes`).
 
-Rules kept here, each with its test: nobody contributes who has not adopted a committed version of this run; a learner
-whose contribution went into version v of a fragment contributes to it again only on a base ≥ v; the answer's own t,
-steps, tokens and base are weighed, not the report's; what is not a channel's own, or claims more than can be, is merged
-into nothing; no steps to give are no strike; what no learner says closes its channel.
+Rules kept here, each with its test:
+- a learner contributes only after it has adopted a committed version of this run;
+- after a contribution went into version v of a fragment, the next one to that fragment needs a base ≥ v;
+- the merge uses the contribution's own t, steps, tokens and base, not those of the last report;
+- a contribution for another run, life or term than its connection's, or one that claims too much, is never merged;
+- a contribution without steps is no strike;
+- a message that no honest learner sends closes the connection.
 """
 
 from __future__ import annotations

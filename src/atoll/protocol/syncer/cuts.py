@@ -1,14 +1,16 @@
 """Cuts: consistent snapshots of the whole run (Chandy and Lamport), taken while it goes on.
 
-Every so many rounds the syncer records its state right behind a commit, and from then on every message it sends names
-the open cut: the first such message a learner hears is its marker. It saves its own state in the background and says
-so; what was on its way between the two is kept by its sender (a copy is kept until its fragment is adopted), so nothing
-has to be caught on the wire.
+Every `cut_every` rounds the syncer records its state right behind a commit. From then on every message it sends names
+the open cut; the first such message is the marker for a learner, which then saves its own state in the background and
+says so. Nothing has to be recorded on the wire: a sender keeps what was in flight (a copy is kept until its fragment is
+adopted).
 
-Rules kept here, each with its test: a cut never waits for the dead, nor for anybody past its deadline; those left out
-are named with the reason; only a cut whose syncer's part is durable is completed; one cut is open at a time. A run that
-ends in good order takes a last cut behind its last round, so that whoever goes on with it has the inner optimizers of
-its last steps.
+Rules kept here, each with its test:
+- a cut never waits for dead learners, nor for anybody past its deadline; the manifest names those left out, and why;
+- a cut is completed only after the syncer's own part is durable;
+- one cut is open at a time;
+- a run that ends in good order takes a last cut behind its last round, so that a resume has the inner optimizers of the
+  last steps.
 """
 
 from __future__ import annotations

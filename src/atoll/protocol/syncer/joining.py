@@ -1,9 +1,17 @@
-"""Who comes and goes: a hello and its welcome, a connection that is lost, a learner that leaves or is thrown out.
+"""How learners join, come back and leave, and how a run begins.
 
-Rules kept here, each with its test: a name belongs to the process that said hello last, and who may say it while
-another lives is decided before (succession.py); one that knows what the disk did not keep begins another life; whoever
-comes back is told again what it may not have heard; when a run is over, only those are let in that were part of it; who
-has been away for too long is not counted on any more, and its data goes to others.
+A killed learner comes back like this: its connection is lost (`lose_learner`); the same name says hello again
+(`greet_learner`), as the same life if its session is the same and its account is open, else as a new incarnation; the
+welcome tells it the run's versions and what was merged of it. It fetches the newest versions, takes a peer's inner
+optimizer if its own is gone (peers.py), reports, and may contribute (`Contributions._let_in`).
+
+Rules kept here, each with its test:
+- a name belongs to the process that said hello last; whether a second process may say it while the first lives is
+  decided before (succession.py);
+- a learner that knows of rounds which the disk lost begins a new life;
+- a learner that comes back is told again what it may have missed;
+- once a run is over, only learners that were part of it are let in;
+- a learner that was away for `abandon_s` is given up: its life is closed, and its unmerged samples are issued again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Who is silent, who makes no steps, who reports but does not answer.
+"""Which learners are silent, make no steps, or report but do not answer pulls.
 
-Rules kept here, each with its test: one that says nothing is gone; one that makes no steps is not waited for; one that
-missed its pulls is asked for a probe, which is merged into nothing, until it answers; none of it is held against a
-learner for a time in which the syncer itself stood still.
+Rules kept here, each with its test:
+- a learner that sends nothing for `lost_after_s` is disconnected;
+- no round waits for a learner that makes no steps;
+- a learner that missed its pulls is muted and probed; a probe's answer is never merged;
+- time in which the syncer itself stood still counts against nobody.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the syncer wants done after an event, in order; every message leaves with the syncer's vector clock and term.
+"""The effects of one event, in order. Every message carries the syncer's vector clock and term.
 
-What is written down is part of the history from the moment it is decided; whoever carries effects out sees to it that
-nothing is told before it is durable.
+A record is part of the history from the moment it is decided. effect_order.py makes sure that nothing is sent before
+the records in front of it are durable.
 """
 
 from __future__ import annotations

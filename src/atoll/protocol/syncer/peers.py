@@ -1,15 +1,18 @@
-"""Who helps whom: a newcomer takes the run's parameters from the syncer, the inner optimizer's state from a peer.
+"""How a newcomer gets an inner optimizer: its parameters come from the syncer, the optimizer's state from a peer.
 
-A newcomer in a running run, and a learner out of quarantine, seeks (Seek). A healthy peer is asked (Help), by chance
-among those that help the fewest; once a copy of its state lies ready (Ready) the newcomer is told (Helped), gets it
-from the peer itself or through the relay, and says what became of it (Settled). The syncer decides and passes on; it
-keeps none of it.
+A newcomer in a running run, and a learner that leaves quarantine, asks for a peer (Seek). The syncer asks a healthy peer
+(Help), by chance among those that help the fewest. Once a copy of that peer's state is ready (Ready), the newcomer is
+told (Helped), gets it from the peer directly or through the relay, and reports the outcome (Settled). The syncer only
+arranges this; it stores none of it.
 
-Rules kept here, each with its test: only a live learner that still steps, and whose last contribution was not refused,
-helps; several newcomers are spread over several peers; a peer that goes, declines or takes too long is followed by
-another, and two tries are enough; a peer whose state was refused gets a strike for it, once, and that newcomer asks it
-no more; with no peer, or after those tries, the newcomer goes on with a fresh inner optimizer; it is no member of any
-round before that is settled. Tickets and chance are made of the sessions of both, which nobody else knows.
+Rules kept here, each with its test:
+- only a live learner that still steps, and whose last contribution was accepted, helps;
+- several newcomers are spread over several peers;
+- if a peer goes away, declines or takes too long, another one is asked; two tries are enough;
+- a peer whose state was refused gets one strike, and that newcomer never asks it again;
+- without a peer, or after two tries, the newcomer goes on with a fresh inner optimizer;
+- it is a member of no round before that is settled;
+- tickets and chance come from the sessions of both, which nobody else knows.
 """
 
 from __future__ import annotations

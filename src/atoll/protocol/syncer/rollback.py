@@ -1,12 +1,14 @@
-"""What follows from the run's scores: an alarm, or a rollback to the newest round with a good one (guard.py).
+"""Scores and rollbacks: a bad validation loss raises an alarm, or takes the run back to a good round (guard.py).
 
-The way back: no round begins any more, one that is being merged is committed, the others are abandoned → values and
-outer state of then are asked for → they are committed, for all fragments at once, as one version more than the run had;
-one record says so, and what was merged in between is rolled back. Learners are told of the new versions like of any
-other; they take them in place of their own values, and contribute nothing before.
+A rollback: no round begins any more; one that is being merged is committed, the others are abandoned → the values and
+outer state of the good round are read from the store → they are committed for all fragments at once, as one version
+more than the run had, with one record; what was merged in between is undone. Learners take the new versions in place of
+their own values, and contribute nothing before that.
 
-Rules kept here, each with its test: what is not of this run's rounds is no score; a run that ends, or has nothing to go
-back to, is not rolled back, and the alarm says why; suspects are in quarantine from then on.
+Rules kept here, each with its test:
+- only a score of this run's rounds counts;
+- a run that ends, or that has no good round to go back to, is not rolled back, and the alarm says why;
+- suspects are in quarantine from then on.
 """
 
 from __future__ import annotations

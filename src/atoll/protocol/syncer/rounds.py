@@ -1,14 +1,17 @@
-"""The rounds of a run, from opening to commit.
+"""Rounds, from opening to commit.
 
-A round's way: *gathering* (closing.py decides when it ends) → *pulling* its fragment from the frozen members, each
-until its deadline, which begins when the pulls have left → *merging*, in order of t → committed and announced to
-everyone connected. A round that loses its quorum gathers once more; after a second failure it is passed over with the
-reason.
+The stages of a round (`STAGES` in state.py): *gathering* until closing.py freezes its members → *pulling* its fragment
+from them, each with a deadline that starts when the pulls have been sent → *merging*, in the order of round numbers →
+committed, and announced to everyone connected. A round that loses its quorum gathers once more; after a second failure
+it is passed over, and its record says why.
 
-Rules kept here, each with its test: rounds commit in order of t, also over a round that is passed over; versions go
-up by one; no two rounds of one fragment are under way; a member that dies, declines or misses its deadline is left
-out, and one that falls silent before, unless these are its last steps; one that misses two pulls is muted until a probe
-succeeds; a deadline that everyone missed makes the next longer, but no learner alone makes it longer without end.
+Rules kept here, each with its test:
+- rounds commit in the order of their numbers, also past a round that is passed over; versions go up by one;
+- at most one round of a fragment is under way;
+- a member that dies, declines or misses its deadline is left out of the round; so is one that misses 1.5 heartbeats,
+  unless these are its last steps;
+- a member that misses two pulls is muted until it answers a probe;
+- a deadline that everyone missed makes the next one longer, but no single learner can stretch it without limit.
 """
 
 from __future__ import annotations

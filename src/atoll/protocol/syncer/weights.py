@@ -1,14 +1,14 @@
-"""How much each contribution counts in a merge: w = tokens · (tokens / steps), within limits.
+"""What a contribution weighs in a merge: w = tokens · (tokens / steps), within limits.
 
 Rules kept here, each with its test:
-- no weight is above its limit times the median of all but the largest. The limit is 1 until `STEPS` steps of a learner
-  were seen, `weight_limit` (2) afterwards, or what the operator allows this learner (`weight_limits`);
-- in a round of three or more nobody has more than half, whatever is allowed;
-- what is below stays as it is, to the bit; a round of one or two is never changed.
+- a weight is at most its limit times the median of all weights but the largest. The limit is 1 until `STEPS` steps of a
+  learner were seen, then `weight_limit` (2), or what the operator set for this learner (`weight_limits`);
+- in a round of three or more, nobody has more than half, whatever is set;
+- weights within these limits stay as they are, to the bit; a round of one or two is never changed.
 
-So one of n has at most 2 / (n + 1) of a round in which the others are alike, whatever it claims, and fewer than half of
-them gain nothing by claiming it together. A learner whose steps have 1.4 times the others' tokens reaches the limit (w
-grows with their square): one with larger batches is to be allowed more.
+So one of n equal learners has at most 2 / (n + 1) of a round, whatever it claims, and a minority gains nothing by
+claiming it together. A learner with 1.4 times the others' tokens per step reaches the limit, since w grows with their
+square: allow it more with `weight_limits`.
 """
 
 from __future__ import annotations
