@@ -1,7 +1,8 @@
 """Reports and contributions of learners: which of them count.
 
-A report updates what the syncer knows of a learner. A contribution answers the round that asked for it. It is refused if
-it breaks a rule (`against_the_rules`) or claims more than is possible (`Scrutiny`); a refusal is a strike (`Strikes`).
+A report updates what the syncer knows of a learner. A contribution answers the round that asked for it. It is refused
+if it breaks a rule (`against_the_rules`) or claims more than is possible (`Scrutiny`); a refusal is a strike
+(`Strikes`).
 
 Rules kept here, each with its test:
 - a learner contributes only after it has adopted a committed version of this run;

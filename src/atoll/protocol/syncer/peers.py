@@ -1,9 +1,9 @@
 """How a newcomer gets an inner optimizer: its parameters come from the syncer, the optimizer's state from a peer.
 
-A newcomer in a running run, and a learner that leaves quarantine, asks for a peer (Seek). The syncer asks a healthy peer
-(Help), by chance among those that help the fewest. Once a copy of that peer's state is ready (Ready), the newcomer is
-told (Helped), gets it from the peer directly or through the relay, and reports the outcome (Settled). The syncer only
-arranges this; it stores none of it.
+A newcomer in a running run, and a learner that leaves quarantine, asks for a peer (Seek). The syncer asks a healthy
+peer (Help), by chance among those that help the fewest. Once a copy of that peer's state is ready (Ready), the newcomer
+is told (Helped), gets it from the peer directly or through the relay, and reports the outcome (Settled). The syncer
+only arranges this; it stores none of it.
 
 Rules kept here, each with its test:
 - only a live learner that still steps, and whose last contribution was accepted, helps;
