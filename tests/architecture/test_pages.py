@@ -163,3 +163,13 @@ def test_the_readme_is_short_and_the_changelog_has_one_unreleased_part() -> None
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     assert re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == "[Unreleased]"
     assert (ROOT / "CHANGELOG.md").read_text().count("[Unreleased]") == 1
+
+
+def test_every_experiment_has_its_commit_and_most_their_command() -> None:
+    entries = [part for part in re.split(r"\n\n(?=\*\*|## )", (DOCS / "LOG.md").read_text()) if part.startswith("**")]
+    assert len(entries) > 20
+    for entry in entries:
+        title = entry.partition("**")[2].partition("**")[0]
+        assert re.search(r"\b[0-9a-f]{7}\b", entry), f"{title} names no commit"
+    told = [entry for entry in entries if re.search(r"`(?:python|pytest|atoll|make) ", entry)]
+    assert len(told) >= 0.75 * len(entries), "an entry says how it is made again"
