@@ -124,6 +124,8 @@ def test_a_learner_gets_a_certificate_of_the_authority(keys: KeyDir, monkeypatch
         ("syncer --keys atoll-keys --advertise a/b", "is no"),
         ("syncer --keys atoll-keys --advertise x:99999", "is no HOST:PORT"),
         ("learn script.py", "which run? Name it by --join LINK (or ATOLL_JOIN)"),
+        ("learn script.py --join nolink.txt", "--join (or ATOLL_JOIN) names nolink.txt, which is missing"),
+        ("learn script.py --join script.py", "script.py can be read by others"),
         ("learn script.py --join atoll://half", "is no address of a syncer"),
         ("learn script.py --join atoll://SECRET@x.org:7077/r1", "in the clear: use its join link"),
         ("learn script.py --join http://x.org:7077", "in the clear: use its join link"),
@@ -190,6 +192,24 @@ def test_a_token_may_bring_more_names_and_its_link_stays(
     assert read_tokens(keys).named("join") == msgspec.structs.replace(after, expires=0.0), "what is not named stays"
     assert atoll(monkeypatch, "tokens") == 0
     assert "20,000" in capsys.readouterr().out
+
+
+def test_a_command_of_tokens_takes_the_folder_behind_its_name_too(
+    keys: KeyDir, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remembered(keys)
+    keys.path.rename(folder / "elsewhere")
+    capsys.readouterr()
+    assert atoll(monkeypatch, "tokens", "--keys", "elsewhere", "link") == 0
+    link = capsys.readouterr().out
+    for words in (["link", "--keys", "elsewhere"], ["link", "join", "--keys=elsewhere"]):
+        assert atoll(monkeypatch, "tokens", *words) == 0
+        assert capsys.readouterr().out == link
+    assert atoll(monkeypatch, "tokens", "revoke", "--keys", "elsewhere", "join") == 0
+    assert read_tokens(KeyDir.open(folder / "elsewhere")).named("join").revoked
+    capsys.readouterr()
+    assert atoll(monkeypatch, "tokens", "link", "--help") == 0
+    assert "--keys DIR" in capsys.readouterr().out
 
 
 def remembered(keys: KeyDir) -> None:

@@ -26,6 +26,31 @@ def test_what_a_launcher_says_goes_before() -> None:
     assert find_syncer({"ATOLL_SYNCER": "http://127.0.0.1:7078", "ATOLL_JOIN": LINK}) == "http://127.0.0.1:7078"
 
 
+@pytest.mark.parametrize(("content", "cause"), [(None, "missing"), ("", "empty"), (" \n", "empty")])
+def test_a_file_without_a_link_ends_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, cause: str
+) -> None:
+    """An empty one made the script train alone."""
+    file = tmp_path / "link.txt"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(0o600)
+    with pytest.raises(SystemExit) as caught:
+        find_syncer({"ATOLL_JOIN": str(file)})
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"atoll: ATOLL_JOIN names {file}, which is {cause}\n"
+
+
+def test_a_token_alone_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        find_syncer({"ATOLL_JOIN": "f00d" * 16})
+    assert capsys.readouterr().err == "atoll: ATOLL_JOIN names …, which is missing\n"
+
+
+def test_an_address_without_http_is_no_file() -> None:
+    assert find_syncer({"ATOLL_JOIN": "127.0.0.1:7077"}) == "127.0.0.1:7077"
+
+
 def test_a_file_that_others_can_read_ends_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "link"
     file.write_text(LINK)

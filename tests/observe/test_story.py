@@ -61,6 +61,15 @@ def test_logs_are_named_where_learners_were_started_here(events: list[Event]) ->
     assert "only 2 of 3 learners ever joined; logs/ says why." in " ".join(story(summary, [syncer, learner]))
 
 
+def test_a_run_that_was_never_scored_says_how_it_is_scored_by_hand(events: list[Event]) -> None:
+    """The script of a learner that was started by hand may have its scorer: nobody ran it."""
+    summary = summarise(events) | {"validation_loss_start": None, "validation_loss_end": None}
+    syncer, learner = ({"at": 1.0, "kind": "started", "process": name, "text": ""} for name in ("syncer", "learner-0"))
+    by_hand, by_train = (" ".join(story(summary, one)) for one in ([syncer], [syncer, learner]))
+    assert "validation loss: atoll learn SCRIPT --evaluator scores it" in by_hand
+    assert "validation loss: a script scores it with atoll.evaluate." in by_train
+
+
 def test_learners_on_the_same_batches_become_a_warning(events: list[Event]) -> None:
     text = "a and b train on the same batches, so one of them works for nothing"
     events.insert(-3, {"at": 1009.0, "kind": "same_batches", "learner": "a", "other": "b", "text": text})

@@ -28,9 +28,9 @@ def test_nobody_succeeds_one_that_has_shown_no_proof() -> None:
 
 def test_the_second_process_is_told_who_has_the_name_and_what_to_do() -> None:
     assert tell_taken("learner-0", "rack-3", 12) == (
-        "learner-0 is here already, from rack-3, pid 12: choose another --name"
+        "learner-0 is here already, from rack-3, pid 12: choose another --name (ATOLL_LEARNER)"
     )
-    assert tell_taken("learner-0", "", 0) == "learner-0 is here already: choose another --name"
+    assert tell_taken("learner-0", "", 0) == "learner-0 is here already: choose another --name (ATOLL_LEARNER)"
 
 
 def test_one_that_does_not_say_where_it_is_is_named_by_its_address() -> None:

@@ -32,7 +32,10 @@ def test_nobody_else_can_read_them_whatever_the_umask(tmp_path: Path, umask: int
     finally:
         os.umask(before)
     assert mode(keys.path) == 0o700 and mode(keys.key) == 0o600
-    assert keys.key.read_bytes() == b"another" and [path.name for path in keys.path.iterdir()] == ["syncer.key"]
+    assert keys.key.read_bytes() == b"another" and {path.name for path in keys.path.iterdir()} == {
+        ".gitignore",
+        "syncer.key",
+    }
 
 
 def test_a_draft_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +58,13 @@ def test_a_draft_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_that_was_open_is_closed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     assert mode(KeyDir.create(tmp_path).path) == 0o700
+
+
+def test_git_ignores_a_folder_that_is_made_for_keys_and_no_other(tmp_path: Path) -> None:
+    keys = KeyDir.create(tmp_path / "keys")
+    assert (keys.path / ".gitignore").read_text() == "*\n" and mode(keys.path / ".gitignore") == 0o600
+    (tmp_path / "project").mkdir()
+    assert not list(KeyDir.create(tmp_path / "project").path.iterdir()), "its own files are not to be ignored"
 
 
 def test_keys_are_opened_by_their_folder(keys: KeyDir) -> None:

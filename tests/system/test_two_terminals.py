@@ -67,7 +67,7 @@ def test_the_same_line_in_two_terminals_is_two_learners_or_one_that_is_told(run:
     assert second.returncode == 2
     line = second.stderr.strip().splitlines()[-1]
     assert line.startswith(f"atoll: {name} is here already, from {socket.gethostname()}, pid ")
-    assert line.endswith(": choose another --name")
+    assert line.endswith(": choose another --name (ATOLL_LEARNER)")
     assert "Traceback" not in second.stderr
     assert rounds(run) > before, "the run commits as before"
     second = paste(run, run.folder, "--syncer", url, "--name", name)  # the folder's lock decides

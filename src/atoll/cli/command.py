@@ -119,7 +119,7 @@ class Command:
     script: bool = False
     """What follows `--` goes to a script: the function's `arguments`."""
     commands: tuple[Command, ...] = ()
-    """Its own, of a group. They also get the group's options."""
+    """Its own, of a group. They also take the group's options, before or behind their name."""
     suggest: Callable[[str], str] | None = None
     """What to do instead of an option that is not there; empty: nothing is known."""
     appendix: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
@@ -138,16 +138,17 @@ class Command:
 def call(root: Command, words: Sequence[str], program: str = "atoll") -> None:
     """Run the command that the words name, or print the help they ask for."""
     command, path, values = root, program, {}
-    left = list(words)
+    left, shared = list(words), list[Parameter]()
     while True:
-        found, left = _parse(command, path, left)
+        found, left = _parse(command, path, left, shared)
         if found is None:
-            print(render(command, path))
+            print(render(command, path, shared))
             return
         values.update(found)
         if not command.commands or not left:
             break
         name, *left = left
+        shared += [one for one in command.parameters if not one.shows]
         command, path = _subcommand(command, path, name), f"{path} {name}"
     if not command.runs:
         print(render(command, path))
@@ -155,9 +156,12 @@ def call(root: Command, words: Sequence[str], program: str = "atoll") -> None:
     command.function()(**values)
 
 
-def _parse(command: Command, path: str, words: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """The values of a command, and for a group what its own command is to parse. None: help is asked for."""
-    by_flag = {flag: one for one in command.parameters for flag in one.flags}
+def _parse(
+    command: Command, path: str, words: list[str], shared: Sequence[Parameter]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The values of a command, and for a group what its own command is to parse. None: help is asked for. `shared`: the
+    options of its groups, which have their values already unless they are given here."""
+    by_flag = {flag: one for one in (*shared, *command.parameters) for flag in one.flags}
     places = [one for one in command.parameters if not one.flags]
     given: dict[str, list[str]] = {}
     loose: list[str] = []
@@ -186,7 +190,8 @@ def _parse(command: Command, path: str, words: list[str]) -> tuple[dict[str, Any
             if not equals and (value in by_flag or value in HELP):
                 raise ConfigError(f"{name} needs a value: {name} {one.metavar or _metavar(one.kind)}")
             given.setdefault(one.name, []).append(value)
-    values = {one.name: _value(one, given.get(one.name)) for one in command.parameters if one.flags and not one.shows}
+    values = {one.name: _value(one, given[one.name]) for one in shared if one.name in given}
+    values |= {one.name: _value(one, given.get(one.name)) for one in command.parameters if one.flags and not one.shows}
     if command.commands:
         return values, loose
     left = _place(command, path, places, loose, values)
@@ -238,12 +243,13 @@ def _subcommand(group: Command, path: str, name: str) -> Command:
 # ---- help -----------------------------------------------------------------------------------------------------------
 
 
-def render(command: Command, path: str) -> str:
+def render(command: Command, path: str, shared: Sequence[Parameter] = ()) -> str:
+    """`shared`: the options of its groups."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     heading = "\x1b[1m{}\x1b[0m".format if sys.stdout.isatty() and "NO_COLOR" not in os.environ else str
     parts = [f"{heading('Usage:')} {_usage(command, path)}", *_paragraphs(command.text, width)]
     tables: dict[str, list[tuple[str, str]]] = {}
-    for one in command.parameters:
+    for one in (*command.parameters, *shared):
         tables.setdefault(one.panel if one.flags else "Arguments", []).append(one.columns())
     panel = next((one.panel for one in reversed(command.parameters) if one.flags), "Options")
     tables.setdefault(panel, []).append((", ".join(HELP), "Show this text."))

@@ -233,7 +233,7 @@ def learn(
     proxy: str | None,
 ) -> None:
     arguments = script_arguments(script, arguments)
-    if (where := read_link(join) if join else syncer) is None:
+    if (where := read_link(join, "--join (or ATOLL_JOIN)") if join else syncer) is None:
         raise ConfigError("which run? Name it by --join LINK (or ATOLL_JOIN), as its syncer printed it")
     for variable, value in (("ATOLL_CA", ca), ("ATOLL_CERT", cert), ("ATOLL_KEY", key)):
         if value is not None:

@@ -44,7 +44,8 @@ def end_script(text: str, code: int, cause: BaseException) -> NoReturn:
 
 
 def find_syncer(environment: Mapping[str, str]) -> str:
-    """A join link or addresses; empty: this script is alone. A file that others can read ends the script."""
+    """A join link or addresses; empty: this script is alone. A file that is missing or
+    empty, or that others can read, ends the script."""
     if named := environment.get("ATOLL_SYNCER"):
         return named
     try:

@@ -182,10 +182,10 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     found = []
     if summary["rounds"] == 0:
         found.append("no round was committed: the model is what it was at the start.")
+    by_hand = not any(e["kind"] == "started" and e["process"] != "syncer" for e in events)
     meant, joined = int(settings.get("learners") or 0), len(learners)
     if joined < meant:
-        logged = any(e["kind"] == "started" and e["process"] != "syncer" for e in events)  # not those started by hand
-        found.append(f"only {joined} of {meant} learners ever joined{'; logs/ says why' if logged else ''}.")
+        found.append(f"only {joined} of {meant} learners ever joined{'' if by_hand else '; logs/ says why'}.")
     idle = [name for name, figures in learners.items() if figures["rounds"] == 0]
     if idle and summary["rounds"]:
         found.append(f"{listing(idle)} never contributed to a round.")
@@ -205,10 +205,12 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None and not summary["metrics"]:
-        found.append(
-            "the global model was never scored, so nothing is known of its validation loss: "
-            "a script scores it with atoll.evaluate."
+        how = (
+            "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
+            if by_hand
+            else "a script scores it with atoll.evaluate"
         )
+        found.append(f"the global model was never scored, so nothing is known of its validation loss: {how}.")
     if start is not None and end > start:
         found.append("the validation loss went up.")
     return found

@@ -47,4 +47,4 @@ def judge_claim(holder: Holder, claimant: Holder) -> Claim:
 def tell_taken(name: str, host: str, pid: int) -> str:
     """What the second process of a name is told."""
     where = f", from {host}" if host else ""
-    return f"{name} is here already{where}{f', pid {pid}' if pid else ''}: choose another --name"
+    return f"{name} is here already{where}{f', pid {pid}' if pid else ''}: choose another --name (ATOLL_LEARNER)"

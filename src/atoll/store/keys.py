@@ -8,12 +8,13 @@
 
     RUN/secrets/NAME           of a run without keys: one secret, as Prometheus and curl read it from a file
 
-Both folders have mode 700 and every file in them mode 600.
+Both folders have mode 700 and every file in them mode 600. Their .gitignore keeps them out of a repository.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,9 @@ from atoll.store.rundir import checked_name
 FOLDER = Path("atoll-keys")
 """Where `atoll cert` puts them, below the current folder."""
 OPEN_TO_OTHERS, WRITABLE_BY_OTHERS = 0o077, 0o022
+_ENDS_WITH_PORT = re.compile(r":[0-9]+$")
+_LONG_WORD = re.compile(r"[A-Za-z0-9]{32,}")
+"""May be a token that was given without the rest of its link: it is not repeated."""
 
 Stamp = tuple[int, int]
 """When a file was last written, and which it is: another stamp, another file."""
@@ -85,12 +89,16 @@ class KeyDir:
 
     @classmethod
     def create(cls, path: Path) -> KeyDir:
+        """Made if it is not there; git then ignores all of it. A folder of the user's own gets no such file."""
         found = cls(path.absolute())
         try:
+            is_new = not found.path.exists()
             found.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found.path.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+        if is_new:
+            found.write(found.path / ".gitignore", b"*\n")
         return found
 
     def renew(self) -> None:
@@ -144,13 +152,23 @@ def check_private(file: Path) -> None:
         raise ConfigError(f"{file} belongs to another user of this machine: remove it, and make one of your own")
 
 
-def read_link(said: str) -> str:
-    """A join link or an address as it is, or the one in a file that nobody else may read."""
+def read_link(said: str, named_by: str = "ATOLL_JOIN") -> str:
+    """A join link or an address as it is, or the one in a file that nobody else may read. `named_by`: for complaints
+    about the file."""
     path = Path(said)
-    if "://" in said or not path.is_file():
+    if "://" in said or (_ENDS_WITH_PORT.search(said) and not path.exists()):
         return said
+    shown = _LONG_WORD.sub("…", said)
     check_private(path)
-    return path.read_text().strip()
+    try:
+        link = path.read_text().strip()
+    except FileNotFoundError:
+        raise ConfigError(f"{named_by} names {shown}, which is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{named_by} names {shown}, which cannot be read: {error}") from None
+    if not link:
+        raise ConfigError(f"{named_by} names {shown}, which is empty")
+    return link
 
 
 def check_folder(folder: Path) -> None:
