@@ -200,7 +200,7 @@ async def hangs_up(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
         f"{head}Atoll-Session: {rogue.session}\r\nContent-Length: {len(fort.values(pull, 1.0))}\r\n\r\nabc".encode()
     )
     await writer.drain()
-    parcel = fort.stage.service._inbox._parcels[rogue.name, pull.round, pull.attempt]
+    parcel = fort.stage.service._inbox._pending[rogue.name, pull.round, pull.attempt]
     await fort.until(lambda: parcel.receiving)
     writer.transport.abort()
     await fort.until(lambda: not parcel.receiving)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atoll.choices import MERGE
 from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.fragments import Fragment, make_plan
-from atoll.numerics.merge import merge, weigh
+from atoll.numerics.merge import merge
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import TensorSpec
 
@@ -59,11 +59,6 @@ def rda64(deltas: list[FloatArray], weights: list[float]) -> DoubleArray:
 
 def norm(values: FloatArray) -> float:
     return float(np.linalg.norm(values.astype(np.float64)))
-
-
-def test_weigh_is_quantity_times_quality() -> None:
-    assert weigh(1000, 10) == 100_000.0
-    assert weigh(1000, 0) == 0.0 and weigh(0, 5) == 0.0 and weigh(7, -1) == 0.0
 
 
 def test_mean_by_hand() -> None:

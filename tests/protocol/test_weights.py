@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.protocol.errors import ConfigError
+from atoll.protocol.records import Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import median
-from atoll.protocol.syncer.weights import limit_of, limited, telling
+from atoll.protocol.syncer.weights import limit_of, limited, telling, weight
 
 weights = st.lists(st.floats(1e-6, 1e18), min_size=1, max_size=40)
 limits = st.floats(1.0, 50.0)
@@ -23,6 +24,11 @@ def alike(weights: list[float], limit: float) -> list[float]:
 
 def others(weights: list[float], place: int) -> float:
     return median(sorted(weights[:place] + weights[place + 1 :]))
+
+
+def test_a_weight_is_quantity_times_quality() -> None:
+    assert weight(Share("a", 1, 10, steps=10, tokens=1000, weight=0.0, base=0)) == 100_000.0
+    assert weight(Share("a", 1, 10, steps=5, tokens=0, weight=0.0, base=0)) == 0.0
 
 
 @given(weights, limits)

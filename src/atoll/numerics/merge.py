@@ -23,11 +23,6 @@ from atoll.numerics.fragments import Fragment, elements
 from atoll.protocol.messages import TensorSpec
 
 
-def weigh(tokens: int, steps: int) -> float:
-    """w = tokens · (tokens / steps): quantity × quality."""
-    return tokens * tokens / steps if steps > 0 else 0.0
-
-
 def merge(
     fragment: Fragment,
     deltas: Sequence[FloatArray],

@@ -25,6 +25,7 @@ from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import Gone, Joined, Merged, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.weights import limited, under_median
+from atoll.protocol.syncer.weights import weight as weigh_plainly
 
 
 class BadRun(AtollError):
@@ -184,7 +185,7 @@ def _check_share(who: str, version: int, share: Share) -> None:
 def _check_weights(record: Merged, settings: Settings) -> None:
     """All as the rules make them. Before limits were written down with each share, a round was within the run's limit,
     or (older still) all as they come: one that alone was made smaller or larger is neither."""
-    plain = [share.tokens * (share.tokens / share.steps) for share in record.members]
+    plain = [weigh_plainly(share) for share in record.members]
     found = [share.weight for share in record.members]
     if any(share.limit for share in record.members):
         _check_limits(record, settings)

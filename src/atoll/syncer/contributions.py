@@ -54,7 +54,7 @@ class PendingContribution:
 class Inbox:
     def __init__(self, plan: FragmentPlan, codec: Codec) -> None:
         self._plan, self._codec = plan, codec
-        self._parcels: dict[ContributionKey, PendingContribution] = {}
+        self._pending: dict[ContributionKey, PendingContribution] = {}
         self._bodies: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
         self._probes: dict[str, ContributionKey] = {}
@@ -65,80 +65,80 @@ class Inbox:
             self.discard(self._probes.get(key[0], key))  # whatever came of it
             self._probes[key[0]] = key
         self.discard(key)
-        parcel = self._parcels.setdefault(key, PendingContribution(fragment))
-        parcel.unwanted = False
+        pending = self._pending.setdefault(key, PendingContribution(fragment))
+        pending.unwanted = False
 
     def receive_body(self, key: ContributionKey) -> memoryview:
-        parcel = self._parcels.get(key)
-        if parcel is None:
+        pending = self._pending.get(key)
+        if pending is None:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
-        if parcel.receiving or parcel.digest is not None:
+        if pending.receiving or pending.digest is not None:
             raise PeerError(f"the contribution to round {key[1]} is here already")
-        size = self._plan.fragments[parcel.fragment].size
-        if parcel.body is None:
+        size = self._plan.fragments[pending.fragment].size
+        if pending.body is None:
             length = self._codec.nbytes(self._plan.largest)
-            parcel.body = self._bodies.pop() if self._bodies else np.empty(length, dtype=np.uint8)
-        parcel.receiving = True
-        return parcel.body[: self._codec.nbytes(size)].data
+            pending.body = self._bodies.pop() if self._bodies else np.empty(length, dtype=np.uint8)
+        pending.receiving = True
+        return pending.body[: self._codec.nbytes(size)].data
 
     def mark_arrived(self, key: ContributionKey, mark: str) -> None:
-        if (parcel := self._parcels.get(key)) is not None:
-            parcel.receiving, parcel.digest = False, mark
-            self._free_if_unwanted(key, parcel)
+        if (pending := self._pending.get(key)) is not None:
+            pending.receiving, pending.digest = False, mark
+            self._free_if_unwanted(key, pending)
 
     def mark_aborted(self, key: ContributionKey) -> None:
-        if (parcel := self._parcels.get(key)) is not None:
-            parcel.receiving = False
-            self._free_if_unwanted(key, parcel)
+        if (pending := self._pending.get(key)) is not None:
+            pending.receiving = False
+            self._free_if_unwanted(key, pending)
 
     def is_opened(self, key: ContributionKey) -> bool:
         """Whether its message has come and was looked at."""
-        parcel = self._parcels.get(key)
-        return parcel is not None and (parcel.held or parcel.delta is not None)
+        pending = self._pending.get(key)
+        return pending is not None and (pending.held or pending.delta is not None)
 
     @contextmanager
     def hold_buffers(self, key: ContributionKey) -> Iterator[None]:
         """While it is read beside the event loop its buffers are not given to another, even if it is discarded."""
-        parcel = self._parcels.get(key)
-        if parcel is not None:
-            parcel.held = True
+        pending = self._pending.get(key)
+        if pending is not None:
+            pending.held = True
         yield
-        if parcel is not None:
-            parcel.held = False
-            self._free_if_unwanted(key, parcel)
+        if pending is not None:
+            pending.held = False
+            self._free_if_unwanted(key, pending)
 
     def decode_body(self, key: ContributionKey, mark: str) -> FloatArray:
         """Decode a whole body; PeerError when it is not what its message says."""
-        parcel = self._parcels.get(key)
-        if parcel is None or parcel.body is None or parcel.digest is None:
+        pending = self._pending.get(key)
+        if pending is None or pending.body is None or pending.digest is None:
             raise PeerError("its body did not arrive")
-        if parcel.digest != mark:
+        if pending.digest != mark:
             raise PeerError("its body is not the one its message names")
-        assert parcel.delta is None, "a body is opened once"
-        size = self._plan.fragments[parcel.fragment].size
+        assert pending.delta is None, "a body is opened once"
+        size = self._plan.fragments[pending.fragment].size
         buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
-        self._codec.decode(parcel.body[: self._codec.nbytes(size)], buffer[:size])
-        parcel.delta = buffer
+        self._codec.decode(pending.body[: self._codec.nbytes(size)], buffer[:size])
+        pending.delta = buffer
         return buffer[:size]
 
     def get_delta(self, key: ContributionKey) -> FloatArray:
-        parcel = self._parcels[key]
-        assert parcel.delta is not None
-        return parcel.delta[: self._plan.fragments[parcel.fragment].size]
+        pending = self._pending[key]
+        assert pending.delta is not None
+        return pending.delta[: self._plan.fragments[pending.fragment].size]
 
     def discard(self, key: ContributionKey) -> None:
-        if (parcel := self._parcels.get(key)) is not None:
-            parcel.unwanted = True
-            self._free_if_unwanted(key, parcel)
+        if (pending := self._pending.get(key)) is not None:
+            pending.unwanted = True
+            self._free_if_unwanted(key, pending)
 
-    def _free_if_unwanted(self, key: ContributionKey, parcel: PendingContribution) -> None:
-        if not parcel.unwanted or parcel.receiving or parcel.held:
+    def _free_if_unwanted(self, key: ContributionKey, pending: PendingContribution) -> None:
+        if not pending.unwanted or pending.receiving or pending.held:
             return
-        del self._parcels[key]
-        if parcel.body is not None:
-            self._bodies.append(parcel.body)
-        if parcel.delta is not None:
-            self._deltas.append(parcel.delta)
+        del self._pending[key]
+        if pending.body is not None:
+            self._bodies.append(pending.body)
+        if pending.delta is not None:
+            self._deltas.append(pending.delta)
 
 
 class Merging:

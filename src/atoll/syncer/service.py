@@ -77,7 +77,7 @@ class SyncerService:
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
         self._ending = RunEnding(events, evaluated=evaluated)
-        self._strangers = RefusalLog(events, self._loop.time)
+        self._refusals = RefusalLog(events, self._loop.time)
         self._standstill = Standstill(self._loop, self._look_for_standstill)
         self._effect_queue = EffectQueue(
             run_store.append,
@@ -88,8 +88,10 @@ class SyncerService:
             alarm=self._alarm,
         )
         self.meter = Meter(config)
-        self._doors = doors = make_port_access(config.service, lambda: self._run, events.say, secrets=run_store.secrets)
-        self.meter.notice = doors.notice
+        self._access = access = make_port_access(
+            config.service, lambda: self._run, events.say, secrets=run_store.secrets
+        )
+        self.meter.notice = access.notice
         known = NameOwners(run_store.recovered.history.owners if run_store.recovered is not None else None)
         host, port = config.service.host, config.service.port
         self.server = Server(
@@ -98,10 +100,10 @@ class SyncerService:
             port=port,
             limits=msgspec.structs.replace(limits or FabricLimits(), answer_s=config.protocol.heartbeat_s),
             pages=pages,
-            authorizer=doors.authorizer,
-            tls=doors.tls,
+            authorizer=access.authorizer,
+            tls=access.tls,
             owners=known,
-            names=doors.names,
+            names=access.names,
         )
         if run_store.recovered is not None:
             self._come_back(run_store.recovered)
@@ -140,7 +142,7 @@ class SyncerService:
             await self._effect_queue.wait_until_empty()
             self._ending.log_end(self._machine, self._traffic)
             await self.server.stop()
-            if self._doors.secrets:
+            if self._access.secrets:
                 withdraw_secrets(self.server.host, self.server.port)
             for task in (writing, beats, watch):
                 task.cancel()
@@ -155,14 +157,14 @@ class SyncerService:
 
     def _publish_secrets(self) -> None:
         """With keys there are none, and their tokens alone count."""
-        if self._doors.secrets:
-            publish_secrets(self.server.host, self.server.port, self._doors.secrets)
+        if self._access.secrets:
+            publish_secrets(self.server.host, self.server.port, self._access.secrets)
 
     def dashboard_path(self) -> str:
         """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
-        authorizer = self._doors.authorizer
+        authorizer = self._access.authorizer
         return (
-            authorizer.make_code("viewer") if self._doors.secrets and isinstance(authorizer, TokenAuthorizer) else "/"
+            authorizer.make_code("viewer") if self._access.secrets and isinstance(authorizer, TokenAuthorizer) else "/"
         )
 
     def model_facts(self) -> dict[str, str]:
@@ -290,7 +292,7 @@ class SyncerService:
         self._ending.count_connected(len(self._channels))
 
     def turned_away(self, address: str, reason: str) -> None:
-        self._strangers.log_refusal(address, reason)
+        self._refusals.log_refusal(address, reason)
 
     # ---- the desk: bodies ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import fsum
 
 from atoll.protocol.messages import Contribution
+from atoll.protocol.records import Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import median
 from atoll.protocol.syncer.claims import STEPS
@@ -27,8 +28,8 @@ TOLD = 2.0
 """A weight that was cut to less than one part of so many is told."""
 
 
-def weight(given: Contribution) -> float:
-    """Quantity × quality: w = tokens · (tokens / steps)."""
+def weight(given: Contribution | Share) -> float:
+    """Quantity × quality: w = tokens · (tokens / steps). In this order: records are compared with it to the bit."""
     return given.tokens * (given.tokens / given.steps)
 
 
