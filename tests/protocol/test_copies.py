@@ -18,7 +18,7 @@ def pull(attempt: int = 1, probe: bool = False) -> Pull:
 def test_a_newer_copy_takes_the_place_of_the_older() -> None:
     effects: list[LearnerEffect] = []
     copies = Copies(effects.append)
-    assert copies.keep(copy(4)) is None and copies.keep(copy(5)) is None
+    assert copies.keep_copy(copy(4)) is None and copies.keep_copy(copy(5)) is None
     assert effects == [Drop(1, 4)] and 1 in copies
 
 
@@ -26,43 +26,43 @@ def test_a_contribution_says_what_its_copy_said() -> None:
     effects: list[LearnerEffect] = []
     copies = Copies(effects.append)
     copies.waiting[1] = pull()
-    waited = copies.keep(copy(5))
-    assert waited == pull() and copies.send(waited)
+    waited = copies.keep_copy(copy(5))
+    assert waited == pull() and copies.send_copy(waited)
     assert effects == [Upload(7, 1, 1)]
-    copies.keep(copy(6))  # a fresher one does not change what was sent
-    given = copies.arrived(7, 1, "digest")
+    copies.keep_copy(copy(6))  # a fresher one does not change what was sent
+    given = copies.take_sent(7, 1, "digest")
     assert given is not None and (given.t, given.steps, given.tokens, given.base) == (5, 3, 30, 2)
-    assert copies.arrived(7, 1, "digest") is None, "it is told once"
+    assert copies.take_sent(7, 1, "digest") is None, "it is told once"
 
 
 def test_nothing_is_sent_of_a_copy_without_steps_unless_it_is_only_a_probe() -> None:
     copies = Copies(lambda effect: None)
-    copies.keep(copy(5, steps=0))
-    assert not copies.send(pull()) and copies.send(pull(probe=True))
+    copies.keep_copy(copy(5, steps=0))
+    assert not copies.send_copy(pull()) and copies.send_copy(pull(probe=True))
 
 
 def test_a_copy_that_did_not_get_there_is_not_sent_again() -> None:
     effects: list[LearnerEffect] = []
     copies = Copies(effects.append)
-    copies.keep(copy(5))
-    copies.send(pull())
-    assert copies.failed(7, 1, keep=False) and 1 not in copies
+    copies.keep_copy(copy(5))
+    copies.send_copy(pull())
+    assert copies.note_failure(7, 1, keep=False) and 1 not in copies
     assert effects[-1] == Drop(1, 5)
-    assert not copies.failed(7, 1, keep=False), "nobody waits for it any more"
+    assert not copies.note_failure(7, 1, keep=False), "nobody waits for it any more"
 
 
 def test_a_learner_that_waits_for_a_round_sends_its_copy_again() -> None:
     effects: list[LearnerEffect] = []
     copies = Copies(effects.append)
-    copies.keep(copy(5))
-    copies.send(pull())
-    assert copies.failed(7, 1, keep=True) and 1 in copies and copies.send(pull(attempt=2))
+    copies.keep_copy(copy(5))
+    copies.send_copy(pull())
+    assert copies.note_failure(7, 1, keep=True) and 1 in copies and copies.send_copy(pull(attempt=2))
     assert effects == [Upload(7, 1, 1), Upload(7, 2, 1)]
 
 
 def test_what_is_on_its_way_is_known_until_it_arrives() -> None:
     effects: list[LearnerEffect] = []
     copies, probe = Copies(effects.append), pull(0, probe=True)
-    copies.keep(copy(5))
-    assert not copies.is_on_its_way(probe) and copies.send(probe) and copies.is_on_its_way(probe)
-    assert copies.arrived(7, 0, "digest") is not None and not copies.is_on_its_way(probe)
+    copies.keep_copy(copy(5))
+    assert not copies.is_on_its_way(probe) and copies.send_copy(probe) and copies.is_on_its_way(probe)
+    assert copies.take_sent(7, 0, "digest") is not None and not copies.is_on_its_way(probe)

@@ -20,14 +20,14 @@ class Peer:
         self.helping = Helping(self.done.append, lambda now, message: self.said.append(message), self.versions)
 
     def ask(self, ticket: str, now: float = 0.0, *, frozen: bool = False, **how: Any) -> None:
-        self.helping.hear(now, Help(ticket=ticket, newcomer="b", after=6, frozen=frozen))
+        self.helping.hear_request(now, Help(ticket=ticket, newcomer="b", after=6, frozen=frozen))
         self.turn(now, **how)
 
     def turn(self, now: float = 0.0, *, able: bool = True) -> None:
-        self.helping.turn(now, able=able)
+        self.helping.serve_newcomers(now, able=able)
 
     def captured(self, number: int, now: float = 0.0, **facts: Any) -> None:
-        self.helping.captured(now, fx.Captured(number, **{"t": 9, "size": 100, "digest": "d", "direct": "x", **facts}))
+        self.helping.take_copy(now, fx.Captured(number, **{"t": 9, "size": 100, "digest": "d", "direct": "x", **facts}))
         self.turn(now)
 
     def take(self, kind: type[Any]) -> list[Any]:
@@ -87,7 +87,7 @@ def test_a_third_copy_waits_until_one_is_let_go() -> None:
     peer.versions.newest = peer.versions.held = [9, 9]
     peer.ask("c")
     assert len(peer.take(fx.Capture)) == 2
-    peer.helping.hear(1.0, Release(ticket="a", reason="done"))
+    peer.helping.hear_request(1.0, Release(ticket="a", reason="done"))
     assert peer.done[-2:] == [fx.TakeBack("a"), fx.Dispose(1)]
     peer.turn(1.0)
     assert peer.done[-1] == fx.Capture(3)
@@ -96,7 +96,7 @@ def test_a_third_copy_waits_until_one_is_let_go() -> None:
 def test_a_copy_that_is_still_being_made_is_let_go_when_nobody_wants_it_any_more() -> None:
     peer = Peer()
     peer.ask("a")
-    peer.helping.hear(0.1, Release(ticket="a", reason="the newcomer is gone"))
+    peer.helping.hear_request(0.1, Release(ticket="a", reason="the newcomer is gone"))
     peer.captured(1)
     assert peer.done == [fx.Capture(1), fx.Dispose(1)] and peer.said == []
 
@@ -105,25 +105,25 @@ def test_a_copy_that_nobody_let_go_is_let_go_after_a_while() -> None:
     peer = Peer()
     peer.ask("a")
     peer.captured(1, now=5.0)
-    assert peer.helping.wakes == [5.0 + KEPT_S]
+    assert peer.helping.wake_times == [5.0 + KEPT_S]
     peer.turn(5.0 + KEPT_S)
-    assert peer.done[-2:] == [fx.TakeBack("a"), fx.Dispose(1)] and peer.helping.wakes == []
+    assert peer.done[-2:] == [fx.TakeBack("a"), fx.Dispose(1)] and peer.helping.wake_times == []
 
 
 def test_a_large_copy_is_kept_as_long_as_a_slow_stream_takes() -> None:
     peer = Peer()
     peer.ask("a")
     peer.captured(1, size=8 * 2**30)
-    assert peer.helping.wakes == [1024.0]
+    assert peer.helping.wake_times == [1024.0]
 
 
 def test_it_streams_what_it_has_and_says_so_when_it_has_nothing() -> None:
     peer = Peer()
     peer.ask("a")
     peer.captured(1)
-    peer.helping.hear(1.0, Stream(ticket="a", offset=7))
+    peer.helping.hear_request(1.0, Stream(ticket="a", offset=7))
     assert peer.done[-1] == fx.PassOn("a", 7)
-    peer.helping.hear(1.0, Stream(ticket="b", offset=0))
+    peer.helping.hear_request(1.0, Stream(ticket="b", offset=0))
     assert peer.said[-1] == Unable(ticket="b", reason="its copy is gone")
 
 
@@ -149,7 +149,7 @@ def test_one_that_starts_over_gives_nothing_of_its_life_before() -> None:
     peer.captured(1)
     peer.versions.newest = peer.versions.held = [4, 4]
     peer.ask("b")
-    peer.helping.forget(1.0, "it starts over itself")
+    peer.helping.forget_copies(1.0, "it starts over itself")
     assert peer.said[-1] == Unable(ticket="b", reason="it starts over itself")
     assert peer.done[-2:] == [fx.TakeBack("a"), fx.Dispose(1)]
     peer.captured(2)
@@ -160,7 +160,7 @@ def test_no_copy_is_made_for_what_was_asked_over_a_connection_that_broke() -> No
     peer = Peer()
     peer.versions.newest = [4, 3]
     peer.ask("a")
-    peer.helping.disconnect()
+    peer.helping.forget_requests()
     peer.versions.held = [4, 3]
     peer.turn()
-    assert peer.done == [] and not peer.helping.busy
+    assert peer.done == [] and not peer.helping.is_helping

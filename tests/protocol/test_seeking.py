@@ -16,10 +16,10 @@ class Newcomer:
         self.seeking = Seeking(self.done.append, lambda now, message: self.said.append(message))
 
     def helped(self, ticket: str, peer: str = "a") -> None:
-        self.seeking.hear(Helped(ticket=ticket, peer=peer, size=100, digest="d", direct="x"))
+        self.seeking.hear_answer(Helped(ticket=ticket, peer=peer, size=100, digest="d", direct="x"))
 
     def fetching(self) -> None:
-        self.seeking.begin(0.0, 7)
+        self.seeking.begin_seeking(0.0, 7)
         self.helped("one")
         self.done.clear()
         self.said.clear()
@@ -27,13 +27,13 @@ class Newcomer:
 
 def test_it_asks_fetches_takes_and_says_so() -> None:
     newcomer = Newcomer()
-    newcomer.seeking.begin(0.0, 7)
+    newcomer.seeking.begin_seeking(0.0, 7)
     assert newcomer.done == [fx.Await()] and newcomer.said == [Seek(after=7)]
     newcomer.helped("one")
-    newcomer.seeking.told(1.0, fx.StateCame("one"))
+    newcomer.seeking.note_outcome(1.0, fx.StateCame("one"))
     assert newcomer.done[1:] == [fx.FetchState("one", 100, "d", "x"), fx.TakeState("one")]
     assert newcomer.seeking.open, "not before it is in"
-    newcomer.seeking.told(2.0, fx.Taken("one", t=4))
+    newcomer.seeking.note_outcome(2.0, fx.Taken("one", t=4))
     assert newcomer.said[1:] == [Settled(ticket="one", peer="a", size=100, t=4)]
     assert not newcomer.seeking.open
     newcomer.seeking.conclude()
@@ -45,7 +45,7 @@ def test_it_asks_fetches_takes_and_says_so() -> None:
 def test_what_does_not_arrive_is_asked_of_another() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
-    newcomer.seeking.told(1.0, fx.StateFailed("one", "the connection broke"))
+    newcomer.seeking.note_outcome(1.0, fx.StateFailed("one", "the connection broke"))
     assert newcomer.said == [Settled(ticket="one", peer="a", reason="the connection broke", again=True)]
     newcomer.helped("two", peer="b")
     assert newcomer.done == [fx.FetchState("two", 100, "d", "x")] and newcomer.seeking.open
@@ -57,17 +57,17 @@ def test_another_peer_takes_the_place_of_the_one_before() -> None:
     newcomer.helped("two", peer="b")
     assert newcomer.done == [fx.LeaveState("one"), fx.FetchState("two", 100, "d", "x")]
     for event in (fx.StateCame("one"), fx.StateFailed("one", "it was left"), fx.Taken("one")):
-        newcomer.seeking.told(1.0, event)
+        newcomer.seeking.note_outcome(1.0, event)
     assert newcomer.said == [] and newcomer.seeking.open
 
 
 def test_what_is_refused_is_said_and_another_is_awaited() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
-    newcomer.seeking.told(1.0, fx.StateCame("one"))
-    newcomer.seeking.told(1.0, fx.Taken("one", t=2, reason="'step' is -1.0", refused=True))
+    newcomer.seeking.note_outcome(1.0, fx.StateCame("one"))
+    newcomer.seeking.note_outcome(1.0, fx.Taken("one", t=2, reason="'step' is -1.0", refused=True))
     assert newcomer.said == [Settled(ticket="one", peer="a", size=100, t=2, reason="'step' is -1.0", again=True)]
-    newcomer.seeking.conclude()
+    newcomer.seeking.tell_training()
     assert newcomer.seeking.open and newcomer.done == [fx.TakeState("one")]
     newcomer.helped("two", peer="b")
     assert newcomer.done[-1] == fx.FetchState("two", 100, "d", "x")
@@ -76,10 +76,10 @@ def test_what_is_refused_is_said_and_another_is_awaited() -> None:
 def test_where_no_peers_state_can_be_taken_the_search_ends() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
-    newcomer.seeking.told(1.0, fx.StateCame("one"))
-    newcomer.seeking.told(1.0, fx.Taken("one", reason="the state of LBFGS is taken from no peer"))
+    newcomer.seeking.note_outcome(1.0, fx.StateCame("one"))
+    newcomer.seeking.note_outcome(1.0, fx.Taken("one", reason="the state of LBFGS is taken from no peer"))
     assert newcomer.said == [Settled(ticket="one", peer="a", reason="the state of LBFGS is taken from no peer")]
-    newcomer.seeking.conclude()
+    newcomer.seeking.tell_training()
     [begin] = [effect for effect in newcomer.done if isinstance(effect, fx.Begin)]
     assert "which warms up: the state of LBFGS is taken from no peer" in begin.text and not newcomer.seeking.open
 
@@ -87,8 +87,8 @@ def test_where_no_peers_state_can_be_taken_the_search_ends() -> None:
 def test_without_a_peer_it_goes_on_as_it_is() -> None:
     newcomer = Newcomer()
     newcomer.fetching()
-    newcomer.seeking.hear(Fresh(reason="no healthy peer is there"))
-    newcomer.seeking.conclude()
+    newcomer.seeking.hear_answer(Fresh(reason="no healthy peer is there"))
+    newcomer.seeking.tell_training()
     leave, begin = newcomer.done
     assert leave == fx.LeaveState("one") and "warms up where it is fresh: no healthy peer is there" in begin.text
     newcomer.helped("two")
@@ -97,6 +97,6 @@ def test_without_a_peer_it_goes_on_as_it_is() -> None:
 
 def test_to_stop_what_is_over_changes_nothing() -> None:
     newcomer = Newcomer()
-    newcomer.seeking.stop("the run ends")
-    newcomer.seeking.conclude()
+    newcomer.seeking.stop_seeking("the run ends")
+    newcomer.seeking.tell_training()
     assert newcomer.done == []

@@ -137,9 +137,9 @@ def test_two_probes_in_a_row_are_answered_once(synchronous: bool, sent: int) -> 
     pulls = World(1, synchronous=synchronous).run_until(round=1).learners["learner-0"].machine._pulls
     effects: list[LearnerEffect] = []
     pulls._copies.do = effects.append
-    pulls._copies.keep(copy(5))
+    pulls._copies.keep_copy(copy(5))
     for _ in range(2):
-        pulls._answer(0.0, pull(0, probe=True))
+        pulls._send_answer(0.0, pull(0, probe=True))
     assert effects == [Upload(7, 0, 1)] * sent
 
 
@@ -155,10 +155,10 @@ def test_a_learner_that_comes_back_again_and_again_orders_nothing_more() -> None
     orders: list[LearnerEffect] = []
     book = Orders(orders.append)
     book.settings = Settings(learners=1, fragments=2, sync_every=2, overlap=1, synchronous=True)
-    book.align(0)
+    book.align_steps(0)
     first = list(orders)
     for _ in range(10):
-        book.align(0)
+        book.align_steps(0)
     assert first and orders == first
 
 

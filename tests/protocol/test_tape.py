@@ -145,7 +145,7 @@ def test_a_contribution_takes_along_what_no_report_has_said() -> None:
     world = World(1, fragments=1, sync_every=4).run_until(round=2)
     machine = world.learners["learner-0"].machine
     machine.handle(world.now, fx.Told(0, entries(0, 2)))
-    machine._connection.say(
+    machine._connection.send_message(
         world.now, msg.Contribution(round=9, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="")
     )
     said = machine._effects[-1]

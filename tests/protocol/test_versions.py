@@ -149,11 +149,11 @@ def test_overwrite_drops_the_steps_since_the_copy() -> None:
 def test_a_contribution_that_the_disk_did_not_keep_is_owed_no_more() -> None:
     """It was announced as merged, its round was lost with the machine, and the number of its version given again."""
     versions = Versions(lambda effect: None, held=[9], counted=[9], newest=[9])
-    versions.announced(
+    versions.take_announcement(
         Announce(round=9, fragment=0, version=10, members=(), gathering=10), Member("learner-0", 1, 34, tokens=10)
     )
-    assert versions.owed(0) == 10
+    assert versions.owed_version(0) == 10
     settings = Settings(learners=1, fragments=1, sync_every=3)
     known = {"fingerprint": "plan", "gathering": 9, "committed": 9, "merged": ((9, 29, 50),)}
-    versions.welcomed(Welcome(run="run", incarnation=1, settings=settings, versions=(9,), **known))
-    assert versions.owed(0) is None and versions.tokens_in(0, 10) == 0
+    versions.take_welcome(Welcome(run="run", incarnation=1, settings=settings, versions=(9,), **known))
+    assert versions.owed_version(0) is None and versions.tokens_in(0, 10) == 0

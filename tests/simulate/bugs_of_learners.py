@@ -46,7 +46,7 @@ def _no_reset(plain: Plain) -> Any:
     return lambda self, now, reason, *, reset: plain(self, now, reason, reset=False)
 
 
-mutant("quarantine leaves the broken inner optimizer", (LearnerMachine, "_recover", _no_reset))
+mutant("quarantine leaves the broken inner optimizer", (LearnerMachine, "_recover_from_run", _no_reset))
 
 
 def _same_life(plain: Plain) -> Any:
@@ -57,11 +57,11 @@ def _same_life(plain: Plain) -> Any:
     return broken
 
 
-mutant("a learner that was given up goes on as if nothing had happened", (LearnerMachine, "_welcome", _same_life))
+mutant("a learner that was given up goes on as if nothing had happened", (LearnerMachine, "_take_welcome", _same_life))
 mutant(
     "a peer gives a copy before it is current",
     (Helping, "_is_current", always(True)),
-    (StateCopy, "serves", always(True)),
+    (StateCopy, "serves_newcomer", always(True)),
 )
 
 # ---- copies and pulls ---------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def _any_copy(plain: Plain) -> Any:
 
 mutant(
     "a copy on another base than the model's is given",
-    (Copies, "drop", _copies_stay),
+    (Copies, "drop_copy", _copies_stay),
     (Pulls, "_is_useful", _any_copy),
 )
 mutant(
@@ -102,7 +102,7 @@ def _counters_of_now(plain: Plain) -> Any:
     return broken
 
 
-mutant("a contribution tells the counters of now", (Pulls, "delivered", _counters_of_now))
+mutant("a contribution tells the counters of now", (Pulls, "note_delivered", _counters_of_now))
 
 # ---- versions -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def _newest_unknown(plain: Plain) -> Any:
     return broken
 
 
-mutant("an announcement that was lost is not made up for", (Versions, "welcomed", _newest_unknown))
+mutant("an announcement that was lost is not made up for", (Versions, "take_welcome", _newest_unknown))
 
 
 def _unannounced(plain: Plain) -> Any:
@@ -131,7 +131,7 @@ def _unannounced(plain: Plain) -> Any:
     return broken
 
 
-mutant("a version is adopted before it is announced", (Versions, "fetched", _unannounced))
+mutant("a version is adopted before it is announced", (Versions, "take_fetched", _unannounced))
 
 
 def _not_again(plain: Plain) -> Any:
@@ -142,7 +142,7 @@ def _not_again(plain: Plain) -> Any:
     return broken
 
 
-mutant("a fetch that failed is not tried again", (Versions, "failed", _not_again))
+mutant("a fetch that failed is not tried again", (Versions, "retry_later", _not_again))
 mutant("the copy that a version holds is not named", (Versions, "copy_in", always(None)))
 
 # ---- talking ------------------------------------------------------------------------------------------------------
@@ -156,15 +156,15 @@ def _no_heartbeat(plain: Plain) -> Any:
     return broken
 
 
-mutant("heartbeats are never sent", (ConnectionState, "say", _no_heartbeat))
+mutant("heartbeats are never sent", (ConnectionState, "send_message", _no_heartbeat))
 
 
 def _ends_at_once(plain: Plain) -> Any:
     def broken(self: LearnerMachine, now: float) -> None:
         """The run is over, so it leaves, whether it holds the finished model or not."""
         if self._final is not None and self.phase != "finished":
-            self._report(now)
-            self._connection.say(now, msg.Leave(reason="the run is over"))
+            self._send_report(now)
+            self._connection.send_message(now, msg.Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
     return broken

@@ -26,10 +26,10 @@ from atoll.protocol.syncer.weights import weight
 
 
 def _not_noted(plain: Plain) -> Any:
-    def broken(self: Rounds, round_: Round, seat: Seat, version: int) -> Any:
+    def broken(self: Rounds, round_: Round, seat: Seat, version: int, judged: Any) -> Any:
         learner = self.state.members.learners[seat.learner]
         merged = list(learner.merged)
-        told = plain(self, round_, seat, version)
+        told = plain(self, round_, seat, version, judged)
         learner.merged = merged
         return told
 
@@ -55,7 +55,7 @@ mutant(
     "a stale base is accepted",
     (contributions, "against_the_rules", _any_base),
     (KnownLearner, "may_give", lambda plain: lambda self, fragment: bool(self.versions)),
-    (Versions, "owed", always(None)),
+    (Versions, "owed_version", always(None)),
 )
 
 
@@ -162,7 +162,8 @@ mutant(
 
 def _no_deadline(plain: Plain) -> Any:
     def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> bool:
-        round_.deadline = now + 1.0
+        for seat in round_.asked:
+            seat.deadline = now + 1.0
         return bool(plain(self, now, round_, wakes))
 
     return broken
@@ -264,14 +265,17 @@ mutant("the last cycle does not wait for those that train on", (LastCycle, "_wai
 
 
 def _all_alike(plain: Plain) -> Any:
-    def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> None:
+    def broken(self: Rounds, now: float, round_: Round, wakes: list[float]) -> bool:
+        found = False
         for seat in round_.asked:
             last = max(round_.frozen_at, self.state.members.learners[seat.learner].last_heard)
             silent_at = last + SILENT_BEATS * self.state.settings.heartbeat_s
             if now >= silent_at:
-                self._note_miss(round_, seat, "says nothing any more")
-            elif silent_at < round_.deadline:
+                self._note_miss(round_, seat, "says nothing any more", strike=True)
+                found = True
+            elif silent_at < seat.deadline:
                 wakes.append(silent_at)
+        return found
 
     return broken
 

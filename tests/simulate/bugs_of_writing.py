@@ -107,7 +107,7 @@ def _unfenced(plain: Plain) -> Any:
     return broken
 
 
-mutant("a learner heeds a term that is over", (ConnectionState, "heeds", _any_term))
+mutant("a learner heeds a term that is over", (ConnectionState, "accepts_message", _any_term))
 mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
 
 

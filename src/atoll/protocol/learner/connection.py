@@ -1,9 +1,4 @@
-"""A learner's counters, as its training process last told them, and whether they fit together.
-
-Rules kept here, each with its test: an adoption at a boundary whose step is not told yet waits for that step's report,
-which says both; between an order to forget and the next word of the training process its counters are of two lives, and
-are not told; a new life has taken none of its samples.
-"""
+"""What a learner tells the syncer: its counters, its connection, and when it saves for a snapshot."""
 
 from __future__ import annotations
 
@@ -29,6 +24,13 @@ from atoll.protocol.tape import Spoken
 
 
 class Counters:
+    """The counters of the training process, as it last reported them, and whether they belong together.
+
+    Rules kept here, each with its test: an adoption at a boundary whose step is not reported yet waits for that step's
+    report, which has both; after an order to forget, nothing is reported until the training process has answered,
+    since the counters may be of two lives; a new life has taken none of its samples.
+    """
+
     def __init__(self) -> None:
         self.last = Stepped(0, (), ())
         self._half_told = False
@@ -41,21 +43,21 @@ class Counters:
         return self.last.t
 
     @property
-    def fit(self) -> bool:
+    def are_consistent(self) -> bool:
         """Whether they are all of one moment and of one life."""
         return not self._half_told and not self._forgetting
 
-    def stepped(self, told: Stepped) -> None:
+    def take_step(self, told: Stepped) -> None:
         self.last, self._half_told, self._forgetting = told, False, False
 
-    def adopted(self, told: Adopted) -> None:
+    def take_adoption(self, told: Adopted) -> None:
         self._forgetting = False
         if told.t > self.t:
             self._half_told = True  # the report of that step is on its way, with all counters as they are then
         else:
             self.last = counted(self.last, told)
 
-    def forget(self, fragments: int, *, in_a_step: bool) -> None:
+    def forget_life(self, fragments: int, *, in_a_step: bool) -> None:
         self.last = forgotten(self.last, fragments)
         self._forgetting |= in_a_step
 
@@ -77,9 +79,6 @@ def forgotten(stepped: Stepped, fragments: int) -> Stepped:
     zeros = (0,) * fragments
     rows = {"steps": zeros, "tokens": zeros, "dropped": zeros, "missed": zeros}
     return msgspec.structs.replace(stepped, **rows, position=min(0, stepped.position))
-
-
-# What a learner says of itself: the messages made of its counters.
 
 
 def progress_of(
@@ -148,7 +147,7 @@ class ConnectionState:
     def clock(self) -> Clock:
         return merged(self.heard, {self.name: self._counters.t})
 
-    def heeds(self, message: FromSyncer) -> bool:
+    def accepts_message(self, message: FromSyncer) -> bool:
         """Whether a message counts; if it does, its clock and term are taken in."""
         if message.term < self.term and not isinstance(message, Refused):
             self._do(HangUp(f"it speaks for term {message.term}, the run is in term {self.term}"))
@@ -164,14 +163,14 @@ class ConnectionState:
         self.heard = merged(self.heard, message.clock)
         return True
 
-    def say(self, now: float, message: FromLearner) -> None:
+    def send_message(self, now: float, message: FromLearner) -> None:
         if self.connected:
             self.said_at = now
             if isinstance(message, Contribution):
-                message = self._signed(message)
+                message = self._sign_contribution(message)
             self._do(Say(msgspec.structs.replace(message, clock=self.clock, term=self.term)))
 
-    def _signed(self, given: Contribution) -> Contribution:
+    def _sign_contribution(self, given: Contribution) -> Contribution:
         """Whose it is; and a round names what it depends on."""
         given = msgspec.structs.replace(given, run=self.run, learner=self.name, incarnation=self.incarnation)
         if self.tape.waiting:
@@ -179,11 +178,11 @@ class ConnectionState:
             given = msgspec.structs.replace(given, taped=taped, tape=tape)
         return given
 
-    def turn(self, now: float, heartbeat_s: float, wakes: list[float]) -> None:
+    def send_heartbeat(self, now: float, heartbeat_s: float, wakes: list[float]) -> None:
         """A heartbeat, where nothing else was said for so long."""
         if self.connected:
             if now >= self.said_at + heartbeat_s:
-                self.say(now, Heartbeat())
+                self.send_message(now, Heartbeat())
             wakes.append(self.said_at + heartbeat_s)
 
 
@@ -202,7 +201,7 @@ class Marker:
         self._kept: tuple[int, ...] = ()
         """The complete ones that the run keeps."""
 
-    def look(self, message: FromSyncer, *, training: bool) -> None:
+    def look_for_cut(self, message: FromSyncer, *, training: bool) -> None:
         """`training`: it holds the run's parameters and has made its steps on them."""
         if isinstance(message, Welcome | Announce):
             self._kept = message.cuts

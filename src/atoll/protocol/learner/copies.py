@@ -1,7 +1,8 @@
-"""A learner's copies and the pulls they answer: at hand, waited for, on their way to the syncer.
+"""A learner's copies: which fragment it copies at which step boundary (`Orders`), which copies exist (`Copies`), and what
+it answers to a pull (`Pulls`).
 
-One copy of a fragment is at hand at a time, the newest. A pull that finds none waits for the next boundary. What a
-contribution says of itself (step, counters, base) is what its copy said when it was made.
+At most one copy of a fragment is kept, the newest. A pull that finds none waits for the next boundary. A contribution
+carries the step, counters and base of its copy, as they were when the copy was made.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Copies:
         """The step of the copy at hand; -1 when there is none."""
         return self._at_hand[fragment].t if fragment in self._at_hand else -1
 
-    def keep(self, copy: Copied) -> Pull | None:
+    def keep_copy(self, copy: Copied) -> Pull | None:
         """It takes the place of an older one; the pull that waited for it, if one did."""
         old = self._at_hand.get(copy.fragment)
         if old is not None and old.t != copy.t:
@@ -56,7 +57,7 @@ class Copies:
         self.offer = max(self.offer, copy.round)
         return self.waiting.pop(copy.fragment, None)
 
-    def drop(self, fragment: int, until: int | None = None) -> int | None:
+    def drop_copy(self, fragment: int, until: int | None = None) -> int | None:
         """Of no more use; with `until`, only a copy made for that round or one before it. The round it was made for."""
         copy = self._at_hand.get(fragment)
         if copy is None or (until is not None and copy.round > until):
@@ -68,7 +69,7 @@ class Copies:
     def is_on_its_way(self, pull: Pull) -> bool:
         return (pull.round, pull.attempt) in self._sent
 
-    def send(self, pull: Pull) -> bool:
+    def send_copy(self, pull: Pull) -> bool:
         """Send the copy at hand as the answer; False when there is nothing in it."""
         copy = self._at_hand[pull.fragment]
         if copy.steps == 0 and not pull.probe:
@@ -77,7 +78,7 @@ class Copies:
         self.do(Upload(pull.round, pull.attempt, pull.fragment))
         return True
 
-    def arrived(self, number: int, attempt: int, digest: str) -> Contribution | None:
+    def take_sent(self, number: int, attempt: int, digest: str) -> Contribution | None:
         """What to say of a body that has arrived; None when nobody wants it any more."""
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return None
@@ -96,43 +97,32 @@ class Copies:
             position=copy.position,
         )
 
-    def failed(self, number: int, attempt: int, *, keep: bool) -> bool:
+    def note_failure(self, number: int, attempt: int, *, keep: bool) -> bool:
         """It did not get there; whether anybody may still wait for it. The next pull gets a new copy, or (`keep`) the
         same: a learner that waits for a round makes no other."""
         if (sent := self._sent.pop((number, attempt), None)) is None:
             return False
         if not keep and self._at_hand.get(sent[0].fragment) is sent[0]:
-            self.drop(sent[0].fragment)
+            self.drop_copy(sent[0].fragment)
         return True
 
-    def committed(self, fragment: int, number: int) -> None:
+    def forget_round(self, fragment: int, number: int) -> None:
         """The round is behind the run: nobody waits for an answer to it."""
         waits = self.waiting.get(fragment)
         if waits is not None and waits.round <= number:
             del self.waiting[fragment]
 
-    def disconnect(self) -> None:
+    def forget_pulls(self) -> None:
         """The connection is gone, and with it every pull."""
         self.waiting.clear()
         self._sent.clear()
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         for fragment in list(self._at_hand):
-            self.drop(fragment)
-        self.disconnect()
+            self.drop_copy(fragment)
+        self.forget_pulls()
         self.offer = -1
 
-
-# Which copy the training process makes next, and (synchronous) at which step it waits for which round.
-#
-# Asynchronous: at every boundary the learner copies each fragment that comes due before its next boundary: one where
-# it keeps the run's pace, several where it is slower (several rounds then go by during one of its steps). A round
-# that has not frozen by the next boundary gets a fresher copy there. A pull that finds no copy is served at the next
-# boundary.
-#
-# Synchronous: the schedule says at which nominal step each round's fragment is read and at which its new version is
-# adopted; the shift says how the learner's own steps lie to it. Every copy that may be due before the training
-# process goes on must be ordered before. A learner that the run has gone past takes its place anew.
 
 RECENT = 16
 """Own steps, and rounds, by which a learner judges what comes due before its next boundary."""
@@ -176,6 +166,17 @@ class RoundsPerStep:
 
 
 class Orders:
+    """Which copy the training process makes next, and (synchronous) at which step it waits for which round.
+
+    Asynchronous: at every boundary the learner copies each fragment that comes due before its next boundary: one if it
+    keeps the run's pace, several if it is slower. A round that has not frozen by then gets a fresher copy at the next
+    boundary. A pull that finds no copy is answered at the next boundary.
+
+    Synchronous: the schedule says at which nominal step a round's fragment is read, and at which its new version is
+    adopted; `_shift` is the learner's own step minus the nominal one. Every copy that may come due before the training
+    process goes on must be ordered before. A learner that the run has passed is aligned again.
+    """
+
     def __init__(self, do: Callable[[LearnerEffect], None]) -> None:
         self.settings = Settings()
         self.gathering = 0
@@ -193,10 +194,10 @@ class Orders:
         self._holds: set[int] = set()
 
     @property
-    def aims(self) -> int:
+    def next_round(self) -> int:
         return min(self.pending, default=-1)
 
-    def order(self, number: int, step: int) -> None:
+    def order_copy(self, number: int, step: int) -> None:
         self.pending[number] = step
         self._do(Read(number, schedule.fragment_of(number, self.settings), step))
 
@@ -223,31 +224,31 @@ class Orders:
             self._do(CancelRead(number))
         for number, at in wanted.items():
             if self.pending.get(number) != at:
-                self.order(number, at)
+                self.order_copy(number, at)
 
     # ---- synchronous --------------------------------------------------------------------------------------------
 
-    def align(self, t: int) -> None:
+    def align_steps(self, t: int) -> None:
         """Take a place in the run: it stands where the round before the one that gathers is adopted."""
         if self._shift is None:
             nominal = schedule.adopt_step(self.gathering - 1, self.settings) if self.gathering else 0
             self._shift, self._last = t - nominal, self.gathering - 1
             while schedule.read_step(self._last + 1, self.settings) <= nominal:
                 self._last += 1
-        self.plan(min(self._holds, default=self._last + 1))  # one that comes back has its orders already
+        self.plan_copies(min(self._holds, default=self._last + 1))  # one that comes back has its orders already
 
-    def plan(self, oldest: int) -> None:
+    def plan_copies(self, oldest: int) -> None:
         """Order every copy that may be due before round `oldest` is adopted."""
         if self._shift is None:
             return
         until = schedule.adopt_step(oldest, self.settings)
         while schedule.read_step(self._last + 1, self.settings) <= until:
             self._last += 1
-            self.order(self._last, schedule.read_step(self._last, self.settings) + self._shift)
+            self.order_copy(self._last, schedule.read_step(self._last, self.settings) + self._shift)
             self._holds.add(self._last)
             self._do(Hold(self._last, schedule.adopt_step(self._last, self.settings) + self._shift))
 
-    def behind(self, number: int) -> bool:
+    def is_behind(self, number: int) -> bool:
         """Whether round `number`, now behind the run, is one this learner has yet to copy."""
         return self._shift is not None and (number in self.pending or number > self._last)
 
@@ -257,10 +258,10 @@ class Orders:
             return 0
         return schedule.adopt_step(number, self.settings) + self._shift
 
-    def let_go(self, number: int) -> None:
+    def let_round_go(self, number: int) -> None:
         """Nothing comes of that round. What is due after it must be on order before the training process goes on."""
         if number in self._holds:
-            self.plan(number + 1)
+            self.plan_copies(number + 1)
         self._holds.discard(number)
         self._do(LetGo(number))
 
@@ -268,27 +269,19 @@ class Orders:
         """The copy for that round is gone before its version came, as when the run is rolled back: a learner that
         still waited for the round could make no other copy, and nobody would ever get an answer from it."""
         if number in self._holds:
-            self.let_go(number)
+            self.let_round_go(number)
 
-    def adopted(self, fragment: int, number: int) -> None:
+    def note_adoption(self, fragment: int, number: int) -> None:
         """The training process has taken the version of round `number`, and waits for none before it any more."""
         self._holds -= {n for n in self._holds if n <= number and n % self.settings.fragments == fragment}
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         """No place in the run, nothing on order, nothing to wait for."""
         for number in sorted(self._holds):
             self._do(LetGo(number))
         self._holds.clear()
         self.pending.clear()
         self._shift, self._last = None, -1
-
-
-# What a learner answers to a pull: a copy that lies ready, one that the next boundary brings, or why there is none;
-# and which copies it therefore orders ahead.
-#
-# Rules kept here, each with its test: nothing is contributed before it has recovered; a pull is declined while the
-# version that holds this learner's last contribution is not adopted; a copy on another base than the model's is no
-# use; after the last step nothing older than it is given.
 
 
 class Standing(NamedTuple):
@@ -302,6 +295,13 @@ class Standing(NamedTuple):
 
 
 class Pulls:
+    """What a learner answers to a pull: a copy that is ready, one that the next boundary brings, or why there is none.
+
+    Rules kept here, each with its test: a learner contributes nothing before it has recovered; it declines a pull while
+    the version that holds its last contribution is not adopted; a copy on another base than the model's is useless;
+    after the last step only a copy of all steps is given.
+    """
+
     def __init__(
         self,
         do: Callable[[LearnerEffect], None],
@@ -318,38 +318,38 @@ class Pulls:
     def _synchronous(self) -> bool:
         return self._orders.settings.synchronous
 
-    def pull(self, now: float, pull: Pull) -> None:
+    def answer_pull(self, now: float, pull: Pull) -> None:
         fragment = pull.fragment
         if not self._standing().recovered:
-            self._decline(now, pull, "it has not recovered yet")
-        elif (owed := self._versions.owed(fragment)) is not None:
-            self._decline(now, pull, f"version {owed}, which holds its last steps, is not adopted yet")
+            self._decline_pull(now, pull, "it has not recovered yet")
+        elif (owed := self._versions.owed_version(fragment)) is not None:
+            self._decline_pull(now, pull, f"version {owed}, which holds its last steps, is not adopted yet")
         elif self._is_at_hand(fragment):
-            self._answer(now, pull)
+            self._send_answer(now, pull)
         elif not pull.probe and self._nothing_comes(fragment):
-            self._decline(now, pull, "no steps since its last adoption")
+            self._decline_pull(now, pull, "no steps since its last adoption")
         else:
             self._copies.waiting[fragment] = pull
-            self._orders.order(pull.round, self._standing().t)
+            self._orders.order_copy(pull.round, self._standing().t)
 
-    def copied(self, now: float, copy: Copied) -> bool:
+    def take_copy(self, now: float, copy: Copied) -> bool:
         """A copy was made. True: it is to be reported, since (synchronous) it is what the round waits for."""
         ordered = self._orders.pending.pop(copy.round, None) is not None
         if not self._is_useful(copy, ordered):
             if self._copies.read_at(copy.fragment) != copy.t:  # else it is the one at hand, ordered for two rounds
                 self._do(Drop(copy.fragment, copy.t))
             return False
-        if (pull := self._copies.keep(copy)) is None:
+        if (pull := self._copies.keep_copy(copy)) is None:
             return self._synchronous
-        self._answer(now, pull)
+        self._send_answer(now, pull)
         return False
 
-    def delivered(self, now: float, event: Uploaded) -> None:
-        if (contribution := self._copies.arrived(event.round, event.attempt, event.digest)) is not None:
+    def note_delivered(self, now: float, event: Uploaded) -> None:
+        if (contribution := self._copies.take_sent(event.round, event.attempt, event.digest)) is not None:
             self._say(now, contribution)
 
-    def undelivered(self, now: float, event: UploadFailed) -> None:
-        if self._copies.failed(event.round, event.attempt, keep=self._synchronous):
+    def note_undelivered(self, now: float, event: UploadFailed) -> None:
+        if self._copies.note_failure(event.round, event.attempt, keep=self._synchronous):
             reason = f"its answer did not arrive: {event.reason}"
             self._say(now, Decline(round=event.round, attempt=event.attempt, reason=reason))
 
@@ -357,18 +357,18 @@ class Pulls:
         """A copy that did not do, for a pull that waits, is made again."""
         for pull in self._copies.waiting.values():
             if pull.round not in self._orders.pending:
-                self._orders.order(pull.round, step)
+                self._orders.order_copy(pull.round, step)
 
     def pass_boundary(self) -> None:
         """A step was reported: what the next boundary copies is ordered now."""
         self._orders.pass_boundary(self._standing().t)
         self._order_ahead()
 
-    def plan(self) -> None:
+    def plan_copies(self) -> None:
         """Orders for a learner that has just recovered or come back."""
         standing = self._standing()
         if standing.stepping and self._synchronous:
-            self._orders.align(standing.t)
+            self._orders.align_steps(standing.t)
         else:
             self._order_ahead()
 
@@ -384,10 +384,10 @@ class Pulls:
         if standing.stepping and standing.recovered and not self._synchronous:
             self._orders.order_ahead(standing.t, [pull.round for pull in self._copies.waiting.values()])
 
-    def pass_over(self, number: int) -> None:
+    def pass_over_round(self, number: int) -> None:
         """Nothing comes of that round: nobody waits for it, and the copy made for it would only take up room."""
-        self._orders.let_go(number)
-        self._copies.drop(number % len(self._versions.held), until=number)
+        self._orders.let_round_go(number)
+        self._copies.drop_copy(number % len(self._versions.held), until=number)
 
     def _is_useful(self, copy: Copied, ordered: bool) -> bool:
         if copy.base < 0 or copy.base != self._versions.held[copy.fragment]:
@@ -408,11 +408,11 @@ class Pulls:
             return self._synchronous
         return not standing.steps or standing.steps[fragment] == 0
 
-    def _answer(self, now: float, pull: Pull) -> None:
+    def _send_answer(self, now: float, pull: Pull) -> None:
         if self._synchronous and self._copies.is_on_its_way(pull):
             return  # the same copy twice: the second would be turned away, and the first be taken for it
-        if not self._copies.send(pull):
-            self._decline(now, pull, "no steps since its last adoption")
+        if not self._copies.send_copy(pull):
+            self._decline_pull(now, pull, "no steps since its last adoption")
 
-    def _decline(self, now: float, pull: Pull, reason: str) -> None:
+    def _decline_pull(self, now: float, pull: Pull, reason: str) -> None:
         self._say(now, Decline(round=pull.round, attempt=pull.attempt, reason=reason))

@@ -65,9 +65,11 @@ class LearnerMachine:
         self._orders = Orders(self._do)
         self._versions = Versions(self._do)
         self._copies = Copies(self._do)
-        self._pulls = Pulls(self._do, self._connection.say, self._standing, self._orders, self._copies, self._versions)
-        self._seeking = Seeking(self._do, self._connection.say)
-        self._helping = Helping(self._do, self._connection.say, self._versions)
+        self._pulls = Pulls(
+            self._do, self._connection.send_message, self._standing, self._orders, self._copies, self._versions
+        )
+        self._seeking = Seeking(self._do, self._connection.send_message)
+        self._helping = Helping(self._do, self._connection.send_message, self._versions)
         self._final: tuple[int, ...] | None = None
 
     # ---- the face ---------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ class LearnerMachine:
 
     @property
     def recovered(self) -> bool:
-        return self._versions.complete and not self._seeking.open
+        return self._versions.is_complete and not self._seeking.open
 
     @property
     def _stepping(self) -> bool:
@@ -154,7 +156,7 @@ class LearnerMachine:
         and nobody asks again: so what became of its steps since the last report goes along with the goodbye. It names
         its incarnation, and a syncer that has given it another one passes it over."""
         words: list[msg.FromLearner] = [msg.Leave(reason=reason)]
-        if not self._connection.connected and self.versions and self._counters.fit:
+        if not self._connection.connected and self.versions and self._counters.are_consistent:
             # Without its tape: how much of that the syncer has, only the welcome would tell.
             words.insert(0, self._progress(offer=-1, aims=-1, tape=Spoken()))
         return [msgspec.structs.replace(word, clock=self._connection.clock, term=self.term) for word in words]
@@ -162,91 +164,91 @@ class LearnerMachine:
     def handle(self, now: float, event: fx.LearnerEvent) -> list[fx.LearnerEffect]:
         match event:
             case fx.Arrived(message):
-                self._hear(now, message)
+                self._hear_message(now, message)
             case fx.Disconnected(reason):
-                self._disconnect(reason)
+                self._lose_connection(reason)
             case fx.Stepped():
-                self._counters.stepped(event)
+                self._counters.take_step(event)
                 self._pulls.pass_boundary()
-                self._report(now)
+                self._send_report(now)
             case fx.Told(first, entries):
                 self._connection.tape.add(first, entries)  # the next report carries them
             case fx.Registered():
                 self._data_of = event
-                self._register(now)
+                self._register_data(now)
             case fx.Copied():
-                if self._pulls.copied(now, event) and event.t <= self.t:
-                    self._report(now)  # otherwise the report of that step is on its way, and says both
+                if self._pulls.take_copy(now, event) and event.t <= self.t:
+                    self._send_report(now)  # otherwise the report of that step is on its way, and says both
                 self._pulls.order_waited_for(event.t + 1)
             case fx.Adopted():
-                self._adopted(now, event)
+                self._take_adoption(now, event)
             case fx.Fetched(fragment, version):
-                self._fetched(fragment, version)
+                self._order_adoption(fragment, version)
             case fx.FetchFailed(fragment, reason):
-                self._versions.failed(now, fragment)
+                self._versions.retry_later(now, fragment)
                 self._note("warning", f"fragment {fragment} could not be fetched: {reason}; trying again")
             case fx.Uploaded():
-                self._pulls.delivered(now, event)
+                self._pulls.note_delivered(now, event)
             case fx.UploadFailed(number, _, reason):
                 self._note("warning", f"the answer to round {number} did not arrive: {reason}")
-                self._pulls.undelivered(now, event)
+                self._pulls.note_undelivered(now, event)
             case fx.Saved():
-                self._connection.say(now, cut_saved(event, self.incarnation))
+                self._connection.send_message(now, cut_saved(event, self.incarnation))
             case fx.Captured():
-                self._helping.captured(now, event)
+                self._helping.take_copy(now, event)
             case fx.StateCame() | fx.StateFailed() | fx.Taken():
                 if isinstance(event, fx.Taken) and not event.reason and self._seeking.frozen:
                     self._frozen = self._run_frozen
-                self._seeking.told(now, event)
+                self._seeking.note_outcome(now, event)
                 self._train_if_recovered()
-                self._report(now)
+                self._send_report(now)
             case fx.Tick():
                 pass
-        self._seeking.conclude()  # behind the orders that the training process goes on with
-        self._by_time(now)
+        self._seeking.tell_training()  # behind the orders that the training process goes on with
+        self._advance_time(now)
         effects, self._effects = self._effects, []
         return effects
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    def _hear(self, now: float, message: msg.FromSyncer) -> None:
-        if self._connection.heeds(message):
+    def _hear_message(self, now: float, message: msg.FromSyncer) -> None:
+        if self._connection.accepts_message(message):
             ended = self.phase == "ending" and self.recovered
-            self._marker.look(message, training=ended or self.phase == "training")
-            self._arrive(now, message)
+            self._marker.look_for_cut(message, training=ended or self.phase == "training")
+            self._route_message(now, message)
 
-    def _arrive(self, now: float, message: msg.FromSyncer) -> None:
+    def _route_message(self, now: float, message: msg.FromSyncer) -> None:
         match message:
             case msg.Welcome():
-                self._welcome(now, message)
+                self._take_welcome(now, message)
             case msg.Started(uploader=uploader):
-                self._started(now, uploader)
+                self._take_start(now, uploader)
             case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):
                 if incarnation in (0, self.incarnation):  # else it was meant for another life under this name
                     self._do(fx.Supply(ranges, over, own))
             case msg.Pull():
-                self._pulls.pull(now, message)
+                self._pulls.answer_pull(now, message)
                 self._pulls.move_on(message.gathering)
             case msg.Announce():
-                self._announced(now, message)
+                self._take_announcement(now, message)
             case msg.Recover(incarnation=incarnation, reason=reason):
                 self._connection.incarnation = incarnation
-                self._recover(now, reason, reset=True)
-                self._seeking.begin(now, self._connection.heard[SYNCER])
+                self._recover_from_run(now, reason, reset=True)
+                self._seeking.begin_seeking(now, self._connection.heard[SYNCER])
                 self._fetch_missing()
-                self._register(now)
+                self._register_data(now)
             case msg.Help() | msg.Stream() | msg.Release():
-                self._helping.hear(now, message)
+                self._helping.hear_request(now, message)
             case msg.Helped() | msg.Fresh():
-                self._seeking.hear(message)
+                self._seeking.hear_answer(message)
                 self._train_if_recovered()
-                self._report(now)
+                self._send_report(now)
             case msg.Drain(reason=reason):
                 self._do(fx.Drain(reason))
             case msg.Ending(reason=reason):
-                self._ending(reason)
+                self._begin_ending(reason)
             case msg.Finish(reason=reason, versions=versions):
-                self._ending(reason)
+                self._begin_ending(reason)
                 self._final = versions
                 self._versions.newest = list(versions)
                 self._fetch_missing()
@@ -257,7 +259,7 @@ class LearnerMachine:
             case msg.Refused():
                 self._note("warning", message.reason)
 
-    def _welcome(self, now: float, welcome: msg.Welcome) -> None:
+    def _take_welcome(self, now: float, welcome: msg.Welcome) -> None:
         before, self._connection.incarnation = self.incarnation, welcome.incarnation
         self._connection.connected = True
         self._connection.tape.welcomed(welcome.taped)
@@ -266,14 +268,14 @@ class LearnerMachine:
         if new_run:
             self._change_run(now, welcome)
         elif before not in (0, welcome.incarnation):
-            self._recover(now, "it was given up while the connection was down", reset=welcome.reset)
+            self._recover_from_run(now, "it was given up while the connection was down", reset=welcome.reset)
         elif any(held > newest for held, newest in zip(self.versions, welcome.versions, strict=True)):
-            self._recover(now, "the run went back to what its disk had kept", reset=False)
-        self._seek(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
-        self._versions.welcomed(welcome)
+            self._recover_from_run(now, "the run went back to what its disk had kept", reset=False)
+        self._seek_peer_state(now, welcome, new_life=new_run or before not in (0, welcome.incarnation))
+        self._versions.take_welcome(welcome)
         if welcome.leases:
             self._do(fx.Supply(welcome.leases))
-        self._register(now)
+        self._register_data(now)
         self._orders.gathering = max(welcome.gathering, 0)
         if self.phase not in ("ending", "finished"):
             self.phase = "training" if self.recovered else "joining"
@@ -282,37 +284,37 @@ class LearnerMachine:
             self._do(fx.UploadAll())
         self._keep_up(welcome.committed - 1)
         for number in range(max(0, welcome.committed - len(self.newest)), welcome.committed):
-            if not self._versions.lacks(number % len(self.newest)):
-                self._pulls.pass_over(number)
+            if not self._versions.lacks_newest(number % len(self.newest)):
+                self._pulls.pass_over_round(number)
         self._fetch_missing()
-        self._pulls.plan()
-        self._report(now)
+        self._pulls.plan_copies()
+        self._send_report(now)
 
-    def _seek(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
+    def _seek_peer_state(self, now: float, welcome: msg.Welcome, *, new_life: bool) -> None:
         """A life that begins in a running run takes a peer's inner optimizer; in one that just begins all are fresh.
         What is frozen must be the run's from the beginning."""
         self._run_frozen = welcome.frozen
         lacks = self._takes_frozen and welcome.frozen not in ("", self._frozen)
         if self._seeking.open or (new_life and not self._kept) or lacks:
             if (welcome.committed > 0 or lacks) and self.phase not in ("ending", "finished"):
-                self._seeking.begin(now, welcome.committed, frozen=lacks)
+                self._seeking.begin_seeking(now, welcome.committed, frozen=lacks)
             else:
-                self._seeking.stop("the run has only begun: every inner optimizer is fresh")
+                self._seeking.stop_seeking("the run has only begun: every inner optimizer is fresh")
         self._kept = False
 
     def _train_if_recovered(self) -> None:
         """The run's parameters are there, and a peer's state is, or will not come."""
         if self.phase == "joining" and self.recovered:
             self.phase = "training"
-            self._pulls.plan()
+            self._pulls.plan_copies()
 
     def _change_run(self, now: float, welcome: msg.Welcome) -> None:
         if self.run:
             self._note("warning", f"this is run {welcome.run}, not {self.run}: its parameters are taken")
         self._connection.run, self._connection.heard = welcome.run, dict(welcome.clock)
-        self._forget(now, "a new run", fragments=len(welcome.versions), reset=False)
+        self._forget_run(now, "a new run", fragments=len(welcome.versions), reset=False)
 
-    def _started(self, now: float, uploader: str) -> None:
+    def _take_start(self, now: float, uploader: str) -> None:
         self._versions.newest = [max(version, 0) for version in self.newest]
         if uploader != self.name:
             self._fetch_missing()
@@ -320,34 +322,34 @@ class LearnerMachine:
         self._versions.held, self._versions.counted = [0] * len(self.newest), [0] * len(self.newest)
         if self.phase == "joining":
             self.phase = "training"
-        self._pulls.plan()
+        self._pulls.plan_copies()
         self._do(fx.Own())
-        self._report(now)
+        self._send_report(now)
 
-    def _announced(self, now: float, announce: msg.Announce) -> None:
+    def _take_announcement(self, now: float, announce: msg.Announce) -> None:
         mine = [m for m in announce.members if m.learner == self.name and m.incarnation == self.incarnation]
-        self._versions.announced(announce, mine[0] if mine else None)
+        self._versions.take_announcement(announce, mine[0] if mine else None)
         self._do(fx.Inform(announce.progress, announce.global_step, announce.round + 1))
-        self._copies.committed(announce.fragment, announce.round)
+        self._copies.forget_round(announce.fragment, announce.round)
         self._pulls.move_on(announce.gathering)
         if self._keep_up(announce.round):
-            self._pulls.plan()
-            self._report(now)
+            self._pulls.plan_copies()
+            self._send_report(now)
         if not announce.members:
-            self._pulls.pass_over(announce.round)
+            self._pulls.pass_over_round(announce.round)
         self._fetch_missing()
 
-    def _ending(self, reason: str) -> None:
+    def _begin_ending(self, reason: str) -> None:
         if self.phase in ("training", "joining"):
             self.phase = "ending"
-            self._seeking.stop("the run ends: no peer's inner optimizer is needed any more")
+            self._seeking.stop_seeking("the run ends: no peer's inner optimizer is needed any more")
             self._orders.pending.clear()
             self._do(fx.Stop(reason))
 
-    def _disconnect(self, reason: str) -> None:
+    def _lose_connection(self, reason: str) -> None:
         self._connection.connected = False
-        self._copies.disconnect()
-        self._helping.disconnect()
+        self._copies.forget_pulls()
+        self._helping.forget_requests()
         if self._final is not None:
             self._stop_for_good("the run is over")
         elif self.phase != "finished":
@@ -357,9 +359,9 @@ class LearnerMachine:
 
     def _keep_up(self, number: int) -> bool:
         """Synchronous: a learner that the run has gone past takes its place anew, and waits for nothing older."""
-        if self.phase != "training" or not self._orders.behind(number):
+        if self.phase != "training" or not self._orders.is_behind(number):
             return False
-        self._orders.forget()
+        self._orders.forget_all()
         return True
 
     # ---- new versions -------------------------------------------------------------------------------------------
@@ -368,8 +370,8 @@ class LearnerMachine:
         if self._connection.connected:
             self._versions.fetch_missing()
 
-    def _fetched(self, fragment: int, version: int) -> None:
-        if not self._versions.fetched(fragment, version):
+    def _order_adoption(self, fragment: int, version: int) -> None:
+        if not self._versions.take_fetched(fragment, version):
             return
         number = self._versions.rounds.get(fragment, -1)
         if self.settings.synchronous:
@@ -389,36 +391,36 @@ class LearnerMachine:
     def _before_adoption(self, fragment: int, number: int) -> None:
         """The training process goes on once it has adopted: its next orders must be there before."""
         if self.phase == "training":
-            self._orders.plan(max(number, 0) + 1)
+            self._orders.plan_copies(max(number, 0) + 1)
         elif self.phase == "joining" and self._versions.complete_with(fragment) and not self._seeking.open:
             self.phase = "training"
-            self._pulls.plan()
+            self._pulls.plan_copies()
 
-    def _adopted(self, now: float, event: fx.Adopted) -> None:
+    def _take_adoption(self, now: float, event: fx.Adopted) -> None:
         fragment = event.fragment
-        if (number := self._versions.adopted(fragment, event.version)) is None:
+        if (number := self._versions.take_adoption(fragment, event.version)) is None:
             return
-        self._orders.adopted(fragment, number)
-        self._orders.void_copy(self._copies.drop(fragment))
-        self._counters.adopted(event)
+        self._orders.note_adoption(fragment, number)
+        self._orders.void_copy(self._copies.drop_copy(fragment))
+        self._counters.take_adoption(event)
         self._train_if_recovered()
         self._fetch_missing()
         self._finish_if_done(now)
         if self.phase != "finished":
-            self._report(now)
+            self._send_report(now)
 
-    def _recover(self, now: float, reason: str, *, reset: bool) -> None:
+    def _recover_from_run(self, now: float, reason: str, *, reset: bool) -> None:
         fresh = " and an inner optimizer" if reset else ""
         self._note("recovering", f"taking the run's parameters{fresh} anew: {reason}")
-        self._forget(now, reason, fragments=len(self.versions), reset=reset)
+        self._forget_run(now, reason, fragments=len(self.versions), reset=reset)
 
-    def _forget(self, now: float, reason: str, *, fragments: int, reset: bool) -> None:
-        self._helping.forget(now, "it starts over itself")
-        self._copies.forget()
-        self._orders.forget()
-        self._versions.forget(fragments)
+    def _forget_run(self, now: float, reason: str, *, fragments: int, reset: bool) -> None:
+        self._helping.forget_copies(now, "it starts over itself")
+        self._copies.forget_all()
+        self._orders.forget_all()
+        self._versions.forget_all(fragments)
         # Whoever has made steps may be in one, also while it joins: no step waits for the run.
-        self._counters.forget(fragments, in_a_step=self.phase == "training" or self.t > 0)
+        self._counters.forget_life(fragments, in_a_step=self.phase == "training" or self.t > 0)
         if self.phase == "training":
             self.phase = "joining"
         self._do(fx.Forget(reason, reset))
@@ -429,8 +431,8 @@ class LearnerMachine:
         if self._final is None or self.phase == "finished":
             return
         if all(held >= final for held, final in zip(self.versions, self._final, strict=True)):
-            self._report(now)
-            self._connection.say(now, msg.Leave(reason="the run is over"))
+            self._send_report(now)
+            self._connection.send_message(now, msg.Leave(reason="the run is over"))
             self._stop_for_good("the run is over")
 
     def _stop_for_good(self, reason: str) -> None:
@@ -438,27 +440,31 @@ class LearnerMachine:
             self.phase = "finished"
             self._do(fx.Stop(reason, final=True))
 
-    def _by_time(self, now: float) -> None:
+    def _advance_time(self, now: float) -> None:
         wakes: list[float] = []
-        if self._helping.busy:
-            self._helping.turn(now, able=self._stepping and self.recovered)
-            wakes += self._helping.wakes
+        if self._helping.is_helping:
+            self._helping.serve_newcomers(now, able=self._stepping and self.recovered)
+            wakes += self._helping.wake_times
         if retries := self._versions.retry_at:
             for fragment in [f for f, at in retries.items() if now >= at]:
                 del retries[fragment]
                 self._fetch_missing()
             wakes += retries.values()
-        self._connection.turn(now, self.settings.heartbeat_s, wakes)
+        self._connection.send_heartbeat(now, self.settings.heartbeat_s, wakes)
         self.wake_at = min(wakes, default=None)
 
-    def _register(self, now: float) -> None:
+    def _register_data(self, now: float) -> None:
         if (data := self._data_of) is not None:
-            self._connection.say(now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch))
+            self._connection.send_message(
+                now, msg.Register(datasets=data.datasets, epochs=data.epochs, batch=data.batch)
+            )
 
-    def _report(self, now: float) -> None:
-        if not self._connection.connected or not self.versions or not self._counters.fit:
+    def _send_report(self, now: float) -> None:
+        if not self._connection.connected or not self.versions or not self._counters.are_consistent:
             return
-        self._connection.say(now, self._progress(self._copies.offer, self._orders.aims, self._connection.tape))
+        self._connection.send_message(
+            now, self._progress(self._copies.offer, self._orders.next_round, self._connection.tape)
+        )
 
     def _progress(self, offer: int, aims: int, tape: Spoken) -> msg.Progress:
         last, seeking = self._counters.last, self._seeking.open

@@ -45,22 +45,22 @@ class Seeking:
         self._outcome = ""
         """What it came to, until that is told."""
 
-    def begin(self, now: float, after: int, *, frozen: bool = False) -> None:
+    def begin_seeking(self, now: float, after: int, *, frozen: bool = False) -> None:
         """Ask for a peer; once more after a reconnect: the syncer may be another one."""
         self.open, self._outcome, self.frozen = True, "", frozen
         self._do(Await())
         self._say(now, Seek(after=after, frozen=frozen))
 
-    def hear(self, message: Helped | Fresh) -> None:
+    def hear_answer(self, message: Helped | Fresh) -> None:
         match message:
             case Fresh(reason=reason):
-                self.stop(f"goes on with its own inner optimizer, which warms up where it is fresh: {reason}")
+                self.stop_seeking(f"goes on with its own inner optimizer, which warms up where it is fresh: {reason}")
             case Helped() if self.open:
-                self._leave()
+                self._leave_state()
                 self._helped = message
                 self._do(FetchState(message.ticket, message.size, message.digest, message.direct))
 
-    def told(self, now: float, event: StateCame | StateFailed | Taken) -> None:
+    def note_outcome(self, now: float, event: StateCame | StateFailed | Taken) -> None:
         """What became of what it was told to fetch; of anything older nobody wants to know."""
         if (helped := self._helped) is None or helped.ticket != event.ticket:
             return
@@ -72,31 +72,31 @@ class Seeking:
                 self._say(now, Settled(ticket=ticket, peer=helped.peer, reason=reason, again=True))
             case Taken():
                 self._helped = None
-                self._settle(now, helped, event)
+                self._report_outcome(now, helped, event)
 
-    def _settle(self, now: float, helped: Helped, taken: Taken) -> None:
+    def _report_outcome(self, now: float, helped: Helped, taken: Taken) -> None:
         """It is in; it is not to be believed, and another peer's may be; or none could be taken here."""
         size = helped.size if taken.refused or not taken.reason else 0
         said = Settled(ticket=taken.ticket, peer=helped.peer, size=size, t=taken.t, reason=taken.reason)
         self._say(now, msgspec.structs.replace(said, again=taken.refused))
         if not taken.reason:
-            self.stop(f"goes on with the inner optimizer of {helped.peer}")
+            self.stop_seeking(f"goes on with the inner optimizer of {helped.peer}")
         elif not taken.refused:
-            self.stop(f"goes on with its own inner optimizer, which warms up: {taken.reason}")
+            self.stop_seeking(f"goes on with its own inner optimizer, which warms up: {taken.reason}")
 
-    def stop(self, text: str) -> None:
+    def stop_seeking(self, text: str) -> None:
         """Settled, one way or the other."""
         if self.open:
-            self._leave()
+            self._leave_state()
             self.open, self._outcome = False, text
 
-    def conclude(self) -> None:
+    def tell_training(self) -> None:
         """Tell the training process, once whatever it goes on with is on order."""
         if self._outcome:
             self._do(Begin(self._outcome))
             self._outcome = ""
 
-    def _leave(self) -> None:
+    def _leave_state(self) -> None:
         if self._helped is not None:
             self._do(LeaveState(self._helped.ticket))
             self._helped = None
@@ -128,7 +128,7 @@ class StateCopy:
     frozen: bool = False
     """With frozen parameters, which only those get that ask for them: they may be most of the model."""
 
-    def serves(self, wanted: Wanted) -> bool:
+    def serves_newcomer(self, wanted: Wanted) -> bool:
         return self.frozen == wanted.frozen and all(map(ge, self.held, wanted.versions))
 
 
@@ -154,81 +154,81 @@ class Helping:
         self._number = 0
 
     @property
-    def busy(self) -> bool:
+    def is_helping(self) -> bool:
         """Somebody is being helped."""
         return bool(self._copies or self._asked)
 
     @property
-    def wakes(self) -> list[float]:
+    def wake_times(self) -> list[float]:
         return [copy.until for copy in self._copies.values() if copy.fact is not None]
 
-    def hear(self, now: float, message: Help | Stream | Release) -> None:
+    def hear_request(self, now: float, message: Help | Stream | Release) -> None:
         match message:
             case Help(ticket=ticket, frozen=frozen):
                 # announcements come before it on the same channel: what is committed is known
                 self._asked[ticket] = Wanted(list(self._versions.newest), frozen)
             case Stream(ticket=ticket, offset=offset):
-                self._stream(now, ticket, offset)
+                self._start_stream(now, ticket, offset)
             case Release(ticket=ticket):
-                self._release(ticket)
+                self._release_ticket(ticket)
 
-    def captured(self, now: float, event: Captured) -> None:
+    def take_copy(self, now: float, event: Captured) -> None:
         if (copy := self._copies.get(event.number)) is None or copy.fact is not None:
             self._do(Dispose(event.number))
         elif event.reason:
             del self._copies[event.number]
-            self._decline(now, event.reason)
+            self._decline_all(now, event.reason)
         else:
             copy.fact, copy.until = event, now + max(KEPT_S, event.size / BYTES_PER_S)
 
-    def _stream(self, now: float, ticket: str, offset: int) -> None:
+    def _start_stream(self, now: float, ticket: str, offset: int) -> None:
         if any(ticket in copy.tickets for copy in self._copies.values()):
             self._do(PassOn(ticket, offset))
         else:
             self._say(now, Unable(ticket=ticket, reason="its copy is gone"))
 
-    def _release(self, ticket: str) -> None:
+    def _release_ticket(self, ticket: str) -> None:
         self._asked.pop(ticket, None)
         for number, copy in list(self._copies.items()):
             if ticket in copy.tickets:
                 copy.tickets.discard(ticket)
                 self._do(TakeBack(ticket))
                 if not copy.tickets:
-                    self._dispose(number)
+                    self._dispose_copy(number)
 
-    def turn(self, now: float, *, able: bool) -> None:
+    def serve_newcomers(self, now: float, *, able: bool) -> None:
         """Give what fits, order what is missing, let go what has lain too long."""
         for number, copy in list(self._copies.items()):
             if copy.fact is not None and now >= copy.until:
-                self._dispose(number)
+                self._dispose_copy(number)
         if not able:
-            self._decline(now, "it does not train, or has not recovered itself")
+            self._decline_all(now, "it does not train, or has not recovered itself")
         for ticket, wanted in list(self._asked.items()):
             self._give_or_order(now, ticket, wanted)
         for number, copy in list(self._copies.items()):
             if copy.fact is not None and not copy.tickets:
-                self._dispose(number)
+                self._dispose_copy(number)
 
-    def disconnect(self) -> None:
+    def forget_requests(self) -> None:
         """The syncer counts on a peer no more whose connection broke: no copy is made for what that one asked."""
         self._asked.clear()
 
-    def forget(self, now: float, reason: str) -> None:
+    def forget_copies(self, now: float, reason: str) -> None:
         """It starts over: whatever it had to give is not worth having."""
-        self._decline(now, reason)
+        self._decline_all(now, reason)
         for number in list(self._copies):
-            self._dispose(number)
+            self._dispose_copy(number)
 
     def _give_or_order(self, now: float, ticket: str, wanted: Wanted) -> None:
-        fit = [(number, copy) for number, copy in self._copies.items() if copy.serves(wanted)]
+        fit = [(number, copy) for number, copy in self._copies.items() if copy.serves_newcomer(wanted)]
         if ready := [(number, copy.fact) for number, copy in fit if copy.fact is not None]:
-            self._give(now, ticket, *ready[0])
+            self._give_copy(now, ticket, *ready[0])
         elif not fit and len(self._copies) < COPIES and self._is_current(wanted.versions) and not self._is_copying():
             self._number += 1
             self._copies[self._number] = StateCopy(list(self._versions.held), frozen=wanted.frozen)
             self._do(Capture(self._number, wanted.frozen))
 
-    def _give(self, now: float, ticket: str, number: int, fact: Captured) -> None:
+    def _give_copy(self, now: float, ticket: str, number: int, fact: Captured) -> None:
         del self._asked[ticket]
         self._copies[number].tickets.add(ticket)
         self._do(Give(number, ticket))
@@ -242,12 +242,12 @@ class Helping:
     def _is_copying(self) -> bool:
         return any(copy.fact is None for copy in self._copies.values())
 
-    def _decline(self, now: float, reason: str) -> None:
+    def _decline_all(self, now: float, reason: str) -> None:
         for ticket in list(self._asked):
             del self._asked[ticket]
             self._say(now, Unable(ticket=ticket, reason=reason))
 
-    def _dispose(self, number: int) -> None:
+    def _dispose_copy(self, number: int) -> None:
         copy = self._copies.pop(number)
         for ticket in sorted(copy.tickets):
             self._do(TakeBack(ticket))

@@ -1,9 +1,11 @@
-"""What a learner holds of the run's versions: announced, fetched, adopted.
+"""The run's versions, as a learner knows them: announced, fetched, adopted.
 
-Rules kept here, each with its test: versions may be skipped, never taken twice or backwards; after a reconnect every
-version it lacks is fetched; one that the run was rolled back with takes the place of the learner's own values; with
-adopt = "carry" the copy that a version already contains is named, also when its announcement was lost with the
-connection.
+Rules kept here, each with its test:
+- versions may be skipped, but never adopted twice or backwards;
+- after a reconnect every missing version is fetched;
+- a version that the run was rolled back with replaces the learner's own values;
+- with adopt = "carry" the adoption names the copy that the version already contains, also when the announcement was
+  lost with the connection.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ class Versions:
     """Per fragment, the version that holds this learner's last contribution, its step and its tokens."""
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self.held) and min(self.held) >= 0
 
     def complete_with(self, fragment: int) -> bool:
         """Whether all are held or handed over once this one is."""
         return all(v >= 0 or f == fragment or f in self.adopting for f, v in enumerate(self.held))
 
-    def owed(self, fragment: int) -> int | None:
+    def owed_version(self, fragment: int) -> int | None:
         """The version that holds this learner's last contribution, while it is not adopted."""
         version, _, _ = self._merged.get(fragment, (-1, 0, 0))
         return version if version > self.held[fragment] else None
@@ -65,7 +67,7 @@ class Versions:
         """Whether the run was rolled back between what is held and this version."""
         return self.held[fragment] < self._least.get(fragment, -1) <= version
 
-    def welcomed(self, welcome: Welcome) -> None:
+    def take_welcome(self, welcome: Welcome) -> None:
         self.newest = list(welcome.versions)
         self._least = dict(enumerate(welcome.least))
         fragments = len(self.newest)
@@ -77,7 +79,7 @@ class Versions:
         for number in range(max(0, welcome.committed - fragments), welcome.committed):
             self.rounds[number % fragments] = number
 
-    def announced(self, announce: Announce, own: Member | None) -> None:
+    def take_announcement(self, announce: Announce, own: Member | None) -> None:
         fragment, version = announce.fragment, announce.version
         self.newest[fragment] = max(self.newest[fragment], version)
         if own is not None:
@@ -87,17 +89,17 @@ class Versions:
         if announce.restored:
             self._least[fragment] = version
 
-    def lacks(self, fragment: int) -> bool:
+    def lacks_newest(self, fragment: int) -> bool:
         return self.newest[fragment] > self.held[fragment]
 
     def fetch_missing(self) -> None:
         for fragment, version in enumerate(self.newest):
             busy = fragment in self._fetching or fragment in self.adopting or fragment in self.retry_at
-            if self.lacks(fragment) and not busy:
+            if self.lacks_newest(fragment) and not busy:
                 self._fetching.add(fragment)
                 self.do(Fetch(fragment, version))
 
-    def fetched(self, fragment: int, version: int) -> bool:
+    def take_fetched(self, fragment: int, version: int) -> bool:
         """Whether it is news, to be handed over.
 
         One that was not announced yet is fetched again when it is: until then nobody knows whether it holds our steps.
@@ -108,11 +110,11 @@ class Versions:
         self.adopting[fragment] = (version, self.rounds.get(fragment, -1))
         return True
 
-    def failed(self, now: float, fragment: int) -> None:
+    def retry_later(self, now: float, fragment: int) -> None:
         self._fetching.discard(fragment)
         self.retry_at[fragment] = now + RETRY_S
 
-    def adopted(self, fragment: int, version: int) -> int | None:
+    def take_adoption(self, fragment: int, version: int) -> int | None:
         """The round of the version just taken; None for an adoption from before a recovery."""
         handed, number = self.adopting.get(fragment, (version, -1))
         if handed != version or (fragment not in self.adopting and self.held[fragment] < 0):
@@ -121,7 +123,7 @@ class Versions:
         self.held[fragment] = self.counted[fragment] = max(self.held[fragment], version)
         return number
 
-    def forget(self, fragments: int) -> None:
+    def forget_all(self, fragments: int) -> None:
         self.held, self.counted = [-1] * fragments, [-1] * fragments
         self.adopting.clear()
         self.rounds.clear()
