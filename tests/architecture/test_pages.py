@@ -90,6 +90,19 @@ def test_every_name_is_in_the_source(page: Path) -> None:
         assert is_defined(code), f"{name_of(page)}: {code} is not in the source"
 
 
+def test_where_to_look_names_what_is_in_its_files() -> None:
+    page = DOCS / "protocol.md"
+    rows = table_after(page.read_text(), "## Where to look")
+    assert len(rows) == 6
+    for *_, files in rows:
+        found = re.findall(r"\]\(([^)]+)\)(?:: ((?:`\w+`(?:, )?)+))?", files)
+        assert 1 <= len(found) <= 3, files
+        for target, names in found:
+            text = (page.parent / target).read_text()
+            for name in CODE.findall(names):
+                assert re.search(rf"(?:def|class) {name}\b", text), f"{target} has no {name}"
+
+
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 
