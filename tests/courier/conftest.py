@@ -22,19 +22,17 @@ from atoll.learner.peer_state import PeerOrder, PeerStates
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     CourierChannel,
-    DrainOrder,
-    Frame,
-    Kept,
     MailboxReady,
     RunProgress,
-    SaveOrder,
     Start,
     StepReport,
     StopOrder,
+    ToCourier,
     Welcomed,
     decode_to_training,
 )
 from atoll.numerics.fragments import make_plan
+from atoll.protocol import effects as fx
 from atoll.protocol.effects import Saved, Stepped
 from atoll.protocol.messages import TensorSpec
 from atoll.store.rundir import RunDir
@@ -128,7 +126,7 @@ class Training:
         self.boundary: Boundary | None = None
         self.welcomes: list[Welcomed] = []
         self.stops: list[StopOrder] = []
-        self.drains: list[DrainOrder] = []
+        self.drains: list[fx.Drain] = []
         self.progress: list[RunProgress] = []
         self.done = False
         self.direct = direct
@@ -179,7 +177,7 @@ class Training:
 
     # ---- talking ------------------------------------------------------------------------------------------------
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+    def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         self.channel.send(frame, descriptor)
 
     def take_descriptor(self) -> int:
@@ -194,9 +192,9 @@ class Training:
                     self._welcomed(frame)
                 case StopOrder():
                     self.stops.append(frame)
-                case SaveOrder(cut):
-                    self.send(Kept(Saved(cut, self.t, reason="it has no folder")))
-                case DrainOrder():
+                case fx.Save(cut):
+                    self.send(Saved(cut, self.t, reason="it has no folder"))
+                case fx.Drain():
                     self.drains.append(frame)
                 case RunProgress():
                     self.progress.append(frame)

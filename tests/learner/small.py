@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atoll.mailbox.box import Mailbox
-from atoll.mailbox.channel import Frame
+from atoll.mailbox.channel import ToCourier
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
@@ -27,12 +27,12 @@ class Remembers:
     """In place of a courier process."""
 
     def __init__(self) -> None:
-        self.sent: list[Frame] = []
+        self.sent: list[ToCourier] = []
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+    def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         self.sent.append(frame)
 
-    def told(self) -> list[Frame]:
+    def told(self) -> list[ToCourier]:
         """What was sent since the last time."""
         sent, self.sent = self.sent, []
         return sent

@@ -19,28 +19,23 @@ from atoll.learner.unmerged import LOOK_EVERY
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import (
     AdoptOrder,
-    AwaitOrder,
-    BeginOrder,
     DialFailed,
-    DrainOrder,
     ForgetOrder,
-    Frame,
     Goodbye,
     GoOrder,
     HoldOrder,
-    Kept,
     MailboxReady,
-    OwnOrder,
     RunProgress,
-    SaveOrder,
     Start,
     StepReport,
     StopOrder,
+    ToCourier,
     ToTraining,
     VersionTaken,
     Welcomed,
 )
 from atoll.numerics.fragments import make_plan
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.settings import Settings
 
@@ -120,7 +115,7 @@ class TestAlone:
             Learner(small())
 
 
-Courier = Callable[[Frame], list[ToTraining]]
+Courier = Callable[[ToCourier], list[ToTraining]]
 
 
 class Scripted:
@@ -134,7 +129,7 @@ class Scripted:
     def start(self) -> None:
         self.started = True
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+    def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         self.sent.append(frame)
         self.waiting += self.answers(frame)
 
@@ -152,7 +147,7 @@ class Scripted:
     def close(self) -> None:
         self.closed = True
 
-    def of(self, kind: type[Frame]) -> list[Frame]:
+    def of(self, kind: type[object]) -> list[ToCourier]:
         return [frame for frame in self.sent if isinstance(frame, kind)]
 
 
@@ -170,19 +165,19 @@ class Joined:
         """As the courier does in the shared memory."""
         answers = self.courier.answers
 
-        def answer(frame: Frame) -> list[ToTraining]:
+        def answer(frame: ToCourier) -> list[ToTraining]:
             if isinstance(frame, MailboxReady):
                 self.box.run = run
             return answers(frame)
 
         self.courier.answers = answer
 
-    def _answer(self, frame: Frame) -> list[ToTraining]:
+    def _answer(self, frame: ToCourier) -> list[ToTraining]:
         if isinstance(frame, Start) and not frame.boxed:
             plan = make_plan(frame.tensors, self.rules.fragments)
             return [Welcomed(self.rules, plan.fingerprint, 1), RunProgress()]
         if isinstance(frame, MailboxReady) and len(self.courier.of(MailboxReady)) == 1:
-            return [OwnOrder()]
+            return [fx.Own()]
         if isinstance(frame, StepReport) and frame.stepped.stopped:
             return self.leaving
         return []
@@ -257,12 +252,12 @@ class TestInARun:
                 assert len(optimizer.state) == (2 if life == 2 else 0), "AdamW's moments of weight and bias"
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
-                joined.courier.waiting.append(SaveOrder(cut=7))
+                joined.courier.waiting.append(fx.Save(cut=7))
                 learner.step(tokens=1)
                 joined.stay._saver.finish(20.0)
                 learner.step(tokens=1)
-                [kept] = joined.courier.of(Kept)
-                assert isinstance(kept, Kept) and kept.saved.file == "cut-000007.safetensors", kept
+                [kept] = joined.courier.of(fx.Saved)
+                assert isinstance(kept, fx.Saved) and kept.file == "cut-000007.safetensors", kept
         assert "goes on with the inner optimizer, schedules and random states of step 1" in capsys.readouterr().err
 
     def test_a_part_of_another_run_is_not(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,7 +397,7 @@ class TestInARun:
             old = joined.box
             other = Settings(fragments=1, overlap=0).resolved(2)
             fingerprint = make_plan(joined.stay.shared.tensors, 1).fingerprint
-            joined.courier.waiting += [Welcomed(other, fingerprint, 1), OwnOrder()]
+            joined.courier.waiting += [Welcomed(other, fingerprint, 1), fx.Own()]
             learner.step(tokens=1)
             assert joined.box is not old and old.fd == -1
             assert joined.box.adopted.tolist() == [0]
@@ -435,7 +430,7 @@ class TestLeaving:
         """Two cycles of its own steps, so that every fragment has had its round; clouds do not give so much."""
         joined.leaving = []
         with joined.learner as learner:
-            joined.courier.waiting.append(DrainOrder("the operator asked"))
+            joined.courier.waiting.append(fx.Drain("the operator asked"))
             learner.step(tokens=1)
             assert learner.done and not joined.stay._preemption.hurried
             joined.stay._tally.busy_s = 30.0
@@ -498,8 +493,8 @@ class TestNewcomer:
     def seeking(self, joined: Joined) -> None:
         """The run has parameters at once; a peer's state is sought."""
 
-        def answer(frame: Frame) -> list[ToTraining]:
-            sought: list[ToTraining] = [AwaitOrder()] if isinstance(frame, MailboxReady) else []
+        def answer(frame: ToCourier) -> list[ToTraining]:
+            sought: list[ToTraining] = [fx.Await()] if isinstance(frame, MailboxReady) else []
             return sought + joined._answer(frame)
 
         joined.courier.answers = answer
@@ -513,7 +508,7 @@ class TestNewcomer:
         def wait(seconds: float) -> None:
             waited.append(joined.stay._peers.waits)
             if len(waited) == 4:
-                joined.courier.waiting.append(BeginOrder("goes on with the inner optimizer of learner-1"))
+                joined.courier.waiting.append(fx.Begin("goes on with the inner optimizer of learner-1"))
 
         monkeypatch.setattr(joined.courier, "wait", wait)
         with joined.learner:
@@ -583,7 +578,7 @@ class TestFailing:
         joined = Joined(half_frozen(), frozen="refuse")
         answer = joined.courier.answers
 
-        def of_another(frame: Frame) -> list[ToTraining]:
+        def of_another(frame: ToCourier) -> list[ToTraining]:
             return [msgspec.structs.replace(f, frozen="other") if isinstance(f, Welcomed) else f for f in answer(frame)]
 
         joined.courier.answers = of_another

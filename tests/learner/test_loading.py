@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from atoll.learner.data import Drawn
 from atoll.learner.learner import Learner
 from atoll.learner.loading import DrawCounter, seed_of
-from atoll.mailbox.channel import Frame, Sources, StepReport, StopOrder, Supplies, ToTraining
+from atoll.mailbox.channel import StepReport, StopOrder, ToCourier, ToTraining
 from atoll.numerics.permutation import permuted
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.messages import Range
 
@@ -45,10 +46,10 @@ class InARun(Joined):
 
     def __init__(self, *ranges: Range, over: bool = False) -> None:
         super().__init__(small(), join_wait_s=5.0)
-        self._supplies = Supplies(ranges, over, "")
+        self._supplies = fx.Supply(ranges, over, "")
 
-    def _answer(self, frame: Frame) -> list[ToTraining]:
-        return [self._supplies] if isinstance(frame, Sources) else super()._answer(frame)
+    def _answer(self, frame: ToCourier) -> list[ToTraining]:
+        return [self._supplies] if isinstance(frame, fx.Registered) else super()._answer(frame)
 
     @property
     def position(self) -> int:

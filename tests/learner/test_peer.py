@@ -13,7 +13,8 @@ from torch import nn
 from atoll.learner import peer_state as module
 from atoll.learner.peer_state import PeerStates
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, Frame, StateCopy, StateTaken, TakeOrder
+from atoll.mailbox.channel import StateCopy, TakeOrder, ToCourier
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 
 
@@ -25,7 +26,7 @@ class Post:
         self.descriptors: list[int] = []
         self.next = -1
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+    def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         self.sent.append(frame)
         if descriptor is not None:
             self.descriptors.append(os.dup(descriptor))
@@ -62,16 +63,16 @@ class Process:
         self.optimizer.zero_grad()
 
     def gives(self, number: int = 1) -> tuple[StateCopy, int]:
-        self.peers.obey(CaptureOrder(number), t=7)
+        self.peers.obey(fx.Capture(number), t=7)
         assert self.peers._thread is not None
         self.peers._thread.join(20)
         self.peers.settle()
         return self.post.sent[-1], self.post.descriptors[-1]
 
-    def takes(self, frame: StateCopy, fd: int) -> StateTaken:
+    def takes(self, frame: StateCopy, fd: int) -> fx.Taken:
         self.post.next = fd
         self.peers.obey(TakeOrder("ticket", frame.size), t=3)
-        taken: StateTaken = self.post.sent[-1]
+        taken: fx.Taken = self.post.sent[-1]
         return taken
 
     def moments(self) -> list[dict[str, torch.Tensor]]:
@@ -90,7 +91,7 @@ def equal(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor
 def test_optimizer_buffers_and_extras_arrive_bit_for_bit_and_parameters_do_not() -> None:
     peer, newcomer = Process(steps=4), Process()
     weight = newcomer.model.weight.detach().clone()
-    assert newcomer.takes(*peer.gives()) == StateTaken("ticket", 3)
+    assert newcomer.takes(*peer.gives()) == fx.Taken("ticket", 3)
     assert equal(newcomer.moments(), peer.moments()) and newcomer.moments()[0]["step"] == 4
     assert newcomer.counter.count == 4 and torch.equal(newcomer.model.scale, torch.full((2,), 4.0))  # type: ignore[arg-type]
     assert torch.equal(newcomer.model.weight, weight)
@@ -106,7 +107,7 @@ def test_the_copy_says_what_it_is() -> None:
 def test_what_is_given_is_the_state_at_the_boundary_whatever_comes_after() -> None:
     peer, newcomer = Process(steps=3), Process()
     then = peer.moments()
-    peer.peers.obey(CaptureOrder(1), t=7)
+    peer.peers.obey(fx.Capture(1), t=7)
     peer.step()
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
@@ -157,7 +158,7 @@ def test_no_descriptor_is_left_open() -> None:
 def test_what_cannot_be_captured_is_declined_with_the_reason() -> None:
     peer = Process(steps=1)
     peer.counter.count = lambda: 1  # type: ignore[assignment]
-    peer.peers.obey(CaptureOrder(1), t=7)
+    peer.peers.obey(fx.Capture(1), t=7)
     [frame] = peer.post.sent
     assert isinstance(frame, StateCopy) and "extra/counter" in frame.reason and peer.post.descriptors == []
 
@@ -168,7 +169,7 @@ def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "reserve", full)
     peer = Process(steps=1)
-    peer.peers.obey(CaptureOrder(1), t=7)
+    peer.peers.obey(fx.Capture(1), t=7)
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
     peer.peers.settle()
@@ -178,7 +179,7 @@ def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_dead_courier_had_ordered_is_not_for_the_next() -> None:
     peer = Process(steps=1)
-    peer.peers.obey(CaptureOrder(1), t=7)
+    peer.peers.obey(fx.Capture(1), t=7)
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
     peer.peers.courier_died()
@@ -192,9 +193,9 @@ def test_what_a_dead_courier_had_ordered_is_not_for_the_next() -> None:
 def test_it_waits_from_the_search_to_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
     newcomer = Process()
     assert not newcomer.peers.waits
-    newcomer.peers.obey(AwaitOrder(), t=0)
+    newcomer.peers.obey(fx.Await(), t=0)
     assert newcomer.peers.waits
-    newcomer.peers.obey(BeginOrder("goes on with the inner optimizer of a"), t=0)
+    newcomer.peers.obey(fx.Begin("goes on with the inner optimizer of a"), t=0)
     assert not newcomer.peers.waits
     assert capsys.readouterr().err == "atoll: goes on with the inner optimizer of a\n"
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,17 +26,15 @@ from atoll.learner.learner import Learner
 from atoll.learner.model import describe
 from atoll.mailbox.channel import (
     CourierChannel,
-    DrainOrder,
-    Frame,
-    LetGoOrder,
-    OwnOrder,
     RunProgress,
     StopOrder,
-    Told,
+    ToTraining,
     Welcomed,
     decode_to_courier,
+    encode_frame,
 )
 from atoll.numerics.fragments import make_plan
+from atoll.protocol import effects as fx
 from atoll.protocol.settings import Settings
 from atoll.protocol.tape import Informed
 
@@ -52,8 +49,8 @@ def _no_run_around(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def in_bytes(frame: Frame) -> bytes:
-    data = msgspec.msgpack.encode(frame)
+def in_bytes(frame: ToTraining) -> bytes:
+    data = encode_frame(frame)
     return len(data).to_bytes(4, "little") + data
 
 
@@ -101,7 +98,7 @@ class Script:
     def taped(self) -> list[Informed]:
         """What it has told its courier by now. A read ends at a frame that brings a descriptor: hence several."""
         while frames := self._courier.receive():
-            told = [frame for frame in map(decode_to_courier, frames) if isinstance(frame, Told)]
+            told = [frame for frame in map(decode_to_courier, frames) if isinstance(frame, fx.Told)]
             self._taped += [entry for frame in told for entry in frame.entries if isinstance(entry, Informed)]
         return self._taped
 
@@ -113,7 +110,7 @@ def joined(first: RunProgress) -> Iterator[Script]:
     learner = Learner(model, syncer="http://127.0.0.1:9", name="learner-0", join_wait_s=30.0)
     learner._courier = wire
     wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    wire.far.sendall(b"".join(map(in_bytes, (Welcomed(RULES, plan.fingerprint, 1), first, OwnOrder()))))
+    wire.far.sendall(b"".join(map(in_bytes, (Welcomed(RULES, plan.fingerprint, 1), first, fx.Own()))))
     with wire.far, learner:
         script = Script(learner, wire.far)
         try:
@@ -144,12 +141,12 @@ values = st.builds(
     progress=st.floats(0.0, 1.0) | st.just(0.1 + 0.2),
     global_step=st.integers(0, 2**40),
 )
-others = st.sampled_from([LetGoOrder(round=3), DrainOrder(reason="x" * 300)])
+others = st.sampled_from([fx.LetGo(round=3), fx.Drain(reason="x" * 300)])
 
 
 @settings(deadline=None, max_examples=60)
 @given(frames=st.lists(values | values | others, max_size=12), cuts=st.lists(st.integers(0, 40), max_size=60))
-def test_whatever_the_pieces_it_is_read_whole_and_taped(frames: list[Frame], cuts: list[int]) -> None:
+def test_whatever_the_pieces_it_is_read_whole_and_taped(frames: list[ToTraining], cuts: list[int]) -> None:
     """Every step sees one announcement, and the tape repeats what each step saw, bit for bit."""
     stream = b"".join(map(in_bytes, frames))
     told = {bits((min(1.0, frame.progress), frame.global_step)) for frame in frames if isinstance(frame, RunProgress)}

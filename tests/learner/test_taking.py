@@ -16,7 +16,8 @@ from atoll.learner.peer_state import PeerStates, StateSpec, expected_layout, fit
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.box import reserve
-from atoll.mailbox.channel import StateCopy, StateTaken
+from atoll.mailbox.channel import StateCopy
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import LINE
 
@@ -112,7 +113,7 @@ def test_a_lie_is_refused_in_a_line_and_the_newcomer_trains_on(case: str) -> Non
 def test_options_come_from_the_learners_own_script(name: str, value: object) -> None:
     newcomer, peer = Process(), Process(steps=3)
     before = {key: option for key, option in newcomer.optimizer.param_groups[0].items() if key != "params"}
-    assert newcomer.takes(*served(peer, set_option(name, value))) == StateTaken("ticket", 3)
+    assert newcomer.takes(*served(peer, set_option(name, value))) == fx.Taken("ticket", 3)
     after = {key: option for key, option in newcomer.optimizer.param_groups[0].items() if key != "params"}
     assert after == before and newcomer.moments()[0]["step"] == 3, "the tensors are taken, the options are not"
 

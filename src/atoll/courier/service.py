@@ -24,31 +24,21 @@ from atoll.mailbox.box import Layout, Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    CancelReadOrder,
     CopyMade,
     CourierChannel,
     DialFailed,
-    DrainOrder,
     ForgetOrder,
     Goodbye,
     HoldOrder,
-    Kept,
-    LetGoOrder,
     MailboxReady,
-    OwnOrder,
     ReadOrder,
     RunProgress,
-    SaveOrder,
     SlotFreed,
-    Sources,
     Start,
     StateCopy,
-    StateTaken,
     StepReport,
     StopOrder,
-    Supplies,
     ToCourier,
-    Told,
     VersionTaken,
     Welcomed,
     decode_to_courier,
@@ -160,10 +150,8 @@ class Courier:
             case StepReport(stepped, epoch):
                 if epoch == self._epoch:
                     self._handle(stepped)
-            case Told(first, entries):
-                self._handle(fx.Told(first, entries))
-            case Sources(registered):
-                self._handle(registered)
+            case fx.Told() | fx.Registered() | fx.Saved() | fx.Taken():
+                self._handle(frame)
             case CopyMade():
                 self._copied(frame)
             case VersionTaken(slot, adopted, epoch):
@@ -171,13 +159,9 @@ class Courier:
             case SlotFreed(slot, incoming):
                 assert self._bodies is not None
                 self._bodies.freed(slot, incoming)
-            case Kept(saved):
-                self._handle(saved)
             case StateCopy():
                 assert self._states is not None
                 self._states.copied(frame)
-            case StateTaken(ticket, t, reason, refused):
-                self._handle(fx.Taken(ticket, t, reason, refused))
             case Goodbye(reason):
                 self._leave(reason)
 
@@ -316,17 +300,13 @@ class Courier:
                     self._link.send(message)
             case fx.Note(_, text):
                 _say(text)
-            case fx.Save(cut, kept):
-                self._channel.send(SaveOrder(cut, kept))
+            case fx.Save() | fx.Supply() | fx.Drain():
+                self._channel.send(effect)
             case fx.Inform(progress, global_step, committed):
                 self._unsent_progress = RunProgress(committed, progress, global_step)
-            case fx.Supply(ranges, over, own):
-                self._channel.send(Supplies(ranges, over, own))
             case fx.HangUp(reason):
                 if self._link is not None:
                     self._link.hang_up(reason)
-            case fx.Drain(reason):
-                self._channel.send(DrainOrder(reason))
             case fx.Stop(reason, final, failed):
                 self._channel.send(StopOrder(reason, final, failed, mistake=failed))
             case _:
@@ -342,17 +322,15 @@ class Courier:
                 urgent = settings.synchronous or step <= self._machine.t
                 if (slot := bodies.outgoing.take(urgent=urgent)) is not None:
                     send(ReadOrder(slot, number, fragment, step))
-            case fx.CancelRead(number):
-                send(CancelReadOrder(number))
+            case fx.CancelRead() | fx.LetGo():
+                send(effect)
             case fx.Hold(number, step):
                 send(HoldOrder(number, schedule.fragment_of(number, settings), step))
-            case fx.LetGo(number):
-                send(LetGoOrder(number))
             case fx.Adopt():
                 send(self._adopt_order(effect, bodies))
             case fx.Own():
                 box.base_version[:] = 0
-                send(OwnOrder())
+                send(effect)
             case fx.Forget(_, reset):
                 self._epoch += 1
                 box.base_version[:] = -1

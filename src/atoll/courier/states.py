@@ -20,7 +20,7 @@ from typing import Any
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import StateHost
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, CourierChannel, Start, StateCopy, TakeOrder
+from atoll.mailbox.channel import CourierChannel, Start, StateCopy, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 
@@ -77,8 +77,8 @@ class StateTransfers:
 
     def carry_out(self, effect: StateEffect) -> None:
         match effect:
-            case fx.Capture(number, frozen):
-                self._channel.send(CaptureOrder(number, frozen))
+            case fx.Capture() | fx.Await() | fx.Begin():
+                self._channel.send(effect)
             case fx.Give(number, ticket):
                 self._give(number, ticket)
             case fx.PassOn(ticket, offset):
@@ -87,10 +87,6 @@ class StateTransfers:
                 self._take_back(ticket)
             case fx.Dispose(number):
                 self._copies.pop(number, None)
-            case fx.Await():
-                self._channel.send(AwaitOrder())
-            case fx.Begin(text):
-                self._channel.send(BeginOrder(text))
             case fx.FetchState(ticket):
                 self._fetches[ticket] = self._spawn(self._fetch(effect))
             case fx.LeaveState(ticket):

@@ -28,13 +28,10 @@ from atoll.mailbox.box import Mailbox, cut_alike
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    CancelReadOrder,
     CopyMade,
     ForgetOrder,
     HoldOrder,
-    LetGoOrder,
     MailboxReady,
-    OwnOrder,
     ReadOrder,
     SlotFreed,
     ToTraining,
@@ -42,6 +39,7 @@ from atoll.mailbox.channel import (
     Welcomed,
 )
 from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.protocol import effects as fx
 from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import TensorSpec
@@ -91,15 +89,15 @@ class Boundary:
         match frame:
             case ReadOrder():
                 self._read(frame)
-            case CancelReadOrder(round):
+            case fx.CancelRead(round):
                 self._cancel_read(round)
             case AdoptOrder():
                 self._arriving.append((self._offload.bring(frame.fragment, frame.slot), frame))
             case HoldOrder():
                 self._holds[frame.round] = frame
-            case LetGoOrder(round):
+            case fx.LetGo(round):
                 self._holds.pop(round, None)
-            case OwnOrder():
+            case fx.Own():
                 self._tape.add(Owned(self._t))
                 self._box.adopted[:] = 0
             case ForgetOrder(epoch, reset):

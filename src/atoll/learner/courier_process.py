@@ -15,7 +15,8 @@ from contextlib import suppress
 
 import torch
 
-from atoll.mailbox.channel import CourierChannel, Frame, Told, ToTraining, decode_to_training
+from atoll.mailbox.channel import CourierChannel, ToCourier, ToTraining, decode_to_training
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import RunFailed
 from atoll.protocol.tape import AnyEntry, Began, Numbered
 
@@ -79,7 +80,7 @@ class CourierProcess:
         self.start()
         return True
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
+    def send(self, frame: ToCourier, descriptor: int | None = None) -> None:
         if self._channel is not None and not self._channel.closed:
             self._channel.send(frame, descriptor)
 
@@ -147,7 +148,7 @@ class TapeRecorder:
         """The courier hears what is new."""
         if self._said < self._entries.end:
             first, entries = self._entries.since(self._said)
-            self._courier.send(Told(first, entries))
+            self._courier.send(fx.Told(first, entries))
             self._said = self._entries.end
 
     def tell_again(self) -> None:

@@ -48,12 +48,13 @@ from atoll.learner.state import (
 )
 from atoll.learner.unmerged import UnmergedTensors
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import AwaitOrder, BeginOrder, CaptureOrder, StateCopy, StateTaken, TakeOrder
+from atoll.mailbox.channel import StateCopy, TakeOrder
+from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.tape import Gave, Took
 
-PeerOrder = CaptureOrder | AwaitOrder | TakeOrder | BeginOrder
+PeerOrder = fx.Capture | fx.Await | TakeOrder | fx.Begin
 
 
 class PeerStates:
@@ -83,17 +84,17 @@ class PeerStates:
     def obey(self, order: PeerOrder, t: int) -> None:
         """Between two steps."""
         match order:
-            case CaptureOrder(number, frozen):
+            case fx.Capture(number, frozen):
                 self._give(number, t, frozen)
-            case AwaitOrder():
+            case fx.Await():
                 self.waits = True
             case TakeOrder(ticket, length):
                 reason, refused = self._take(self._courier.take_descriptor(), length)
                 if not reason:
                     self._tape.add(Took(t, ticket))
                     self._tell_begun_anew()
-                self._courier.send(StateTaken(ticket, t, clipped(reason), refused))
-            case BeginOrder(text):
+                self._courier.send(fx.Taken(ticket, t, clipped(reason), refused))
+            case fx.Begin(text):
                 self.waits = False
                 say(text)
                 self._unmerged.refuse()

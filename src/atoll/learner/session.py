@@ -31,22 +31,17 @@ from atoll.learner.step_stats import InputDigest, StepCounter
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
 from atoll.mailbox.channel import (
     DialFailed,
-    DrainOrder,
     ForgetOrder,
     Goodbye,
     GoOrder,
-    Kept,
-    OwnOrder,
     RunProgress,
-    SaveOrder,
-    Sources,
     Start,
     StepReport,
     StopOrder,
-    Supplies,
     ToTraining,
     Welcomed,
 )
+from atoll.protocol import effects as fx
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
@@ -212,7 +207,7 @@ class RunSession:
         self._courier.send(start)
         self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:
-            self._courier.send(Sources(self._feed.registered))
+            self._courier.send(self._feed.registered)
         self._tape.tell_again()
 
     def _join(self) -> None:
@@ -247,7 +242,7 @@ class RunSession:
     def ask_for_leases(self, found: tuple[NamedDataset, ...], batch_size: int, epochs: int) -> None:
         boundary = self.shared.boundary
         seed = boundary.settings.seed if boundary is not None else self._joining.seed
-        self._courier.send(Sources(self._feed.ask(found, batch_size, epochs, seed)))
+        self._courier.send(self._feed.ask(found, batch_size, epochs, seed))
 
     # ---- between two steps --------------------------------------------------------------------------------------
 
@@ -332,7 +327,7 @@ class RunSession:
         for frame in self._courier.receive():
             self._obey(frame)
         for saved in self._saver.results():
-            self._courier.send(Kept(saved))
+            self._courier.send(saved)
         self._peers.settle()
         if self.shared.boundary is not None:
             self.shared.boundary.settle_done()
@@ -353,14 +348,14 @@ class RunSession:
                 self._unreached = reason
             case GoOrder(until):
                 self._until = until
-            case DrainOrder(reason):
+            case fx.Drain(reason):
                 self._preemption.ask(f"it was drained: {reason}")
             case StopOrder():
                 self._stop(frame)
-            case SaveOrder(cut, kept):
+            case fx.Save(cut, kept):
                 self._tape.add(Marked(t, cut))
                 self._saver.take_part(cut, t, self._captured, kept)
-            case Supplies(ranges, over, own):
+            case fx.Supply(ranges, over, own):
                 self._tape.add(Supplied(t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.supplied(ranges, over, own)
             case _:
@@ -368,7 +363,7 @@ class RunSession:
                 self.shared.boundary.obey(frame)
                 if isinstance(frame, ForgetOrder):
                     self._forget(frame.reset)
-                elif isinstance(frame, OwnOrder):
+                elif isinstance(frame, fx.Own):
                     self._saver.keep_unmerged(self._unmerged.capture)
 
     def _stop(self, order: StopOrder) -> None:

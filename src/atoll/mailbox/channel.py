@@ -1,13 +1,17 @@
-"""Small messages between the training process and its courier, over a local socket.
+"""Messages between the training process and its courier, over a local socket: whole frames, in order.
 
-    training process → courier    Start  Box  Step  Sources  Copy  Took  Freed  Kept  StateCopy  StateTaken  Bye
-    courier → training process    Welcomed  RunProgress  ReadOrder  CancelReadOrder  HoldOrder  LetGoOrder  AdoptOrder
-                                  OwnOrder  ForgetOrder  Supplies  SaveOrder  CaptureOrder  AwaitOrder  TakeOrder
-                                  BeginOrder  DrainOrder  StopOrder  DialFailed
+    training process → courier    Start  MailboxReady  StepReport  CopyMade  VersionTaken  SlotFreed  StateCopy  Goodbye
+                                  and the events Told, Registered, Saved, Taken
+    courier → training process    Welcomed  RunProgress  DialFailed  ReadOrder  HoldOrder  AdoptOrder  ForgetOrder
+                                  TakeOrder  GoOrder  StopOrder
+                                  and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin, Drain
 
-Neither side ever waits to send: what does not fit into the socket waits in memory, in order. What the other side said
-before it went is read first: only then is the channel closed. A slot is named by its number; the courier alone decides
-who uses which slot for what. The channel makes a descriptor that goes with a frame its own: the sender may close it.
+Events and effects of the learner's state machine (protocol/effects.py) travel as they are if nothing has to be added;
+a frame of its own carries what the state machine does not know, such as a slot's number.
+
+Neither side ever waits to send: what does not fit into the socket waits in memory. What the other side sent before it
+went is read first: only then is the channel closed. The courier alone decides who uses which slot for what. The channel
+duplicates a descriptor that goes with a frame: the sender may close its own.
 """
 
 from __future__ import annotations
@@ -16,14 +20,15 @@ import array
 import os
 import socket
 from collections import deque
+from typing import Any, get_args
 
 import msgspec
 
-from atoll.protocol.effects import Adopted, Registered, Saved, Stepped
+from atoll.protocol import effects as fx
+from atoll.protocol.effects import Adopted, Stepped
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Range, TensorSpec
+from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import AnyEntry
 
 FRAME_LIMIT = 16 * 2**20
 """A frame may carry the names and shapes of every tensor; more than this is nonsense."""
@@ -32,8 +37,8 @@ BASE, NOTHING = -1, -2
 """In place of a slot, for carry: subtract the base; subtract nothing."""
 
 
-class Frame(msgspec.Struct, frozen=True, tag=True):
-    pass
+class Frame(msgspec.Struct, frozen=True):
+    """A message that only these two processes know."""
 
 
 class Start(Frame, frozen=True):
@@ -77,12 +82,6 @@ class StepReport(Frame, frozen=True):
     epoch: int = 0
 
 
-class Sources(Frame, frozen=True):
-    """Batches are taken from these datasets: leases, please."""
-
-    registered: Registered
-
-
 class CopyMade(Frame, frozen=True):
     slot: int
     round: int
@@ -112,12 +111,6 @@ class SlotFreed(Frame, frozen=True):
     incoming: bool
 
 
-class Kept(Frame, frozen=True):
-    """A part of a cut is durable, or could not be saved."""
-
-    saved: Saved
-
-
 class StateCopy(Frame, frozen=True):
     """The training process's state for newcomers, or the reason why there is none. Its memory comes with this frame."""
 
@@ -126,23 +119,6 @@ class StateCopy(Frame, frozen=True):
     size: int = 0
     digest: str = ""
     reason: str = ""
-
-
-class StateTaken(Frame, frozen=True):
-    """A peer's state is in place, or, with a reason, it is not."""
-
-    ticket: str
-    t: int
-    reason: str = ""
-    refused: bool = False
-    """It is not such a state as this script's own; otherwise it could be taken from nobody."""
-
-
-class Told(Frame, frozen=True):
-    """What the training process was told, for the tape."""
-
-    first: int
-    entries: tuple[AnyEntry, ...]
 
 
 class Goodbye(Frame, frozen=True):
@@ -185,20 +161,10 @@ class ReadOrder(Frame, frozen=True):
     step: int
 
 
-class CancelReadOrder(Frame, frozen=True):
-    """The copy for this round is not needed any more, unless it is made already."""
-
-    round: int
-
-
 class HoldOrder(Frame, frozen=True):
     round: int
     fragment: int
     step: int
-
-
-class LetGoOrder(Frame, frozen=True):
-    round: int
 
 
 class AdoptOrder(Frame, frozen=True):
@@ -219,42 +185,10 @@ class AdoptOrder(Frame, frozen=True):
     """carry: the step of the copy in that slot."""
 
 
-class OwnOrder(Frame, frozen=True):
-    """The parameters that were sent are the run's version 0."""
-
-
 class ForgetOrder(Frame, frozen=True):
     epoch: int
     reset: bool
     """The inner optimizer starts afresh too."""
-
-
-class Supplies(Frame, frozen=True):
-    """Samples to train on, in this order; ranges it has already are said again after a reconnect."""
-
-    ranges: tuple[Range, ...]
-    over: bool
-    own: str
-
-
-class SaveOrder(Frame, frozen=True):
-    """Capture your state at this boundary: it is your part of the cut."""
-
-    cut: int
-    kept: tuple[int, ...] = ()
-    """Cuts whose parts may still be asked for."""
-
-
-class CaptureOrder(Frame, frozen=True):
-    """Copy your state, without the parameters, at this boundary: a newcomer asks for it."""
-
-    number: int
-    frozen: bool = False
-    """With the frozen parameters."""
-
-
-class AwaitOrder(Frame, frozen=True):
-    """A peer's state is sought: do not begin to train before it is here, or known not to come."""
 
 
 class TakeOrder(Frame, frozen=True):
@@ -264,22 +198,10 @@ class TakeOrder(Frame, frozen=True):
     size: int
 
 
-class BeginOrder(Frame, frozen=True):
-    """No peer's state is waited for any more."""
-
-    text: str
-
-
 class GoOrder(Frame, frozen=True):
     """Replay: train on until this step is done, and wait there."""
 
     until: int
-
-
-class DrainOrder(Frame, frozen=True):
-    """Leave the run in good order, as if this machine were taken away; the run goes on."""
-
-    reason: str
 
 
 class StopOrder(Frame, frozen=True):
@@ -294,37 +216,39 @@ ToCourier = (
     Start
     | MailboxReady
     | StepReport
-    | Told
-    | Sources
+    | fx.Told
+    | fx.Registered
     | CopyMade
     | VersionTaken
     | SlotFreed
-    | Kept
+    | fx.Saved
     | StateCopy
-    | StateTaken
+    | fx.Taken
     | Goodbye
 )
 ToTraining = (
     Welcomed
     | RunProgress
     | ReadOrder
-    | CancelReadOrder
+    | fx.CancelRead
     | HoldOrder
-    | LetGoOrder
+    | fx.LetGo
     | AdoptOrder
-    | OwnOrder
+    | fx.Own
     | ForgetOrder
-    | Supplies
-    | SaveOrder
-    | CaptureOrder
-    | AwaitOrder
+    | fx.Supply
+    | fx.Save
+    | fx.Capture
+    | fx.Await
     | TakeOrder
-    | BeginOrder
+    | fx.Begin
     | GoOrder
-    | DrainOrder
+    | fx.Drain
     | StopOrder
     | DialFailed
 )
+_TO_COURIER = {kind.__name__: kind for kind in get_args(ToCourier)}
+_TO_TRAINING = {kind.__name__: kind for kind in get_args(ToTraining)}
 
 
 class CourierChannel:
@@ -350,8 +274,8 @@ class CourierChannel:
         """The other side does not keep up with what is sent."""
         return bool(self._waiting)
 
-    def send(self, frame: Frame, descriptor: int | None = None) -> None:
-        data = msgspec.msgpack.encode(frame)
+    def send(self, frame: ToCourier | ToTraining, descriptor: int | None = None) -> None:
+        data = encode_frame(frame)
         own = None if descriptor is None else os.dup(descriptor)
         self._waiting.append((memoryview(len(data).to_bytes(4, "little") + data), own))
         self.flush()
@@ -437,11 +361,23 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
+def encode_frame(frame: ToCourier | ToTraining) -> bytes:
+    """By its name: the structs of protocol/effects.py carry no tag."""
+    return msgspec.msgpack.encode((type(frame).__name__, frame))
+
+
 def decode_to_courier(data: bytes) -> ToCourier:
-    frame: ToCourier = msgspec.msgpack.decode(data, type=ToCourier)
+    frame: ToCourier = _decode(data, _TO_COURIER)
     return frame
 
 
 def decode_to_training(data: bytes) -> ToTraining:
-    frame: ToTraining = msgspec.msgpack.decode(data, type=ToTraining)
+    frame: ToTraining = _decode(data, _TO_TRAINING)
     return frame
+
+
+def _decode(data: bytes, kinds: dict[str, Any]) -> Any:
+    name, body = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+    if name not in kinds:
+        raise msgspec.ValidationError(f"no frame is called {name[:40]!r} here")
+    return msgspec.msgpack.decode(body, type=kinds[name])

@@ -22,26 +22,20 @@ from atoll.mailbox.box import Layout, Mailbox
 from atoll.mailbox.channel import (
     BASE,
     AdoptOrder,
-    CaptureOrder,
     CopyMade,
     CourierChannel,
     ForgetOrder,
     Goodbye,
     GoOrder,
     MailboxReady,
-    OwnOrder,
     ReadOrder,
     RunProgress,
-    Sources,
     Start,
     StateCopy,
-    StateTaken,
     StepReport,
     StopOrder,
-    Supplies,
     TakeOrder,
     ToCourier,
-    Told,
     VersionTaken,
     Welcomed,
     decode_to_courier,
@@ -49,6 +43,7 @@ from atoll.mailbox.channel import (
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec, encode_contribution
 from atoll.numerics.fragments import FragmentPlan
+from atoll.protocol import effects as fx
 from atoll.protocol import tape
 from atoll.protocol.messages import Range
 from atoll.protocol.settings import Settings
@@ -105,7 +100,7 @@ class ReplayedProcess:
         self._waits_for = ""
         """An answer that must come before the next act."""
         self._registered = False
-        self._supplies: list[Supplies] = []
+        self._supplies: list[fx.Supply] = []
         self._copies: dict[tuple[int, int], tuple[int, int, int]] = {}
         """carry: fragment and step → slot, steps and tokens of a copy that may be carried on from."""
         self._reading: RecordedCopy | None = None
@@ -200,18 +195,18 @@ class ReplayedProcess:
                 send(self._progress(act))
             case tape.Supplied(_, leases, over, own):
                 ranges = tuple(self._house.leases(lease) for lease in leases)
-                self._supply(Supplies(ranges, over, "its data was its own in the run" if own else ""))
+                self._supply(fx.Supply(ranges, over, "its data was its own in the run" if own else ""))
             case tape.Owned():
                 self._house.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
                 self._box.base_version[:] = 0
-                send(OwnOrder())
+                send(fx.Own())
             case tape.Forgot(_, reset):
                 self._epoch += 1
                 self._box.base_version[:] = -1
                 self._copies.clear()
                 send(ForgetOrder(self._epoch, reset))
             case tape.Gave():
-                send(CaptureOrder(self._next))
+                send(fx.Capture(self._next))
                 self._waits_for = "its state"
             case tape.Took(_, ticket):
                 return self._take(ticket)
@@ -278,7 +273,7 @@ class ReplayedProcess:
         self.channel.send(TakeOrder(ticket, state.size), state.fd)
         return None
 
-    def _supply(self, supplies: Supplies) -> None:
+    def _supply(self, supplies: fx.Supply) -> None:
         """A script asks for its data once it has joined: what comes before that waits."""
         if self._registered:
             self.channel.send(supplies)
@@ -307,7 +302,7 @@ class ReplayedProcess:
                 self._stopped = stepped.stopped
                 if stepped.stopped or stepped.t >= self._until:
                     self._at = stepped.t
-            case Sources():
+            case fx.Registered():
                 self._registered = True
                 for supplies in self._supplies:
                     self.channel.send(supplies)
@@ -320,10 +315,10 @@ class ReplayedProcess:
                 assert not reason, reason
                 self._waits_for = ""
                 self._house.lent(self.part, frame.t, SharedState(self.channel.take_descriptor(), size))
-            case StateTaken(reason=reason):
+            case fx.Taken(reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
-            case Told(_, entries):
+            case fx.Told(_, entries):
                 self._compare_machine(entries)
             case Goodbye():
                 self._stopped = True
