@@ -5,16 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.architecture.pages import PAGES, ROOT, name_of, prose, table_after
 from tests.architecture.test_bugs_page import is_defined, is_file, sources
 
 from atoll.cli.command import HELP, Command, call
 from atoll.cli.declared import ATOLL
-from atoll.config import Outer, parse_settings
+from atoll.config import Config, Outer, parse_settings
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.state import PHASES, STAGES
 
@@ -24,10 +26,12 @@ NAMED = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
-"""Pages whose every path and dotted name is looked for."""
+"""Pages whose every folder is looked for, and of the first three every dotted name."""
+SCRIPTS = ("my_script.py", "script.py")
+"""The reader's own."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-PYTHON = re.compile(r"(?:[a-z_]+/)*[a-z_]+\.(?:py|toml)(?:::\w+)?")
+PYTHON = re.compile(r"(?:[a-z_]+/)*[a-z_]+\.py(?:::\w+)?")
 FOLDER = re.compile(r"(?:src/atoll/|tests/|benchmarks/|docs/|examples/|tools/)?(?:[a-z_]+/)+")
 DOTTED = re.compile(r"[A-Za-z_]+\.[A-Za-z_]+")
 SETS = ("train", "syncer", "chaos", "set")
@@ -71,14 +75,18 @@ def codes(page: Path) -> Iterator[str]:
     return (code for code in CODE.findall(prose(page.read_text())))
 
 
-@pytest.mark.parametrize("page", NAMED, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_path_is_there(page: Path) -> None:
     for code in codes(page):
-        if PYTHON.fullmatch(code):
+        if PYTHON.fullmatch(code) and code not in SCRIPTS:
             file, _, function = code.partition("::")
             assert (ROOT / file).is_file() or is_file(file), f"{name_of(page)}: there is no {file}"
             assert not function or f"def {function}(" in sources("tests"), f"{name_of(page)}: there is no {function}"
-        elif FOLDER.fullmatch(code) and not code.startswith(("atoll-", "journal/", "cuts/", "learners/", "logs/")):
+        elif (
+            page in NAMED
+            and FOLDER.fullmatch(code)
+            and not code.startswith(("atoll-", "journal/", "cuts/", "learners/", "logs/"))
+        ):
             places = (ROOT, ROOT / "src" / "atoll")
             assert any((place / code).is_dir() for place in places), f"{name_of(page)}: there is no {code}"
 
@@ -159,6 +167,15 @@ def test_every_default_is_on_the_page(heading: str, kind: type[Settings] | type[
     rows = table_after((DOCS / "algorithm.md").read_text(), heading)
     shown = {CODE.findall(name)[0]: ast.literal_eval(CODE.findall(default)[0]) for name, default, _ in rows}
     assert shown == {name: getattr(kind(), name) for name in kind.__struct_fields__}
+
+
+def test_the_settings_page_shows_the_defaults() -> None:
+    block = re.search(r"^```toml\n(.*?)^```$", (DOCS / "settings.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    shown, defaults = tomllib.loads(block[1]), msgspec.json.decode(msgspec.json.encode(Config()))
+    assert shown["protocol"].pop("steps") == 1000, "of the built-in workload"
+    for table in ("protocol", "outer", "service"):
+        assert shown[table] == {name: defaults[table][name] for name in shown[table]}, table
 
 
 def test_the_tree_names_every_package() -> None:
