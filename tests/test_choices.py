@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from atoll import choices
 from atoll.choices import ADOPT, CHOICES, CODEC, MERGE, OUTER_OPTIMIZER, PLAN, Choice
-from atoll.config import Config, Outer, parse
+from atoll.config import Config, Outer, known_settings, parse
 from atoll.protocol.errors import ConfigError
 
 DEFAULTS = {
@@ -37,25 +38,18 @@ def test_every_choice_can_be_loaded_and_says_what_it_is(choice: Choice) -> None:
         assert choice.describe(name).endswith((".", ":"))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[outer]\nmerge = "median"', "merge = 'median' is not known: use one of mean, rda, rda-row"),
-        ('[outer]\noptimizer = "adam"', "outer_optimizer = 'adam' is not known: use one of nesterov, sgd"),
-        ('[protocol]\ncodec = "int3"', "codec = 'int3' is not known: use one of bf16, fp32"),
-        ('[protocol]\nplan = "random"', "plan = 'random' is not known: use one of balanced, layer, tensor"),
-        ('[protocol]\nadopt = "ignore"', "adopt = 'ignore' is not known: use one of blend, carry, overwrite"),
-    ],
-)
-def test_a_choice_that_is_not_there_is_answered_with_those_that_are(text: str, said: str) -> None:
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.setting)
+def test_a_choice_that_is_not_there_is_answered_with_those_that_are(choice: Choice) -> None:
+    place = known_settings()[choice.setting]
     with pytest.raises(ConfigError) as caught:
-        parse(text, "run.toml")
-    assert str(caught.value) == said
+        parse(f'[{place.table}]\n{place.field} = "nonsense"', "run.toml")
+    known = ", ".join(choice.names())
+    assert str(caught.value) == f"{choice.setting} = 'nonsense' is not known: use one of {known}"
 
 
-def test_a_new_module_is_a_new_choice(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_module_is_a_new_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No list is edited: what lies in the package is known, by its name and its first line."""
-    package = __import__("pathlib").Path(str(tmp_path)) / "kinds_of_tea"
+    package = tmp_path / "kinds_of_tea"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "earl_grey.py").write_text('"""With bergamot."""\n\n\ndef pour() -> str:\n    return "tea"\n')

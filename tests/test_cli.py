@@ -15,6 +15,7 @@ from tests.observe.conftest import small_run
 from tests.store.written import WrittenRun, cut_run, everything, flip
 
 from atoll import __version__, cli
+from atoll.choices import CODEC, MERGE
 from atoll.cli import train
 from atoll.cli.shared import where
 from atoll.launch.local import Kill, LocalRun
@@ -75,8 +76,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --set quorum=two", "quorum=two: expected int, got str"),
         ("syncer --set quorum=two", "quorum=two: expected int, got str"),
         ("chaos plan.toml --set quorum=two", "quorum=two: expected int, got str"),
-        ("train --set merge=median", "merge = 'median' is not known: use one of mean, rda, rda-row"),
-        ("syncer --set codec=int3", "codec = 'int3' is not known: use one of bf16, fp32"),
+        ("train --set merge=nonsense", f"merge = 'nonsense' is not known: use one of {', '.join(MERGE.names())}"),
+        ("syncer --set codec=nonsense", f"codec = 'nonsense' is not known: use one of {', '.join(CODEC.names())}"),
         ("chaos plan.toml --set quorum=9", "quorum = 9 can never be reached by 4 learners"),
         (
             "chaos plan.toml --set workload.dept=2",

@@ -73,7 +73,7 @@ def test_names_and_slots() -> None:
 @pytest.mark.parametrize(
     ("name", "lr", "momentum", "text"),
     [
-        ("adam", 0.7, 0.5, "optimizer = 'adam' is not known: use one of nesterov, sgd"),
+        ("nonsense", 0.7, 0.5, "outer_optimizer = 'nonsense' is not known: use one of "),
         ("sgd", 0.0, 0.5, "outer learning rate 0.0 must be a number above 0"),
         ("sgd", float("nan"), 0.5, "outer learning rate nan"),
         ("sgd", float("inf"), 0.5, "outer learning rate inf"),

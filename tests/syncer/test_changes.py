@@ -116,7 +116,7 @@ def test_the_default_rhythm_of_cuts_is_what_it_was_at_the_beginning() -> None:
         ("seed=3", "'seed' cannot change while a run goes on"),
         ("quorum=two", "quorum=two: expected int, got str"),
         ("quorum=2.5", "quorum=2.5: "),
-        ("merge=median", "merge = 'median' is not known: use one of mean, rda, rda-row"),
+        ("merge=nonsense", "merge = 'nonsense' is not known: use one of mean"),
         ("quorum=5", "quorum = 5 can never be reached by 4 learners"),
         ("learners=0", "learners = 0 is too small"),
         ("steps=-1", "steps = -1 is too small"),
