@@ -26,6 +26,7 @@ from atoll.observe.doctor import carry, link, local
 from atoll.observe.doctor.carry import LinkLoad, MeasuredLink
 from atoll.observe.doctor.link import DialledAddress, MeasuredTransfer, RoundTrip
 from atoll.observe.doctor.local import Check
+from atoll.protocol.errors import ConfigError
 from atoll.telemetry.status import RunStatus
 
 PIN = "ab" * 32
@@ -84,6 +85,12 @@ def test_needs_are_those_of_the_bandwidth_calculator() -> None:
     assert carry.find_sustained_h(LOAD, slow) == pytest.approx(effective_h(spread, 0.08)) == pytest.approx(100)
     near = msgspec.structs.replace(spread, latency_s=0.005)
     assert carry.away_steps(LOAD, slow) == pytest.approx(away_steps(near, 0.1)) == pytest.approx(2.01 / 0.4)
+
+
+def test_a_codec_counts_by_the_size_of_its_bodies() -> None:
+    assert [carry.sized_like(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
+    with pytest.raises(ConfigError, match="codec = 'nonsense' is not known"):
+        carry.sized_like("nonsense")
 
 
 def test_a_larger_h_is_named_for_a_link_that_is_too_slow() -> None:

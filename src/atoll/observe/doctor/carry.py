@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.estimate import bandwidth
-from atoll.estimate.bandwidth import VERSIONS, Codec, Spread, effective_h, loads_gbit
+from atoll.estimate.bandwidth import BITS, VERSIONS, Codec, Spread, effective_h, loads_gbit
+from atoll.numerics.codec import make_codec
 from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
 
@@ -146,6 +147,13 @@ def _way_out(table: Sequence[LinkNeed], load: LinkLoad) -> str:
         return f"Not even H = {table[-1].sync_every} fits: this model needs another link."
     best = min(fits, key=lambda one: (one.sync_every, one.codec != load.codec))
     return f"It carries sync_every = {best.sync_every} with {best.codec}."
+
+
+def sized_like(name: str) -> Codec:
+    """Of the codecs that the formulas know, the one whose bodies are nearest in size to this one's."""
+    size = 1 << 16
+    bits = 8 * make_codec(name).nbytes(size) / size
+    return min(BITS, key=lambda one: abs(BITS[one] - bits))
 
 
 def _other(codec: Codec) -> Codec:

@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from atoll.estimate.bandwidth import Codec
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.calls import DialResult, dial, next_chunk
 from atoll.fabric.certificates import FEW_DAYS, days_left
@@ -27,7 +26,7 @@ from atoll.fabric.intake import LONGEST, TIME_HEADER
 from atoll.fabric.transfer import asked, body_session, get_json_at, pieces, sent
 from atoll.fabric.wire import FabricLimits
 from atoll.observe.doctor import carry
-from atoll.observe.doctor.carry import CODECS, LinkLoad, MeasuredLink
+from atoll.observe.doctor.carry import LinkLoad, MeasuredLink, sized_like
 from atoll.observe.doctor.local import Check, brief, size
 from atoll.observe.figures import listing, plain, span
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
@@ -102,8 +101,8 @@ def check_load(status: RunStatus, link: MeasuredLink, parameters: float | None, 
         return Check("carries", "ok", f"not known yet: the run has not gone far enough; {missing} would say")
     sync_every = status.sync_every or USUAL
     fragments = min(status.fragments or USUAL, sync_every)
-    codec: Codec = next((one for one in CODECS if one == status.codec), "bf16")
     try:
+        codec = sized_like(status.codec)
         return carry.judge_load(LinkLoad(parameters, step_s, sync_every, fragments, status.overlap, codec), link)
     except ConfigError as error:
         return Check("carries", "warn", str(error), "Look at --parameters and --step.")

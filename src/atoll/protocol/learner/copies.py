@@ -1,5 +1,5 @@
-"""A learner's copies: which fragment it copies at which step boundary (`Orders`), which copies exist (`Copies`), and what
-it answers to a pull (`Pulls`).
+"""A learner's copies: which fragment it copies at which step boundary (`Orders`), which copies exist (`Copies`), and
+what it answers to a pull (`Pulls`).
 
 At most one copy of a fragment is kept, the newest. A pull that finds none waits for the next boundary. A contribution
 carries the step, counters and base of its copy, as they were when the copy was made.
