@@ -122,7 +122,7 @@ def test_who_has_let_go_is_not_cut_off_for_one_that_has_not() -> None:
         honest.on_cut(lambda: cut.append("honest"))
         honest.release()
         honest.on_cut(lambda: cut.append("honest"))
-    assert len(parameters.committed_buffers()[0].cuts) == 1, "nothing of them is kept"
+    assert len(parameters.committed_buffers()[0].disconnects) == 1, "nothing of them is kept"
     later = []
     for version in range(1, OLD + 2):
         commit(parameters, version, 0.25)

@@ -20,7 +20,7 @@ from atoll.syncer.process import import_named, serve
 
 
 def _told_to_begin() -> bool:
-    """False: nobody is left who could. Read byte by byte: what comes after the line is for others."""
+    """Wait for a line on standard input; False: it was closed. Byte by byte: later lines are orders (`process`)."""
     kernels.warm()
     while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
         continue

@@ -1,4 +1,4 @@
-"""Settings that may change while a run goes on, as an operator writes them: `quorum=2 outer_lr=0.5`.
+"""Settings that may change during a run, as an operator writes them: `quorum=2 outer_lr=0.5`.
 
 `weight_limit.NAME=8` allows one learner more than the others' `weight_limit`.
 """

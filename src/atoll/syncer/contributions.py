@@ -42,13 +42,13 @@ class PendingContribution:
     fragment: int
     body: ByteArray | None = None
     digest: str | None = None
-    """Set once the body is whole."""
+    """Set once the body has arrived."""
     receiving: bool = False
     held: bool = False
-    """Somebody reads it beside the event loop."""
+    """A thread reads it."""
     delta: FloatArray | None = None
     unwanted: bool = False
-    """Discarded while it was being received or read: its buffers wait for that to end."""
+    """Discarded while it was received or read: its buffers are freed when that ends."""
 
 
 class Inbox:
@@ -60,7 +60,7 @@ class Inbox:
         self._probes: dict[str, ContributionKey] = {}
 
     def expect_body(self, key: ContributionKey, fragment: int, *, probe: bool = False) -> None:
-        """A pull was sent: this contribution, and no other, may arrive. A learner is probed once at a time."""
+        """A pull was sent: this contribution may arrive. A learner has at most one probe at a time."""
         if probe:
             self.discard(self._probes.get(key[0], key))  # whatever came of it
             self._probes[key[0]] = key
@@ -92,13 +92,13 @@ class Inbox:
             self._free_if_unwanted(key, pending)
 
     def is_opened(self, key: ContributionKey) -> bool:
-        """Whether its message has come and was looked at."""
+        """Whether its message has come before."""
         pending = self._pending.get(key)
         return pending is not None and (pending.held or pending.delta is not None)
 
     @contextmanager
     def hold_buffers(self, key: ContributionKey) -> Iterator[None]:
-        """While it is read beside the event loop its buffers are not given to another, even if it is discarded."""
+        """While a thread reads it its buffers are not reused, even if it is discarded."""
         pending = self._pending.get(key)
         if pending is not None:
             pending.held = True
@@ -108,7 +108,7 @@ class Inbox:
             self._free_if_unwanted(key, pending)
 
     def decode_body(self, key: ContributionKey, mark: str) -> FloatArray:
-        """Decode a whole body; PeerError when it is not what its message says."""
+        """Decode the body; PeerError: it is not the one that its message names."""
         pending = self._pending.get(key)
         if pending is None or pending.body is None or pending.digest is None:
             raise PeerError("its body did not arrive")
@@ -158,10 +158,10 @@ class Merging:
     # ---- contributions ------------------------------------------------------------------------------------------
 
     def screen_contribution(self, learner: str, message: Contribution) -> None:
-        """Its body is whole, or should be; the rules hear of it once it was looked at."""
+        """Decode and screen it; then the state machine gets the event."""
         key = (learner, message.round, message.attempt)
         if self._inbox.is_opened(key):
-            return  # said twice: once is what counts
+            return  # sent twice: the first one counts
         in_range = 0 <= message.fragment < len(self._fragments)
         if not in_range or self._fragments[message.fragment].size <= LARGE:
             self._tell(fx.Delivered(learner, message, self._decode_and_screen(key, message)))
@@ -174,7 +174,7 @@ class Merging:
         self._tell(fx.Delivered(key[0], message, refusal))
 
     def _decode_and_screen(self, key: ContributionKey, message: Contribution) -> str | None:
-        """Decode and screen; the reason of a refusal."""
+        """The reason for a refusal, or None."""
         try:
             delta = self._inbox.decode_body(key, message.digest)
         except PeerError as error:
@@ -192,7 +192,7 @@ class Merging:
     def merge_round(self, merge: fx.Merge) -> None:
         for part in merge.parts:
             self._screen.note_merged((part.learner, merge.round, part.attempt))
-        pairs = len(merge.parts) ** 2  # each is compared with each
+        pairs = len(merge.parts) ** 2  # the filter compares each with each
         if self._fragments[merge.fragment].size * max(1, pairs / PAIRS) <= LARGE:
             asyncio.get_running_loop().call_soon(self._tell, self._merge_and_step(merge))
         else:
@@ -205,7 +205,7 @@ class Merging:
         began = time.perf_counter()
         deltas = [self._inbox.get_delta((part.learner, merge.round, part.attempt)) for part in merge.parts]
         try:
-            # Everybody is judged, so that the events name an attacker also where nothing is left out.
+            # The filter judges also without `robust`, so that events name an attacker although nothing is left out.
             momentum = self._parameters.momentum(merge.fragment)
             judged = self._filter.judge(merge.fragment, [part.learner for part in merge.parts], deltas, momentum)
             factors = [one.factors for one in judged] if self.robust else []
@@ -219,7 +219,7 @@ class Merging:
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
 
     def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:
-        """For the rules: who agrees, what share of the merge each has, and the factors that were used."""
+        """For the state machine: who agrees, what share of the merge each has, and the factors that were used."""
         fragment = self._fragments[merge.fragment]
         kept = [by_size(fragment, one.factors.astype(np.float64)) if self.robust else 1.0 for one in judged]
         counts = [part.weight * float(of) for part, of in zip(merge.parts, kept, strict=True)]

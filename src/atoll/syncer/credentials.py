@@ -28,7 +28,7 @@ LOCAL: dict[str, Role] = {"join": "learner", "viewer": "viewer", "evaluator": "e
 AWAY_S = 1.0
 """Between two events of somebody who was not let in."""
 LOCAL_NAMES = 1 << 16
-"""Learners of one machine are its user's own to start, as often as they like."""
+"""Names that one user's learners may take on this machine: more than anybody starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class PortAccess:
     notice: Callable[[], str] = str
     """What the operator should see to; empty: nothing."""
     names: frozenset[str] = frozenset()
-    """By which learners ask for it, beside its addresses."""
+    """Host names by which learners may address the port, beside its addresses."""
     secrets: Mapping[Role, str] = field(default_factory=dict, repr=False)
-    """What commands of the same user show, to be published with the port; with keys none."""
+    """Secrets for commands of the same user, published with the port; empty with keys."""
 
 
 def make_port_access(
     service: Service, run: Callable[[], str], say: Say = lambda kind, text: None, *, secrets: Path | None = None
 ) -> PortAccess:
-    """Tokens alone without keys, of the folder `secrets`, and behind a proxy that ends TLS: then only this machine is
-    listened to. `say`: what the operator should know of either."""
+    """TLS and join tokens; only tokens without keys (those of the folder `secrets`) and behind a proxy that ends TLS,
+    where the port listens on this machine alone. `say` logs what the operator should know."""
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
@@ -61,14 +61,14 @@ def make_port_access(
         return PortAccess(authorizer, names=names)
     if service.mutual and not keys.authority.is_file():
         raise ConfigError(f"mutual TLS needs an authority, and {keys.path} has none: make it with `atoll cert --ca`")
-    from atoll.syncer.renewal import LiveTls  # what certificates need is large, and a run on one machine needs none
+    from atoll.syncer.renewal import LiveTls  # loads cryptography, which is slow and not needed on one machine
 
     tls = LiveTls(keys, say, mutual=service.mutual)
     return PortAccess(authorizer, tls, tls.describe_expiry, names)
 
 
 def names_of(keys: KeyDir, service: Service) -> frozenset[str]:
-    """Those that are advertised, and those of the certificates that are shown, now and next, here and by a proxy."""
+    """The advertised names, and those in the certificates: the current one, the next one, and a proxy's."""
     from atoll.fabric.certificates import hosts_of
 
     files = [keys.certificate, keys.next_certificate, *([Path(service.front)] if service.front else [])]
@@ -84,7 +84,7 @@ def advertised_names(service: Service) -> frozenset[str]:
 
 
 def local_tokens(folder: Path) -> JoinTokens:
-    """Of a run without keys, one for each role, made if it is not there. An earlier term's stay: learners hold them."""
+    """The secrets of a run without keys, one for each role, made if missing. Those of an earlier term stay valid."""
     KeyDir.create(folder)
     check_folder(folder)
     made = (
@@ -108,7 +108,7 @@ def write_tokens(keys: KeyDir, tokens: JoinTokens) -> None:
 
 
 class LiveTokens:
-    """As the file says now, or said before it could not be read."""
+    """The join tokens in the file as of now, or the last ones that could be read."""
 
     def __init__(self, keys: KeyDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys, self._clock = keys, clock
@@ -128,7 +128,7 @@ class LiveTokens:
             check_private(self._keys.tokens)
             self._tokens, self._stamp = read_tokens(self._keys), found
         except ConfigError:
-            return  # it is tried again: what was good stays good
+            return  # the tokens that were read last stay valid, and the file is read again
 
 
 class RefusalLog:

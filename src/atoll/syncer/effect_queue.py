@@ -22,9 +22,9 @@ from atoll.store.writer_lease import Deposed
 ALARM_S = 5.0
 """A syncer that could not commit for this long raises an alarm."""
 AGAIN_S = 0.1
-"""Between two tries on a full disk: rounds go on so soon after there is room, and a try that fails costs one sync."""
+"""Between two tries on a full disk: rounds go on this soon after there is room, and a failed try costs one sync."""
 ALARM_AGAIN_S = 0.5
-"""Between two lines about a disk that stays full."""
+"""Between two events about a disk that stays full."""
 
 T = TypeVar("T")
 Entry = tuple[AnyRecord, memoryview | None]
@@ -83,7 +83,7 @@ class EffectQueue:
         await asyncio.to_thread(self._append, entries)
 
     async def _retry_while_full(self, work: Callable[[T], Awaitable[None]], what: T) -> None:
-        """Again and again while there is no room; an alarm when it takes long, for whatever reason."""
+        """Retry while the disk is full; raise an alarm when it takes long, for whatever reason."""
         loop, slow = asyncio.get_running_loop(), "nothing can be committed: the disk does not answer"
         alarm = loop.call_later(ALARM_S, self._alarm, slow)
         say_at = alarm.when()

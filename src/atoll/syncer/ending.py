@@ -21,11 +21,11 @@ from atoll.telemetry.events import EventLog
 GOODBYE_S = 15.0
 """How long a finished run stays up for learners that fetch its last versions."""
 LAST_SCORE_S = 120.0
-"""How long it waits for the evaluator's last word."""
+"""How long it waits for the evaluator's last score."""
 
 
 def ask_to_drain(learner: str, channel: ControlChannel | None, *, known: bool) -> DrainAsked:
-    """`known`: it is of this run, or was. PeerError: it cannot be asked."""
+    """`known`: it is or was a learner of this run. PeerError: it cannot be asked."""
     if channel is None:
         raise PeerError(
             f"{learner} is away: it can be drained once it is back"
@@ -43,7 +43,7 @@ class RunEnding:
     """Belongs to one event loop."""
 
     def __init__(self, events: EventLog, *, evaluated: bool) -> None:
-        """`evaluated`: somebody scores the run."""
+        """`evaluated`: the run has an evaluator."""
         self._events, self._evaluated = events, evaluated
         self._reason = ""
         self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -56,18 +56,18 @@ class RunEnding:
         await self._finished.wait()
 
     def count_connected(self, learners: int) -> None:
-        """So many are connected."""
+        """Note how many learners are connected."""
         if learners:
             self._emptied.clear()
         else:
             self._emptied.set()
 
     def stop_scoring(self) -> None:
-        """The evaluator has said its last word, or is gone."""
+        """The evaluator has sent its last score, or is gone."""
         self._scored.set()
 
     async def wait_for_last(self, *, trained: bool) -> None:
-        """`trained`: there are parameters to score."""
+        """Wait for learners and the evaluator; `trained`: there are parameters to score."""
         await self._wait_for(self._emptied, GOODBYE_S, "its last learners")
         if self._evaluated and trained:
             await self._wait_for(self._scored, LAST_SCORE_S, "the evaluator's last score")
@@ -80,8 +80,8 @@ class RunEnding:
             self._events.say("warning", f"the run closes without {whom}, after a wait of {limit_s:g} s")
 
     def log_end(self, machine: Syncer | None, traffic: tuple[int, int]) -> None:
-        """`traffic`: bytes that came in and went out."""
-        # Of a learner that an earlier term knew and this one never heard, that term has told more than is known here.
+        """Log the last event; `traffic`: bytes received and sent."""
+        # A learner that this term never met is left out: the earlier term logged more of it than is known here.
         known = machine.members.learners.values() if machine is not None else ()
         learners = [one for one in known if one.joined_at]
         ledger = machine.history.ledger if machine is not None else None

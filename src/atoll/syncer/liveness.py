@@ -26,7 +26,7 @@ LEAST_S = 0.5
 
 
 async def send_heartbeats(run_store: RunStore, run: str, norms: Callable[[], list[list[float]]]) -> None:
-    """Until cancelled. `norms`: those that are usual now; empty: nothing is known yet."""
+    """Until cancelled. `norms`: the usual norms now; empty: none are known yet."""
     for number in count():
         await asyncio.to_thread(run_store.send_heartbeat)
         if number % NORMS_BEATS == 0 and (usual := norms()):
@@ -38,7 +38,7 @@ async def send_heartbeats(run_store: RunStore, run: str, norms: Callable[[], lis
 
 class Standstill:
     def __init__(self, loop: asyncio.AbstractEventLoop, noticed: Callable[[], None]) -> None:
-        """`noticed` is called where nobody else has asked; it asks."""
+        """`noticed` is called at every look; it is to call `take_standstill_s`."""
         self._loop, self._noticed = loop, noticed
         self._seen_at = loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +52,7 @@ class Standstill:
             self._timer.cancel()
 
     def take_standstill_s(self, now: float) -> float:
-        """How long it stood still just before `now`; 0: it did not, or that was said already."""
+        """How long the loop stood still just before `now`; 0: it did not, or this was returned before."""
         gone_s, self._seen_at = now - self._seen_at, now
         return gone_s if gone_s >= LEAST_S else 0.0
 

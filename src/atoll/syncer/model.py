@@ -34,14 +34,14 @@ from atoll.syncer.recovery import Recovered, outer_of
 
 PROGRAM = 256 * MIB
 CONNECTION = 320 * KIB
-"""An open connection: headers, buffers of the socket, and of TLS, which are most of it."""
+"""An open connection: headers, and buffers of the socket and of TLS, which are the largest."""
 NAME = 4 * KIB
 NAME_FRAGMENT = 512
-"""What is kept of a name: its life, its tokens, its place in the status; and of each fragment what was merged."""
+"""Kept of a name: its life, its tokens, its line in the status; and for each fragment what was merged."""
 TAPE = 16
-"""Times the bytes of a tape in the journal, as objects of Python."""
+"""A tape takes this many times its bytes in the journal, as Python objects."""
 MISSES = 3
-"""Pulls of a learner beside those of its rounds: two that it missed, and a probe."""
+"""Pulls of a learner beside those of the rounds in flight: two that it missed, and a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class Model:
     parameters: Parameters
 
     def check_learner(self, hello: Hello) -> None:
-        """PeerError unless it is this model that the learner trains."""
+        """PeerError unless the learner trains this model."""
         run = tuple(tensor for part in self.plan.fragments for tensor in part.tensors)
         if (reason := difference(hello.tensors, run)) is not None:
             raise PeerError(f"{reason}. The run's own settings are in its run.toml.")
 
     def describe_other_data(self, hello: Hello) -> str:
-        """That the learner's data is not the first joiner's; empty: it is."""
+        """A warning where the learner's data is not the first joiner's; empty: it is."""
         run = self.history.begun.data
         if hello.data == run:
             return ""
         return f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({run[:12]})"
 
     def describe(self) -> tuple[str, dict[str, object]]:
-        """For the run's events, when it begins."""
+        """Text and data of the event at the run's beginning."""
         begun, settings = self.history.begun, self.history.settings
         text = (
             f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
@@ -83,7 +83,7 @@ class Model:
 
 
 def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> Model:
-    """The run begins with it. AtollError: with this model it cannot."""
+    """AtollError: the run cannot begin with this model."""
     settings = config.protocol.resolved(len(hello.tensors))
     settings = msgspec.structs.replace(settings, seed=config.seed)
     plan = make_plan(hello.tensors, settings.fragments, settings.plan)
@@ -109,7 +109,7 @@ def model_of_earlier_terms(found: Recovered) -> Model:
 def _room_for(plan: FragmentPlan, outer: Outer) -> Parameters:
     try:
         return Parameters(plan, outer)
-    except (MemoryError, ValueError):  # numpy's word for what no address reaches
+    except (MemoryError, ValueError):  # numpy raises ValueError for more than the address space
         raise PlanError(f"a model of {plan.size:,} parameters does not fit into this syncer's memory") from None
 
 
@@ -121,17 +121,17 @@ class FirstParameters:
         self._here: set[int] = set()
         """Fragments that have arrived."""
         self._arriving: dict[tuple[str, int], bytearray] = {}
-        """Those on their way: one that is asked no more writes into nothing that counts."""
+        """Bodies on their way, apart from the parameters: a learner that is no longer asked may still be sending."""
 
     def ask_learner(self, learner: str, session: str) -> None:
         self._asked = (learner, session)
-        self._here.clear()  # what another one sent is worth nothing
+        self._here.clear()  # what another learner sent is not used
 
     def is_asked(self, learner: str, session: str) -> bool:
         return self._machine.phase == "empty" and (learner, session) == self._asked
 
     def receive_fragment(self, learner: str, fragment: int) -> memoryview:
-        """Where it goes, until it is whole and wanted."""
+        """Where the body is received."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
         size = self._parameters.initial_bytes(fragment).nbytes
@@ -140,7 +140,7 @@ class FirstParameters:
         return memoryview(self._arriving[learner, fragment])
 
     def accept_fragment(self, learner: str, fragment: int, digest: str) -> str | None:
-        """Why it is refused, or None."""
+        """Copy the body into the parameters; the reason for a refusal, or None."""
         self._parameters.initial_bytes(fragment)[:] = self._arriving.pop((learner, fragment))
         if (reason := self._parameters.check_initial(fragment, digest)) is not None:
             return reason
@@ -160,11 +160,11 @@ class FirstParameters:
 
 class MemoryBound(msgspec.Struct, frozen=True):
     fixed: int
-    """Whoever is there."""
+    """Whatever the number of learners."""
     each: int
-    """For each learner that is there."""
+    """For each connected learner."""
     name: int = 0
-    """For each name that ever was."""
+    """For each name that ever joined."""
 
     def total_bytes(self, learners: int, names: int = 0) -> int:
         return self.fixed + learners * self.each + names * self.name

@@ -1,8 +1,8 @@
 """The global parameters and the outer optimizer's state: Θ, momentum, versions.
 
-What a cut holds and the outer gradients of the rounds after it give all of it again, bit for bit. A committed version
-is never written to: the outer step writes beside it, and a commit exchanges the two. A version that is being read by a
-learner or written to a cut stays untouched until the reader lets go.
+- A cut and the outer gradients of the rounds after it give all of it again, bit for bit.
+- A committed version is never written to: the outer step writes into another buffer, and a commit exchanges the two.
+- A buffer that a learner reads or a cut is written from is not reused before its readers let go.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ OLD = 2
 
 
 class Overflow(ValueError):
-    """The outer step was not finite; the fragment's outer state was broken by it and starts anew."""
+    """The outer step was not finite. It has spoiled the fragment's outer state, which is reset."""
 
 
 class Buffer:
     """One fragment's values, and how many readers hold them."""
 
-    __slots__ = ("cuts", "digest", "readers", "round", "values", "version")
+    __slots__ = ("digest", "disconnects", "readers", "round", "values", "version")
 
     def __init__(self, size: int) -> None:
         self.values: FloatArray = np.zeros(size, dtype=np.float32)
         self.readers = 0
-        self.cuts: dict[Reader, Callable[[], None]] = {}
-        """How to cut off those readers that can be, while they read."""
+        self.disconnects: dict[Reader, Callable[[], None]] = {}
+        """By reader, what closes its connection."""
         self.version = -1
         self.round = -1
         self.digest = ""
 
 
 class Reader:
-    """One that holds a buffer's values until it lets go."""
+    """Holds a buffer's values until it is released."""
 
     __slots__ = ("_buffer", "_holds")
 
@@ -53,16 +53,16 @@ class Reader:
         self._buffer, self._holds = buffer, True
         buffer.readers += 1
 
-    def on_cut(self, cut: Callable[[], None]) -> None:
+    def on_disconnect(self, disconnect: Callable[[], None]) -> None:
         if self._holds:
-            self._buffer.cuts[self] = cut
+            self._buffer.disconnects[self] = disconnect
 
     def release(self) -> None:
-        """Its connection is another's business from now on: nothing of it stays here."""
+        """From now on its connection may serve another request: it must not be closed because of this buffer."""
         if self._holds:
             self._holds = False
             self._buffer.readers -= 1
-            self._buffer.cuts.pop(self, None)
+            self._buffer.disconnects.pop(self, None)
 
 
 class Parameters:
@@ -103,10 +103,10 @@ class Parameters:
         factors: Sequence[FloatArray] = (),
         bases: Sequence[int] = (),
     ) -> str:
-        """Merge and take the outer step beside the committed version. Returns its digest; ValueError: void.
+        """Merge and take the outer step into a spare buffer. Returns the digest; ValueError: the round is void.
 
-        `bases`: the version that each was made on. Steps of parameters add up, whatever they were made on; a buffer
-        (a variance, say) that two learners saw fall from the same version must not fall twice.
+        `bases`: the version that each contribution was made on. Steps of parameters add up, whatever their base. Model
+        buffers do not: a variance that two learners saw fall from the same version must not fall twice.
         """
         part = self.plan.fragments[fragment]
         if part.buffers.stop > 0:
@@ -117,12 +117,12 @@ class Parameters:
         return self._stage_step(fragment)
 
     def momentum(self, fragment: int) -> FloatArray | None:
-        """Where the outer step has been going, if it keeps that and has made one."""
+        """The outer momentum; None: this optimizer keeps none, or has made no step."""
         momentum = self._state[fragment].get("momentum")
         return momentum if momentum is not None and momentum.any() else None
 
     def outer_gradient(self, fragment: int) -> FloatArray:
-        """Of the fragment that was staged last: what the journal keeps."""
+        """The merged gradient of the fragment that was staged last: the journal keeps it."""
         return self._delta[: self.plan.fragments[fragment].size]
 
     def _stage_step(self, fragment: int) -> str:
@@ -138,23 +138,23 @@ class Parameters:
         return new.digest
 
     def stage_gradient(self, fragment: int, gradient: memoryview) -> str:
-        """Take the outer step by a gradient that the journal kept. Returns the digest; ValueError: void."""
+        """Take the outer step with a gradient from the journal. Returns the digest; ValueError: the round is void."""
         np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
         return self._stage_step(fragment)
 
     def tensor_marks(self, fragment: int) -> bytes:
-        """Four bytes for each tensor of what was staged last: not to prove anything, but to tell which one differs."""
+        """A 4-byte checksum of each tensor that was staged last: tells which tensor differs in a replay."""
         words = self._staged[fragment].values.view(np.uint32)
         starts = [start for start in self.plan.fragments[fragment].offsets if start < len(words)]
         return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
 
     def reset_outer_state(self, fragment: int) -> None:
-        """The outer state starts anew: what overflowed may be in it."""
+        """Set the outer state to zero: it may contain what overflowed."""
         for slot in self._state[fragment].values():
             slot.fill(0.0)
 
     def change_outer(self, outer: Outer) -> None:
-        """Other outer settings from the next round on; the state stays."""
+        """Use other outer settings from the next round on; the state stays."""
         self._rule, self._optimizer = outer.merge, outer.make()
 
     def commit_version(self, fragment: int, version: int, round: int) -> None:
@@ -165,25 +165,25 @@ class Parameters:
         self._disconnect_slow_readers(fragment)
 
     def _disconnect_slow_readers(self, fragment: int) -> None:
-        """So many old versions may still be read; of older ones the readers are cut off, and fetch a newer one."""
+        """OLD versions may still be read. Readers of older ones are disconnected, and fetch a newer version."""
         still_read = sorted((one for one in self._spare[fragment] if one.readers), key=lambda one: one.version)
         for buffer in still_read[:-OLD]:
-            cuts, buffer.cuts = buffer.cuts, {}
-            for cut in cuts.values():
-                cut()
+            disconnects, buffer.disconnects = buffer.disconnects, {}
+            for disconnect in disconnects.values():
+                disconnect()
 
     def _take_buffer(self, fragment: int) -> Buffer:
-        """A buffer that nobody reads."""
+        """A spare buffer that nobody reads, or a new one."""
         for buffer in self._spare[fragment]:
             if buffer.readers == 0:
                 self._spare[fragment].remove(buffer)
                 return buffer
         return Buffer(self.plan.fragments[fragment].size)
 
-    # ---- coming back --------------------------------------------------------------------------------------------
+    # ---- recovery and cuts --------------------------------------------------------------------------------------
 
     def replay_round(self, fragment: int, version: int, round: int, gradient: memoryview, mark: str) -> None:
-        """A round that the journal tells of. ValueError when it does not give what it gave then."""
+        """Apply a round of the journal. ValueError: its digest is not the one of then."""
         found = self.stage_gradient(fragment, gradient)
         if found != mark:
             raise ValueError(f"round {round} gives fragment {fragment} the digest {found}, the journal says {mark}")
@@ -219,8 +219,8 @@ class Parameters:
         return tuple(buffer.digest for buffer in self._committed)
 
     def hold_arrays(self) -> dict[str, FloatArray]:
-        """Everything, as it is now. Θ is not copied: a committed version is never written to, but it may be used again,
-        so it counts as read until its readers let go."""
+        """Θ and the outer state as they are now. Θ is not copied, so its buffers count as read: whoever asked for them
+        takes 1 from the `readers` of each when all is written."""
         arrays: dict[str, FloatArray] = {}
         for index, buffer in enumerate(self._committed):
             buffer.readers += 1
@@ -234,11 +234,11 @@ class Parameters:
         return [buffer.round for buffer in self._committed]
 
     def committed_buffers(self) -> list[Buffer]:
-        """The committed versions, for whoever must let go of them."""
+        """The buffers of the committed versions."""
         return list(self._committed)
 
     def load_cut(self, arrays: Mapping[str, ByteArray], versions: Sequence[int], rounds: Sequence[int]) -> None:
-        """What a cut holds. ValueError when it is of another model."""
+        """Load what a cut holds. ValueError: it is of another model."""
         for index, buffer in enumerate(self._committed):
             _fill(buffer.values, arrays, f"theta-{index:03d}")
             buffer.version, buffer.round = versions[index], rounds[index]
@@ -255,10 +255,10 @@ class Parameters:
         if buffer.version < 0:
             raise PeerError("the run has no parameters yet")
         reader, data = Reader(buffer), buffer.values.view(np.uint8).data
-        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_cut)
+        return ServedFragment(buffer.version, buffer.round, buffer.digest, data, reader.release, reader.on_disconnect)
 
     def tensors_by_name(self) -> dict[str, FloatArray]:
-        """The whole committed model by the names it has there."""
+        """The whole committed model, by the names of its tensors."""
         whole: dict[str, FloatArray] = {}
         for part, buffer in zip(self.plan.fragments, self._committed, strict=True):
             for tensor, start in zip(part.tensors, part.offsets, strict=True):

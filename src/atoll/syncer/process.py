@@ -1,6 +1,6 @@
 """The syncer as a process: run directory, signals, a supervisor's orders, exit code.
 
-Under a supervisor, orders come as lines on standard input: `end REASON` ends the run in good order, `unscored` says
+Under a supervisor, orders come as lines on standard input: `end REASON` ends the run in good order; `unscored` means
 that no evaluator is left to wait for. When standard input closes, the supervisor is gone, and the run ends too.
 """
 
@@ -36,7 +36,7 @@ from atoll.telemetry.status import RunStatus
 
 OPERATOR = "the operator asked for it"
 STALE_S = 5.0
-"""A standby takes over from a syncer that has not moved for this long; one that is gone is replaced at once."""
+"""A standby takes over from a syncer whose lease is this old; from one whose process is gone, at once."""
 LOOK_S = 0.25
 
 
@@ -68,10 +68,10 @@ def serve(
     pages: PagesMaker | None = None,
     disk: Disk | None = None,
 ) -> int:
-    """Run a syncer until its run is over. Its address goes to the run directory; that, the run's name and a link to the
-    dashboard go to `ready`.
+    """Run a syncer until its run is over. Its address is written to the run directory; `ready` gets the address, the
+    run's name and a link to the dashboard.
 
-    With `standby` it waits for its turn first, and says through it that it does. `pages` show the run on its port.
+    With `standby` it first waits for its turn, and calls it when it begins to wait. `pages` make the dashboard.
     """
     kernels.warm()
     _allow_files()
@@ -100,7 +100,7 @@ def serve(
 
 
 def _allow_files() -> None:
-    """As many open files as this process may have: every connection is one, and the usual 1024 are soon taken."""
+    """Raise the limit of open files to the most allowed: every connection is one, and 1024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # some systems allow less than they say
@@ -117,7 +117,7 @@ def import_named(option: str, name: str) -> Any:
 
 
 def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
-    """Until the syncer that serves this run is gone, or has not moved for a while."""
+    """Wait until the syncer that serves this run is gone, or its lease is stale."""
     turn = StandbyTurn(out.journal, STALE_S)
     waiting()
     while (lease := turn.look(time.monotonic())) is None:
@@ -126,8 +126,8 @@ def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
 
 
 def _ended_well(out: RunDir, run_store: RunStore) -> bool:
-    """Whether the syncer that a standby stood by for brought the run to its end: everybody has left and the model is
-    there. To serve it again would only say the end once more, of learners that this term never heard."""
+    """Whether the syncer before this standby finished the run: everybody has left and the model is written. Another
+    term would only log the end once more, without the learners, which it never met."""
     if run_store.recovered is None or not run_store.recovered.history.finished:
         return False
     history = run_store.recovered.history
@@ -140,7 +140,7 @@ def _ended_well(out: RunDir, run_store: RunStore) -> bool:
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What is done once the service is there."""
+    """What the service is started with."""
 
     changes: tuple[str, ...]
     reopen: bool
@@ -164,7 +164,7 @@ async def _serve(
             loop.add_signal_handler(number, service.end, OPERATOR)
 
         def save(parameters: Parameters) -> None:
-            if run_store.fenced():  # its head may be an old one by now
+            if run_store.fenced():  # another syncer may have committed newer versions
                 raise Deposed
             save_model(out.model, dict(parameters.tensors_by_name()), service.model_facts())
 
@@ -188,13 +188,13 @@ async def _serve(
 
 
 def _announced(out: RunDir) -> str:
-    """A run that was announced and has not begun keeps its name: join links have it. One that began knows its own."""
+    """The name of a run that was announced and has not begun: join links contain it. Later the journal knows it."""
     with out.events.open("rb") as lines:
         return next((str(event["run"]) for event in parse(lines) if event["kind"] == "run" and "run" in event), "")
 
 
 def _local_url(config: Config, service: SyncerService) -> str:
-    """Where commands on this machine reach it."""
+    """The address for commands on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(service.server.host, service.server.host)
     scheme = "https" if config.service.keys and not config.service.front else "http"
     return f"{scheme}://{host_port(host, service.server.port)}"
@@ -222,7 +222,7 @@ async def show_pages(pages: LivePages, figures: Figures, events: EventLog) -> No
 
 
 def _fall_with_callbacks(loop: asyncio.AbstractEventLoop, vital: VitalTasks) -> None:
-    """A mistake of ours in a timer must not leave a syncer that looks alive and does nothing."""
+    """End the syncer when a timer raises: otherwise it would look alive and do nothing."""
 
     def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "handle" in context:

@@ -41,9 +41,9 @@ class Recovered:
     end: Position
     cut: int | None = None
     start: Position = ORIGIN
-    """Of the journal, behind that cut."""
+    """The position in the journal behind that cut."""
     kept: tuple[int, int] = (0, 0)
-    """Term and payload file from which that cut needs payloads."""
+    """The term and file from which that cut needs payloads."""
     rounds: int = 0
     """Rounds replayed."""
     remarks: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ def outer_of(history: History) -> Outer:
 
 
 def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
-    """What the run directory holds; None when no run has begun in it."""
+    """The newest state in the run directory; None: no run has begun in it."""
     remarks: list[str] = []
     broken: Corrupt | None = None
     for cut in known_cuts(out.cuts):
@@ -70,7 +70,7 @@ def recover(out: RunDir, *, disk: Disk) -> Recovered | None:
             found.remarks = [*remarks]
             return _replayed(found, out.journal, disk)
         except (BadCut, Corrupt) as error:
-            # Corrupt: a syncer that was replaced may have left a cut that the journal does not lead on from.
+            # Corrupt: a syncer that was replaced may have left a cut that the journal does not continue.
             broken = broken or (error if isinstance(error, Corrupt) else None)
             remarks.append(f"cut {cut} is passed over: {error}")
     if broken is not None:
@@ -126,7 +126,7 @@ def _apply(
 
 
 def replay_record(found: Recovered, position: Position, record: records.AnyRecord, folder: Path, disk: Disk) -> None:
-    """What one record does to the parameters. BadCut or Corrupt: it does not give what it gave then."""
+    """Apply one record to the parameters. BadCut or Corrupt: the result is not the one of then."""
     assert found.parameters is not None
     match record:
         case records.Merged(round=number, fragment=fragment, version=version, digest=mark, payload=place):
@@ -178,7 +178,7 @@ class EarlierState:
 
 
 def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> EarlierState:
-    """As it was after so many rounds, or at the newest cut before. BadCut: nothing of that can be had."""
+    """The state after round `restore.round`, or at the newest cut before it. BadCut: neither can be read."""
     reasons: list[str] = []
     for cut in [cut for cut in known_cuts(out.cuts) if cut <= restore.round]:
         try:
@@ -199,7 +199,7 @@ def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> EarlierStat
 
 
 def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered | None:
-    """From this cut on to the round that was asked for. None: payloads are gone, and what the cut holds will do."""
+    """Replay from this cut to that round. None: payloads are gone, and the state of the cut itself is used."""
     found = read_cut_state(out.cuts, cut)
     lines = read(out.journal, start=found.end, disk=disk)
     try:

@@ -1,10 +1,11 @@
 """A certificate that is renewed while its syncer runs.
 
 Rules:
-- once the files have changed, new handshakes use the new pair; connections that are open stay as they are;
-- a pair is taken when it is whole: the key fits and is nobody else's to read, and the certificate counts today. Until
-  then the pair before it stays. Files are written one after the other, so that is said only when it lasts, and once;
-- that a certificate ends soon is said in time, and once a day.
+- once the files have changed, new handshakes use the new pair; open connections stay as they are;
+- a pair is used when it is complete: the key matches, only its owner can read it, and the certificate is valid today.
+  Until then the pair before it stays. The two files are written one after the other, so a mismatch is logged only when
+  it lasts, and once;
+- a certificate that expires soon is logged once a day.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from atoll.protocol.errors import ConfigError
 from atoll.store.keys import RELOAD_S, KeyDir, Stamp, check_private, stamp
 
 LASTS_S = 2.0
-"""A pair that cannot be used for this long is not being written any more."""
+"""A pair that is unusable for this long is not just being written."""
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class CertificatePair:
-    """A pair that is whole, as it was read."""
+    """A certificate and its key, checked and loaded."""
 
     context: ssl.SSLContext
     certificate: bytes
@@ -34,7 +35,7 @@ class CertificatePair:
 
 
 def ends_soon(days: float) -> str:
-    """What is to be done about a certificate that ends in so many days; empty: nothing yet."""
+    """What the operator should do about a certificate that expires in so many days; empty: nothing yet."""
     if days >= FEW_DAYS:
         return ""
     when = "has expired, and nobody can dial anew" if days <= 0 else f"ends in {_span(days)}"
@@ -42,17 +43,17 @@ def ends_soon(days: float) -> str:
 
 
 def read_pair(keys: KeyDir, *, mutual: bool) -> CertificatePair:
-    """ConfigError for one that cannot be used."""
+    """Load the pair. ConfigError: it cannot be used."""
     check_private(keys.key)
     context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
     try:
         return CertificatePair(context, first_certificate(keys.certificate))
-    except (OSError, ValueError) as error:  # it went, or was written anew, since it was read a moment ago
+    except (OSError, ValueError) as error:  # it was deleted or rewritten since it was read a moment ago
         raise ConfigError(f"{keys.certificate} cannot be read: {error}") from error
 
 
 class LiveTls:
-    """As the files say now, or said before they could not be used."""
+    """The TLS context of the files as of now, or of the last pair that could be used."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class LiveTls:
         return self._shown.context
 
     def describe_expiry(self) -> str:
-        """What whoever looks at the run should see to; empty: nothing."""
+        """What the operator should do; empty: nothing."""
         return ends_soon(self._days(self._shown.certificate))
 
     def _reload_pair(self, now: float, stamps: tuple[Stamp, ...]) -> None:
@@ -91,7 +92,7 @@ class LiveTls:
             self._note_unusable(now, str(error))
             return
         if self._stamps_now() != stamps:
-            return  # it was written while it was read: the next look sees all of it
+            return  # written while it was read: the next check sees the rest
         renewed = found.certificate != self._shown.certificate
         self._shown, self._stamps = found, stamps
         self._unusable_since, self._told_unusable = None, False

@@ -55,7 +55,7 @@ _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 
 
 class KeptNorms(msgspec.Struct, frozen=True):
-    """What is usual (numerics/screen.py): a new term must not have to learn it again."""
+    """The usual norms (numerics/screen.py), so that a new term knows them from the start."""
 
     run: str
     norms: list[list[float]]
@@ -65,20 +65,20 @@ class RunStore:
     def __init__(
         self, out: RunDir, lease: WriterLease, *, every_round: bool = True, keep: int = 3, disk: Disk | None = None
     ) -> None:
-        """Reads what earlier terms left and begins this one's segment."""
+        """Read what earlier terms left, and begin this term's segment of the journal."""
         self._out, self._lease, self._disk = out, lease, disk or LocalDisk()
         self._sync, self._keep = every_round, keep
         self._writing = threading.Lock()
-        """Held by whoever appends to the journal or syncs it: a cut is written beside the rounds that follow it."""
+        """Held while the journal is appended to or synced: cuts are written in other threads."""
         lease.beat()
         self.recovered: Recovered | None = recover(out, disk=self._disk)
         lease.beat()
         after = self.recovered.end if self.recovered else None
         self._journal = Journal.begin(out.journal, lease.term, after=after, disk=self._disk)
         self._model_gone = False
-        """No model of an earlier end is left in the run's folder."""
+        """The model file of an earlier end is deleted."""
         self._kept: list[tuple[int, int]] = []
-        """Per cut of late, the term and payload file from which it needs payloads; the newest last."""
+        """Of the last two cuts, the term and file from which each needs payloads; the newest last."""
         self._needless: tuple[int, int] | None = None
         """Payloads before this term and file may be deleted with the next append."""
         if self.recovered is not None:
@@ -93,11 +93,11 @@ class RunStore:
 
     @property
     def secrets(self) -> Path:
-        """The folder of the run's own."""
+        """The folder of the run's own secrets."""
         return self._out.secrets
 
     def read_norms(self, run: str) -> list[list[float]]:
-        """Per fragment, those that an earlier term of this run knew to be usual; empty: nothing is known."""
+        """Per fragment, the usual norms that an earlier term wrote; empty: none."""
         try:
             kept = msgspec.json.decode(self._out.norms.read_bytes(), type=KeptNorms)
         except (OSError, msgspec.DecodeError):
@@ -105,12 +105,12 @@ class RunStore:
         return kept.norms if kept.run == run else []
 
     def write_norms(self, run: str, norms: list[list[float]]) -> None:
-        """Old ones do as well, so a disk that takes none is no reason to stop."""
+        """A disk that fails here is no reason to stop: older norms will do."""
         with suppress(OSError):
             write_atomic(self._out.norms, msgspec.json.encode(KeptNorms(run, norms)))
 
     def _unrecorded_cuts(self, known: list[int], cut: int | None) -> list[CutDone]:
-        """A cut whose manifest an earlier term wrote, and died before it could say so in the journal."""
+        """A cut whose manifest an earlier term wrote, but which it did not live to record in the journal."""
         if cut is None or (known and cut <= known[-1]) or cut not in complete_cuts(self._out.cuts) or cut == 0:
             return []
         try:
@@ -132,7 +132,7 @@ class RunStore:
         self._lease.beat()
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Beside the event loop, one at a time: the journal belongs to whoever appends."""
+        """Append and sync, in a thread; one append at a time."""
         with self._writing:
             if any(isinstance(record, Merged | Restored) for record, _ in entries):
                 self._remove_model()
@@ -142,8 +142,8 @@ class RunStore:
                 self._journal.trim(*before)
 
     def _remove_model(self) -> None:
-        """The model that an earlier end wrote is the journal's head only until the next round: it goes before that
-        round is durable, so that no moment leaves an old model beside a newer journal."""
+        """Delete the model that an earlier end wrote, before the next round is durable: a crash at any moment must not
+        leave an old model beside a newer journal."""
         if self._model_gone:
             return
         try:
@@ -157,16 +157,16 @@ class RunStore:
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
     def open_cut(self, history: State, rounds: Sequence[int]) -> CutState:
-        """Where the journal stands now; later payloads go to another file."""
+        """Note the position of the journal; later payloads go to another file."""
         position = self._journal.position
         return CutState(history, position, self._journal.rotate(), tuple(rounds))
 
     def write_cut(self, cut: int, state: CutState, arrays: Mapping[str, FloatArray]) -> None:
-        """Beside the event loop. Durable once it returns, as is the journal up to it; NoRoom: it may be tried again."""
+        """In a thread. When it returns, the cut and the journal up to it are durable; NoRoom: try again later."""
         data, run = msgspec.msgpack.encode(state), state.history.begun.run
         whole = {name: values.view(np.uint8) for name, values in arrays.items()}
         if not self._sync:
-            with self._writing:  # rounds after the cut are in the same file: their payloads go first, as in an append
+            with self._writing:  # later rounds are in the same file: payloads are synced first, as in an append
                 self._journal.sync()
         try:
             write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease)
@@ -177,7 +177,7 @@ class RunStore:
             self._needless = self._kept[0]
 
     def complete_cut(self, run: str, done: CompleteCut) -> str:
-        """Write the manifest; its digest. NoRoom: it may be tried again."""
+        """Write the manifest and return its digest. NoRoom: try again later."""
         self._check_lease()
         table = folder_of(self._out.cuts, done.cut) / "syncer.json"
         learners = {name: LearnerPart(said.incarnation, said.t, said.file, said.digest) for name, said in done.saved}
@@ -196,8 +196,8 @@ class RunStore:
             raise Deposed
 
     def read_earlier(self, restore: Restore) -> EarlierState:
-        """Beside the event loop. BadCut or Corrupt: it cannot be had."""
-        with self._writing:  # nothing is trimmed meanwhile, and no append is half there
+        """In a thread. BadCut or Corrupt: that state cannot be restored."""
+        with self._writing:  # meanwhile nothing is trimmed, and no append is half written
             return read_earlier(self._out, restore, disk=self._disk)
 
     def close(self) -> None:
@@ -207,13 +207,13 @@ class RunStore:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCut:
-    """The state of one moment."""
+    """The syncer's state at the moment of a cut."""
 
     cut: int
     state: CutState
     arrays: dict[str, FloatArray]
     held: list[Buffer]
-    """Versions that must stay as they are until all is written."""
+    """Buffers that must not be reused until the cut is written."""
 
 
 class CutWriter:
@@ -228,7 +228,7 @@ class CutWriter:
         self._run_store, self._parameters, self._run, self._tell, self._spawn = run_store, parameters, run, tell, spawn
 
     async def write_first(self, cut: fx.TakeCut) -> None:
-        """Version 0, with no learner's part in it. NoRoom: it may be tried again."""
+        """Write and complete cut 0, which has no learner's part. NoRoom: try again later."""
         await self._write_recorded(self._record_state(cut))
         await asyncio.to_thread(self._run_store.complete_cut, self._run, CompleteCut(cut.cut, (), ()))
 
@@ -277,7 +277,7 @@ class Restorer:
     ) -> None:
         self._run_store, self._parameters, self._tell, self._spawn = run_store, parameters, tell, spawn
         self.packed: ByteArray = _NONE
-        """What is to be committed next."""
+        """The values of the rollback that is to be committed."""
 
     def prepare_values(self, restore: Restore) -> None:
         self._spawn(self._read_values(restore))

@@ -72,7 +72,7 @@ class SyncerService:
         self._channels: dict[str, ControlChannel] = {}
         self._machine: Syncer | None = None
         self._model: Model | None = None
-        """Both are there once the run has begun, with all that `_set_up` makes."""
+        """Both are set once the run has begun, with everything that `_set_up` makes."""
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.started = asyncio.Event()
@@ -124,11 +124,11 @@ class SyncerService:
             beats = tasks.create_task(
                 lasting("heartbeat", partial(send_heartbeats, self._run_store, self._run, self._norms))
             )
-            # What the operator changed (a run that is opened again, more steps) is durable before anybody hears of
-            # this term: its supervisor starts the next one without saying it again.
+            # What the operator changed (a reopened run, more steps) is durable before anybody can connect: should this
+            # syncer die now, its supervisor starts the next one without those options.
             await self._effect_queue.wait_until_empty()
             await self.server.start()
-            self._publish_secrets()  # before the loop has a turn, and with it whoever has just connected
+            self._publish_secrets()  # before the loop runs again, and with it anybody who has just connected
             self.started.set()
             self._standstill.start()
             self._handle(fx.Tick())
@@ -152,23 +152,23 @@ class SyncerService:
 
     @property
     def vital(self) -> VitalTasks:
-        """What must not fail: the port's tasks, the rules, timers."""
+        """The tasks that must not fail: the port, the state machine, timers."""
         return self.server.vital
 
     def _publish_secrets(self) -> None:
-        """With keys there are none, and their tokens alone count."""
+        """A run with keys has none: only its join tokens count."""
         if self._access.secrets:
             publish_secrets(self.server.host, self.server.port, self._access.secrets)
 
     def dashboard_path(self) -> str:
-        """What leads a browser to the dashboard: with a code that counts once, or to where it is asked for a token."""
+        """The dashboard's path: with a code that works once, or to the page that asks for a join token."""
         authorizer = self._access.authorizer
         return (
             authorizer.make_code("viewer") if self._access.secrets and isinstance(authorizer, TokenAuthorizer) else "/"
         )
 
     def model_facts(self) -> dict[str, str]:
-        """What the finished model is of."""
+        """Which run and round the finished model is of."""
         machine = self._begun()
         return facts_of_model(self._run, machine.committed, machine.versions)
 
@@ -188,7 +188,7 @@ class SyncerService:
         self._events.say("run", f"run {self._run}: waiting for {protocol.learners} learners", data)
 
     def _begin(self, hello: Hello) -> None:
-        """The first joiner's model is the run's model."""
+        """Begin the run with the first joiner's model."""
         model = model_of_first_joiner(hello, self._config, self._run, self._run_store.term)
         self._set_up(model)
         self._effect_queue.enqueue([fx.Persist((model.history.begun,))])
@@ -207,7 +207,7 @@ class SyncerService:
         history, settings = model.history, model.history.settings
         self._model, self._parameters = model, model.parameters
         self._inbox = Inbox(model.plan, make_codec(settings.codec))
-        # Eight rounds of everybody before norms are judged: a learning rate that warms up makes the first ones tiny.
+        # Norms are judged after eight rounds of every learner: while a learning rate warms up they are tiny.
         few = 8 * settings.learners
         self._screen = NormScreen(model.plan, limit=outer_of(history).norm_limit, window=2 * few, least=few)
         robust = outer_of(history).robust
@@ -218,7 +218,7 @@ class SyncerService:
         self._first = FirstParameters(self._parameters, self._machine)
 
     def _begun(self) -> Syncer:
-        """The machine of a run that has begun; PeerError: it has not."""
+        """The state machine; PeerError while the run has not begun."""
         if self._machine is None:
             raise PeerError("the run has not begun")
         return self._machine
@@ -226,14 +226,14 @@ class SyncerService:
     # ---- the operator -------------------------------------------------------------------------------------------
 
     def end(self, reason: str) -> None:
-        """The operator wants the run to end in good order."""
+        """End the run in good order, as the operator asked."""
         if self._machine is None:
             self._ending.finish_run(reason)
         else:
             self._handle(fx.EndAsked(reason))
 
     def change(self, words: Sequence[str], *, reopen: bool = False) -> str:
-        """Settings as an operator writes them; what has changed. PeerError: nothing has."""
+        """Change settings, as an operator writes them; returns what changed. PeerError: nothing was changed."""
         if self._machine is None:
             raise PeerError("the run has not begun: settings can change once its first learner is there")
         try:
@@ -246,16 +246,16 @@ class SyncerService:
         return asked.what
 
     def drain(self, learner: str) -> str:
-        """Have a learner leave in good order; what was done. PeerError: it cannot be asked."""
+        """Ask a learner to leave in good order; returns what was done. PeerError: it cannot be asked."""
         known = self._machine is not None and learner in self._machine.members.learners
         self._handle(ask_to_drain(learner, self._channels.get(learner), known=known))
         return f"{learner} gives its last steps to the run and leaves"
 
     def unscored(self) -> None:
-        """No evaluator is there any more: nobody waits for its last word."""
+        """No evaluator is left: do not wait for its last score."""
         self._ending.stop_scoring()
 
-    # ---- the desk: learners -------------------------------------------------------------------------------------
+    # ---- handlers: learners -------------------------------------------------------------------------------------
 
     def opened(self, channel: ControlChannel, hello: Hello) -> None:
         try:
@@ -294,7 +294,7 @@ class SyncerService:
     def turned_away(self, address: str, reason: str) -> None:
         self._refusals.log_refusal(address, reason)
 
-    # ---- the desk: bodies ---------------------------------------------------------------------------------------
+    # ---- handlers: bodies ---------------------------------------------------------------------------------------
 
     def expect_contribution(self, learner: str, session: str, round: int, attempt: int) -> memoryview:
         self._begun()
@@ -341,7 +341,7 @@ class SyncerService:
         if (wrong := self._begun().peers.wrong_peer(ticket, learner)) is not None:
             raise PeerError(wrong)
 
-    # ---- the desk: people and evaluators --------------------------------------------------------------------------
+    # ---- handlers: people and evaluators --------------------------------------------------------------------------
 
     @property
     def _traffic(self) -> tuple[int, int]:
@@ -373,12 +373,12 @@ class SyncerService:
             self._look_for_standstill()
             self._effect_queue.enqueue(self._machine.handle(self._loop.time(), event))
             self._wake_at(self._machine.wake_at)
-        except Exception as error:  # half of what follows may be decided: this term ends, and goes on from its journal
+        except Exception as error:  # half an event may be handled: the next term goes on from the journal
             self.vital.fail(error)
             raise
 
     def _look_for_standstill(self) -> None:
-        """Before anything else is judged by the clock."""
+        """Called before every event: no deadline may count the time in which this loop stood still."""
         now = self._loop.time()
         stood_s = self._standstill.take_standstill_s(now)
         if not stood_s or self._machine is None:

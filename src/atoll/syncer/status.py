@@ -1,5 +1,5 @@
-"""What people and evaluators read of a run: its live figures, from the machine's state and a few running sums, and its
-manifest; and what an evaluator found, as an event tells it."""
+"""What people and evaluators read of a run: its live figures, from the state machine and a few running sums; its
+manifest; and the event of a score."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.telemetry.status import LearnerStatus, RunStatus
 RECENT = 256
 """Rounds behind the live figures."""
 BEHIND = 64
-"""Versions of a fragment whose rounds are remembered."""
+"""Versions of a fragment of which the round is remembered."""
 PHASES = {"empty": "waiting", "running": "training", "ending": "ending", "finished": "finished"}
 
 
@@ -36,23 +36,23 @@ class Meter:
         self._commits: deque[float] = deque(maxlen=RECENT)
         self._shares: deque[float] = deque(maxlen=RECENT)
         self._versions: dict[int, deque[tuple[int, int]]] = {}
-        """Per fragment its newest (version, round): enough for whoever is not far behind."""
+        """Per fragment, its newest (version, round): enough for learners that are not far behind."""
         self._busy: dict[str, tuple[int, float]] = {}
-        """By name the last incarnation that was lost or left, and its seconds spent stepping …"""
+        """By name, the last incarnation that was lost or left, and its seconds spent stepping …"""
         self._busy_before = 0.0
-        """… and those of all incarnations before these: what is kept does not grow with every life of a learner."""
+        """… and the sum over all earlier ones: what is kept does not grow with every incarnation."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._alive: set[str] = set()
         self._alive_s = 0.0
-        """Learner-seconds of those alive, up to the last change of who is."""
+        """Learner-seconds alive, up to the last join or loss."""
         self._changed = 0.0
         self._score: ScoreReport | None = None
         self.alarm = ""
         """Why nothing can be committed; empty: it can."""
         self._rules_alarm = ""
-        """What the rules have raised an alarm about; empty: it is over."""
+        """The alarm that the state machine raised; empty: it is over."""
         self.notice: Callable[[], str] = str
-        """What the operator should see to before long; empty: nothing."""
+        """What the operator should do soon; empty: nothing."""
 
     def note_event(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
@@ -89,13 +89,13 @@ class Meter:
             self._alive.add(learner)
 
     def _alive_since(self, now: float) -> float:
-        """Learner-seconds since the last change; what was before the first parameters, or after the end, is no part."""
+        """Learner-seconds since then; time before the first parameters, or after the end, does not count."""
         if self._began is None or self._ended is not None:
             return 0.0
         return len(self._alive) * max(0.0, now - self._changed)
 
     def make_status(self, now: float, run: str, machine: Syncer | None, traffic: tuple[int, int] = (0, 0)) -> RunStatus:
-        """`traffic`: bytes that came in and went out so far."""
+        """`traffic`: bytes received and sent so far."""
         elapsed = (self._ended or now) - self._began if self._began else 0.0
         known = sorted(machine.members.learners.items()) if machine else []
         fates = machine.history.ledger.by_learner() if machine else {}
@@ -202,7 +202,7 @@ class Meter:
 
 
 def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
-    """What an operator should know of a run that nobody works for; empty: somebody does, or it is over."""
+    """A notice for a run without connected learners; empty: there are some, or it is over."""
     if phase in ("ending", "finished") or any(one.state != "gone" for one in learners):
         return ""
     start = "start one with `atoll learn SCRIPT --join LINK`, or with `--syncer URL` on this machine"
@@ -212,7 +212,7 @@ def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
 
 
 def awaited_learners(machine: Syncer | None) -> str:
-    """Why nobody trains yet, where others are waited for; empty: nobody is."""
+    """A notice while training waits for more learners; empty: it does not."""
     if machine is None or not (awaited := machine.run_start.awaited_learners):
         return ""
     settings = machine.settings
@@ -221,7 +221,7 @@ def awaited_learners(machine: Syncer | None) -> str:
 
 
 def manifest(machine: Syncer, plan: FragmentPlan, evaluate_every: int) -> bytes:
-    """What an evaluator needs to put the model together."""
+    """What an evaluator needs to assemble the model."""
     return msgspec.json.encode(
         {
             "run": machine.history.run,

@@ -3,8 +3,8 @@
 The service (syncer/effect_queue.py), the fault simulator and the small-scope search use this class, each with its own
 disk and clock.
 
-- Effects are carried out in the order in which they were decided. One that leads to others does not overtake them: they
-  go to the end of the queue.
+- Effects are carried out in the order in which they were decided. Where carrying out one leads to others, they go to
+  the end of the queue.
 - A Persist, and the first cut, hold back everything behind them until they are written.
 - One write is under way at a time. What is decided meanwhile waits, and goes out with the next write: `next_batch` says
   how much of it.
