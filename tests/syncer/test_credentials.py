@@ -146,7 +146,8 @@ def test_the_secrets_of_a_run_stay_and_are_for_nobody_else_to_read(tmp_path: Pat
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(LOCAL, 0o600)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == dict.fromkeys((*LOCAL, ".gitignore"), 0o600)
     assert local_tokens(folder).all == first.all
     (folder / "viewer").write_text("")
     again = local_tokens(folder)
