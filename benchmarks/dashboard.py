@@ -56,7 +56,7 @@ class Stage:
         self.dashboard = Dashboard(folder / "events.jsonl")
         self.dashboard._catch_up()
         for at, status in past:  # the curves of the past, as a syncer that was there has them
-            self.dashboard.history.look(at, status)
+            self.dashboard.history.take_status(at, status)
         self.server = Server(self, host="127.0.0.1", port=0, pages=self.dashboard)  # type: ignore[arg-type]
 
     def _say(self, at: float, kind: str, text: str, data: dict[str, object]) -> None:
@@ -111,7 +111,7 @@ async def measured(learners: int, seconds: float, height: int) -> dict[str, Any]
                 "drawings_per_s": round(drawings / wall, 2),
                 "load_average": round(os.getloadavg()[0], 1),
                 "server_and_pretended_run_cores": round((time.process_time() - own) / wall, 3),
-                "snapshot_bytes": len(stage.dashboard.history.snapshot(time.time(), stage.run.status())),
+                "snapshot_bytes": len(stage.dashboard.history.encode_snapshot(time.time(), stage.run.status())),
                 "chromium": browser.version,
                 "cores": len(os.sched_getaffinity(0)),
             }

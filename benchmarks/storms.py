@@ -77,7 +77,7 @@ def summarise_calm(folder: Path) -> dict[str, Any]:
 
 def judge_storm(plan: FaultPlan, folder: Path, calm: list[Path]) -> dict[str, Any]:
     findings = performance.judge_run(plan, RunDir.open(folder), [RunDir.open(one) for one in calm])
-    document = {"ok": all(one.ok for one in findings), "seed": plan.seed, "faults": len(plan.faults())}
+    document = {"ok": all(one.ok for one in findings), "seed": plan.seed, "faults": len(plan.list_faults())}
     return {**document, "findings": msgspec.to_builtins(findings)}
 
 

@@ -125,4 +125,4 @@ def test_the_example_can_be_compared() -> None:
     path = Path(__file__).parents[1] / "examples" / "kills.toml"
     made = comparable(load_plan(path), str(path))
     faults, left_out = rank_faults(made)
-    assert len(faults) == len(made.faults()) > 3 and not left_out
+    assert len(faults) == len(made.list_faults()) > 3 and not left_out

@@ -14,17 +14,17 @@ class Noted:
         self.patience_s = patience_s
         self.what: list[tuple[object, ...]] = []
 
-    def send(self, rank: int, number: signal.Signals) -> None:
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
         self.what.append((rank, number.name))
 
     def end_rank(self, rank: int, number: signal.Signals, away_s: float) -> None:
         self.what.append((rank, number.name, away_s))
 
-    def stood_still(self, rank: int, seconds: float) -> None:
+    def record_pause(self, rank: int, seconds: float) -> None:
         self.what.append((rank, "stood still"))
 
-    def say_fault(self, fault: RankFault) -> None:
-        self.what.append((fault.line(),))
+    def log_fault(self, fault: RankFault) -> None:
+        self.what.append((fault.describe(),))
 
 
 async def test_kills_come_in_their_order() -> None:

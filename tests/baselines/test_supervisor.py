@@ -51,4 +51,4 @@ def test_restarted_ranks_train_all_or_not_at_all(out: RunDir) -> None:
     assert run.group_wanted() == ()
     run.ready.add(2)
     assert run.group_wanted() == (0, 1, 2)
-    assert run.environment(0)["ATOLL_CHECKPOINT_EVERY"] == "7"
+    assert run.rank_environment(0)["ATOLL_CHECKPOINT_EVERY"] == "7"

@@ -29,25 +29,27 @@ def fault(**more: Any) -> dict[str, Any]:
 def test_the_same_plan_and_seed_are_the_same_faults() -> None:
     rates = {"kill": 600.0, "pause": 300.0, "syncer-kill": 120.0}
     assert (
-        plan(rates=rates, seed=3).faults() == plan(rates=rates, seed=3).faults() != plan(rates=rates, seed=4).faults()
+        plan(rates=rates, seed=3).list_faults()
+        == plan(rates=rates, seed=3).list_faults()
+        != plan(rates=rates, seed=4).list_faults()
     )
 
 
 def test_the_storm_has_at_least_sixty_faults_of_every_kind() -> None:
     storm = load_plan(EXAMPLES / "storm.toml")
-    kinds = Counter(one.kind for one in storm.faults())
-    assert len(storm.faults()) >= 60 and set(kinds) == set(KINDS)
+    kinds = Counter(one.kind for one in storm.list_faults())
+    assert len(storm.list_faults()) >= 60 and set(kinds) == set(KINDS)
     assert storm.seconds == 300 and storm.config.protocol.learners == 8
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_faults_begin_and_end_inside_and_leave_half_of_the_learners_alone(seed: int) -> None:
     storm = msgspec.structs.replace(load_plan(EXAMPLES / "storm.toml"), seed=seed)
-    for one in storm.faults():
+    for one in storm.list_faults():
         assert one.at_s is not None and storm.settle_s <= one.at_s <= storm.seconds - storm.settle_s
         during = [
             other
-            for other in storm.faults()
+            for other in storm.list_faults()
             if other.at_s is not None and other.at_s <= one.at_s <= other.at_s + max(1.0, other.for_s)
         ]
         hit = {name for other in during for name in other.targets if name.startswith("learner-")}
@@ -64,7 +66,10 @@ def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of at_s, at_round and at_event"):
         load_plan(file)
     file.write_text(tomli_w.dumps({**FOUR, "fault": [fault(at_s=40.0), fault(kind="reset", at_s=5.0)]}))
-    assert [one.line() for one in load_plan(file).faults()] == ["5.0 s reset learner-1", "40.0 s kill learner-1"]
+    assert [one.describe() for one in load_plan(file).list_faults()] == [
+        "5.0 s reset learner-1",
+        "40.0 s kill learner-1",
+    ]
 
 
 @pytest.mark.parametrize(

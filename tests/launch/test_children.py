@@ -43,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 
 def wait(child: Child) -> int:
     deadline = time.monotonic() + 20
-    while (code := child.ended()) is None:
+    while (code := child.poll_exit()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return code
@@ -53,7 +53,7 @@ def test_a_child_prints_into_its_log(make: Callable[..., Child]) -> None:
     child = make("import os, sys; print(os.environ['SAID']); print('last words', file=sys.stderr); sys.exit(3)")
     child.start()
     assert wait(child) == 3
-    assert child.ended() is None, "told once"
+    assert child.poll_exit() is None, "told once"
     assert child.log.read_text() == "hello\nlast words\n"
     assert child.last_words() == "last words"
 
@@ -73,7 +73,7 @@ def test_waits_grow_and_the_limit_ends_them(make: Callable[..., Child], clock: C
         waits.append(clock.now - at)
         assert child.process is not None
         child.process.wait()
-        child.ended()
+        child.poll_exit()
     assert waits == pytest.approx(BACKOFF_S, abs=0.11)
     assert child.restarts == LIMIT and child.given_up and not child.waiting
 
@@ -111,11 +111,11 @@ def test_orders_go_to_its_standard_input(make: Callable[..., Child]) -> None:
         "import sys; print(sys.stdin.readline().strip().upper()); sys.exit(len(sys.stdin.readline()))", obeys=True
     )
     child.start()
-    child.order("end of it")
-    child.order("ab")
+    child.send_order("end of it")
+    child.send_order("ab")
     assert wait(child) == 3
     assert child.last_words() == "END OF IT"
-    child.order("to nobody")
+    child.send_order("to nobody")
 
 
 def test_exits_in_words() -> None:

@@ -260,27 +260,27 @@ def crowded_round(number: int, learners: int) -> Event:
 def test_a_snapshot_is_bounded_with_64_learners_and_10_000_rounds(status: Status) -> None:
     past = DashboardHistory()
     for number in range(10_000):
-        past.take([crowded_round(number, 64)])
+        past.take_events([crowded_round(number, 64)])
         who = f"learner-{number % 64}"
         for kind in ("lost", "joined", "recovered"):
             at = 1000.0 + number
-            past.take([{"at": at, "kind": kind, "text": "x" * 500, "learner": who, "incarnation": number}])
-        past.take([{"at": 1000.0 + number, "kind": "score", "round": number, "loss": 2.0 + 1 / 3}])
-        past.take([{"at": 1000.0 + number, "kind": "exited", "process": who, "code": 1, "text": "y" * 500}])
-        past.look(1000.0 + number, status())
+            past.take_events([{"at": at, "kind": kind, "text": "x" * 500, "learner": who, "incarnation": number}])
+        past.take_events([{"at": 1000.0 + number, "kind": "score", "round": number, "loss": 2.0 + 1 / 3}])
+        past.take_events([{"at": 1000.0 + number, "kind": "exited", "process": who, "code": 1, "text": "y" * 500}])
+        past.take_status(1000.0 + number, status())
     now = status()
-    assert len(past.snapshot(11_000.0, now)) < 400_000
+    assert len(past.encode_snapshot(11_000.0, now)) < 400_000
     assert len(past.rounds) == history.ROUNDS and past.rounds[-1][0] == 9_999
     assert len(past.scores.points) <= history.SCORES and past.scores.points[0][1] == 0, "curves reach back to the start"
     assert len(past.samples.points) <= history.SAMPLES and len(past.lanes.marks) == history.MARKS
-    past.delta(11_000.0, now)
-    assert len(past.delta(11_000.5, now)) < 4_000, "news are news only"
+    past.encode_delta(11_000.0, now)
+    assert len(past.encode_delta(11_000.5, now)) < 4_000, "news are news only"
 
 
 def test_a_series_reaches_back_to_its_start_and_stays_bounded() -> None:
     series = BoundedSeries(100)
     for at in range(5000):
-        series.add([float(at), at])
+        series.add_point([float(at), at])
     assert len(series.points) <= 100 and series.points[0][0] == 0.0
     assert 5000 - cast(float, series.points[-1][0]) < 200
     gaps = [cast(float, b[0]) - cast(float, a[0]) for a, b in zip(series.points, series.points[1:], strict=False)]
@@ -291,7 +291,7 @@ def test_lanes_say_what_befell_a_learner(events: list[Event]) -> None:
     known = LearnerLanes()
     for event in events:
         if event["kind"] != "round":
-            known.take(event, ())
+            known.take_event(event, ())
     b = known.names.index("b")
     assert [state for _, state in known.changes[b]] == ["joining", "stepping", "gone", "recovering", "stepping"]
     assert [mark[2] for mark in known.marks if mark[0] == b] == [
@@ -306,8 +306,8 @@ def test_lanes_say_what_befell_a_learner(events: list[Event]) -> None:
 
 def test_a_fault_is_marked_where_it_strikes(say: Callable[..., Event]) -> None:
     known = LearnerLanes()
-    known.take(say(1.0, "fault", what="partition", targets=["a", "b"], target="a", seconds=4.0), ())
-    known.take(say(2.0, "fault", what="disk-full", targets=[], target="", seconds=1.5), ())
+    known.take_event(say(1.0, "fault", what="partition", targets=["a", "b"], target="a", seconds=4.0), ())
+    known.take_event(say(2.0, "fault", what="disk-full", targets=[], target="", seconds=1.5), ())
     assert [(known.names[mark[0]], mark[1] - 1000, mark[4]) for mark in known.marks] == [
         ("a", 1.0, 4.0),
         ("b", 1.0, 4.0),
@@ -317,23 +317,23 @@ def test_a_fault_is_marked_where_it_strikes(say: Callable[..., Event]) -> None:
 
 def test_a_status_mends_what_no_event_told(status: Status) -> None:
     known = LearnerLanes()
-    known.look(5.0, status(learners=8).learners, ())
+    known.take_status(5.0, status(learners=8).learners, ())
     states = {known.names[i]: lane[-1][1] for i, lane in enumerate(known.changes)}
     assert states["learner-0"] == "stepping" and states["learner-2"] == "recovering" and states["learner-3"] == "gone"
-    known.told()
-    known.look(6.0, status(learners=8).learners, ())
-    assert known.told() == {"changes": [], "marks": []}, "what stays as it is is not told again"
+    known.drain_news()
+    known.take_status(6.0, status(learners=8).learners, ())
+    assert known.drain_news() == {"changes": [], "marks": []}, "what stays as it is is not told again"
 
 
 def test_a_new_learner_takes_the_lane_of_one_that_is_long_gone() -> None:
     known = LearnerLanes()
     for number in range(history.LANES + 5):
-        known.take({"at": float(number), "kind": "joined", "learner": f"one-{number}", "incarnation": 1}, ())
-    assert len(known.names) == history.LANES and known.place("another") is None
-    known.take({"at": 900.0, "kind": "lost", "learner": "one-7", "incarnation": 1}, ())
-    place = known.place("one-7")
-    assert known.place("another", needed={place}) is None, "it is still in a round that is shown"
-    assert known.place("another") == place and known.place("one-7") is None
+        known.take_event({"at": float(number), "kind": "joined", "learner": f"one-{number}", "incarnation": 1}, ())
+    assert len(known.names) == history.LANES and known.find_lane("another") is None
+    known.take_event({"at": 900.0, "kind": "lost", "learner": "one-7", "incarnation": 1}, ())
+    place = known.find_lane("one-7")
+    assert known.find_lane("another", needed={place}) is None, "it is still in a round that is shown"
+    assert known.find_lane("another") == place and known.find_lane("one-7") is None
     assert len(known.changes[cast(int, place)]) == 0
 
 
@@ -348,7 +348,7 @@ def test_events_that_make_no_sense_are_left_out() -> None:
         {"at": 1.0, "kind": "joined", "learner": "a" * 5000, "incarnation": 1},
         {"at": 1.0, "kind": "score", "loss": 2.0},
     ]
-    past.take(nonsense)
+    past.take_events(nonsense)
     assert len(past.rounds) == 0 and "a" * 5000 not in past.lanes.names
 
 

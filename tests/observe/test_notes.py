@@ -28,13 +28,13 @@ NEWS: list[tuple[str, dict[str, Any]]] = [
 def test_what_only_says_that_all_goes_well_has_no_line(kind: str, fields: dict[str, Any]) -> None:
     event = said(1.0, kind, **fields)
     history = DashboardHistory()
-    history.take([event])
-    assert not history.notes and not list(NotableEvents().take([event]))
+    history.take_events([event])
+    assert not history.notes and not list(NotableEvents().take_events([event]))
 
 
 @pytest.mark.parametrize(("kind", "fields"), NEWS)
 def test_what_somebody_may_have_to_see_to_has_one(kind: str, fields: dict[str, Any]) -> None:
     event = said(1.0, kind, **fields)
     history = DashboardHistory()
-    history.take([event])
-    assert len(history.notes) == 1 and list(NotableEvents().take([event])) == [event]
+    history.take_events([event])
+    assert len(history.notes) == 1 and list(NotableEvents().take_events([event])) == [event]

@@ -228,9 +228,9 @@ def test_the_closing_of_a_run_of_nothing() -> None:
 
 def test_both_say_where_the_dashboard_is(status: Status) -> None:
     screen = LiveScreen(console(100))
-    screen.listens("http://127.0.0.1:7077/")
+    screen.show_link("http://127.0.0.1:7077/")
     screen.update(status())
     assert "dashboard: http://127.0.0.1:7077/" in text_of(screen, 100)
     lines = PlainLines(console(terminal=False))
-    lines.listens("http://127.0.0.1:7077/")
+    lines.show_link("http://127.0.0.1:7077/")
     assert written(lines._console) == "dashboard: http://127.0.0.1:7077/\n"

@@ -24,7 +24,7 @@ class Noted:
         self.told: list[tuple[float, int, dict[str, float]]] = []
         self.closed = 0
 
-    def scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         self.told.append((at, round, dict(values)))
 
     def close(self) -> None:
@@ -32,7 +32,7 @@ class Noted:
 
 
 class Broken(Noted):
-    def scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         raise OSError("no space left")
 
 
@@ -94,8 +94,8 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(status: MakeStatu
 
 def test_no_targets_are_nothing_to_open() -> None:
     assert not NO_TARGETS and Targets(wandb="p")
-    NO_TARGETS.check()
-    NO_TARGETS.open("run", {}).close()
+    NO_TARGETS.check_packages()
+    NO_TARGETS.open_trackers("run", {}).close()
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_tensorboard_reads_back_what_was_told(status: MakeStatus, say: Say, tmp_
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    with Targets(tensorboard=tmp_path / "board").open("run", {}) as tracking:
+    with Targets(tensorboard=tmp_path / "board").open_trackers("run", {}) as tracking:
         tracking.update(status(), [say(3.5, "score", round=1180, loss=1.832)])
     (file,) = (tmp_path / "board").iterdir()
     found = {
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--tensorboard .*name another folder"):
-        Targets(tensorboard=tmp_path / "file" / "board").open("run", {})
+        Targets(tensorboard=tmp_path / "file" / "board").open_trackers("run", {})
 
 
 # ---- Weights & Biases ------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_weights_and_biases_gets_every_figure_with_its_round(
     fake: list[tuple[str, Any]], status: MakeStatus, say: Say
 ) -> None:
-    with Targets(wandb="mine").open("first", {"seed": 3}) as tracking:
+    with Targets(wandb="mine").open_trackers("first", {"seed": 3}) as tracking:
         tracking.update(status(), [say(3.5, "score", round=1180, loss=1.832)])
     assert [kind for kind, _ in fake] == ["init", "axis", "log", "log", "finish"]
     opened = fake[0][1]
@@ -173,7 +173,7 @@ def test_weights_and_biases_gets_every_figure_with_its_round(
 
 def test_a_project_that_cannot_be_opened_is_one_line(fake: list[tuple[str, Any]]) -> None:
     with pytest.raises(ConfigError, match="--wandb forbidden: api_key not configured; wandb login"):
-        Targets(wandb="forbidden").open("first", {})
+        Targets(wandb="forbidden").open_trackers("first", {})
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_mistake_is_one_line_before_anything_is_begun(
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, missing, None)
     else:
-        monkeypatch.setattr(Targets, "check", lambda self: None)
+        monkeypatch.setattr(Targets, "check_packages", lambda self: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["atoll", *command.split()])
     with pytest.raises(SystemExit) as end:

@@ -47,7 +47,7 @@ def holds(truth: bool, rule: str, text: str = "") -> None:
 def written(state: State, line: records.AnyRecord) -> None:
     """A record becomes durable; the journal's rules are those of `atoll verify`."""
     try:
-        state.audit.take(line)
+        state.audit.take_record(line)
     except BadRun as wrong:
         raise Broken("the journal's rules", str(wrong)) from wrong
 

@@ -43,7 +43,7 @@ START = (Joined("a", 1, "s1", 0), Started("a"))
 def audited(*records: AnyRecord) -> JournalAudit:
     audit = JournalAudit(BEGUN)
     for record in records:
-        audit.take(record)
+        audit.take_record(record)
     return audit
 
 
@@ -87,7 +87,7 @@ def test_in_worlds_full_of_faults_nothing_is_wrong_and_cuts_hold_what_the_record
         for _, effect in world.log:
             if isinstance(effect, fx.Persist):
                 for record in effect.records:
-                    audit.take(record)
+                    audit.take_record(record)
                     records += 1
             elif isinstance(effect, fx.TakeCut):
                 audit.check_cut(CutState(effect.history, ORIGIN, 0, tuple(audit.rounds)))
@@ -103,9 +103,9 @@ def test_over_a_syncer_that_is_killed_again_and_again_nothing_is_wrong() -> None
     world.run_to_end()
     audit = JournalAudit(world.begun)
     for record in world.journal:
-        audit.take(record)
+        audit.take_record(record)
     audit.check_totals()
-    assert audit.terms == 5 and audit.history.finished and audit.tallies.contributions > 30
+    assert audit.terms == 5 and audit.history.finished and audit.members.contributions > 30
 
 
 # ---- a contribution under way when its learner is gone ---------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_over_a_syncer_that_is_killed_again_and_again_nothing_is_wrong() -> None
 
 def test_a_contribution_may_be_merged_after_its_learner_is_gone() -> None:
     audit = audited(*START, gone(), merged())
-    totals = audit.totals()
+    totals = audit.compute_totals()
     assert (totals.merged, totals.lost) == ((20, 0), (0, 20))
     audit.check_totals()
 
@@ -150,35 +150,35 @@ def test_behind_a_cut_that_is_the_oldest_one_it_may_be_of_somebody_nobody_knows(
     """learner a was over before the cut; its contribution was under way."""
     before = audited(*START, gone())
     cut = CutState(before.history.state(), ORIGIN, 0, tuple(before.rounds))
-    late = JournalAudit.restored(cut, under_way=True)
-    late.take(merged())
+    late = JournalAudit.restore_from_cut(cut, under_way=True)
+    late.take_record(merged())
     late.check_totals()
     with pytest.raises(BadRun, match="it was over before"):
-        JournalAudit.restored(cut, under_way=False).take(merged())
+        JournalAudit.restore_from_cut(cut, under_way=False).take_record(merged())
     with pytest.raises(BadRun, match="it never joined"):
-        JournalAudit.restored(cut, under_way=True).take(merged(0, share(learner="b")))
-    late.take(Passed(1, 1, ""))
+        JournalAudit.restore_from_cut(cut, under_way=True).take_record(merged(0, share(learner="b")))
+    late.take_record(Passed(1, 1, ""))
     with pytest.raises(BadRun, match="it was over before"):
-        late.take(merged(2, share(t=4, base=1)))
+        late.take_record(merged(2, share(t=4, base=1)))
 
 
 def test_entries_are_kept_only_while_they_may_matter() -> None:
     audit = audited(*START)
     for number in range(40):
         life = 2 * number + 1
-        audit.take(gone(incarnation=life, total=0, lost=(0, 0)))
-        audit.take(Joined("a", life + 1, f"s{life}", 0))
-        audit.take(gone(incarnation=life + 1, total=0, lost=(0, 0)))
-        audit.take(Joined("a", life + 2, f"t{life}", 0))
-        audit.take(Passed(number, number % 2, ""))
-    assert audit.tallies.incarnations == 81
-    assert len(audit.tallies._known) <= 1 + 2 * 2, "the open one, and those of the last P rounds"
+        audit.take_record(gone(incarnation=life, total=0, lost=(0, 0)))
+        audit.take_record(Joined("a", life + 1, f"s{life}", 0))
+        audit.take_record(gone(incarnation=life + 1, total=0, lost=(0, 0)))
+        audit.take_record(Joined("a", life + 2, f"t{life}", 0))
+        audit.take_record(Passed(number, number % 2, ""))
+    assert audit.members.incarnations == 81
+    assert len(audit.members._known) <= 1 + 2 * 2, "the open one, and those of the last P rounds"
 
 
 def test_sums_that_differ_from_those_of_the_members_are_told() -> None:
     audit = audited(*START, merged())
     audit.check_totals()
-    audit.tallies.merged[0] += 1
+    audit.members.merged[0] += 1
     with pytest.raises(BadRun, match=r"the ledger says \(20, 0\) tokens are merged, the members make \[21, 0\]"):
         audit.check_totals()
 
@@ -253,7 +253,7 @@ def test_it_is_said_what_is_wrong_with(records: tuple[AnyRecord, ...], words: st
     *before, last = records
     audit = audited(*before)
     with pytest.raises(BadRun, match=words):
-        audit.take(last)
+        audit.take_record(last)
 
 
 def test_a_run_has_fragments() -> None:
@@ -270,7 +270,7 @@ def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all
     audit = audited(*START)
     monkeypatch.setattr(History, "apply", refuse)
     with pytest.raises(BadRun, match="Passed cannot follow the records before it: never before seen"):
-        audit.take(Passed(0, 0, ""))
+        audit.take_record(Passed(0, 0, ""))
 
 
 STEPS = {"a": 5, "b": 5, "c": 544}
@@ -290,14 +290,14 @@ BACK = [Share(name, 1, 600, steps, 8 * steps, 64.0 * steps, 0, 8 * steps) for na
 def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float, ...], wrong: str) -> None:
     tallies = MemberAudit(2)
     for share in BACK:
-        tallies.joined(Joined(share.learner, 1, share.learner, 0))
+        tallies.check_join(Joined(share.learner, 1, share.learner, 0))
     members = tuple(replace(share, weight=weight) for share, weight in zip(BACK, weights, strict=True))
     record = Merged(0, 0, 1, 1, "all reported", members, "digest")
     if not wrong:
-        tallies.merged_round(record, Settings(weight_limit=8.0))
+        tallies.check_members(record, Settings(weight_limit=8.0))
         return
     with pytest.raises(BadRun) as caught:
-        tallies.merged_round(record, Settings(weight_limit=8.0))
+        tallies.check_members(record, Settings(weight_limit=8.0))
     assert wrong in str(caught.value)
 
 
@@ -315,12 +315,12 @@ def test_a_weight_is_what_its_limit_leaves_and_the_limit_what_the_run_allows(
 ) -> None:
     tallies = MemberAudit(2)
     for share in BACK:
-        tallies.joined(Joined(share.learner, 1, share.learner, 0))
+        tallies.check_join(Joined(share.learner, 1, share.learner, 0))
     members = (*(replace(share, limit=2.0) for share in BACK[:2]), replace(BACK[2], weight=weight, limit=limit))
     record = Merged(0, 0, 1, 1, "all reported", members, "digest")
     if not wrong:
-        tallies.merged_round(record, Settings())
+        tallies.check_members(record, Settings())
         return
     with pytest.raises(BadRun) as caught:
-        tallies.merged_round(record, Settings())
+        tallies.check_members(record, Settings())
     assert wrong in str(caught.value)

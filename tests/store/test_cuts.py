@@ -278,7 +278,7 @@ def test_a_learners_file_that_is_missing_costs_that_learner_alone(shelf: Shelf) 
     checked = shelf.checked(120)
     missing = f"{path} is missing: the cut names it as the state of learner-1 (learners started by hand keep theirs)"
     assert checked.spoilt == {"learner-1": missing}
-    assert checked.remarks() == [f"cut 120 is taken without the state of learner-1: {missing}"]
+    assert checked.list_remarks() == [f"cut 120 is taken without the state of learner-1: {missing}"]
     assert checked.manifest.learners == {"learner-0": whole.learners["learner-0"]}
     assert checked.manifest.left_out == {"learner-2": "it was gone", "learner-1": missing}
 

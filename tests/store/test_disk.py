@@ -127,7 +127,7 @@ def test_a_growing_file_is_cut_back_to_what_counts_and_durably() -> None:
     file = GrowingFile(FOLDER / "a", disk)
     file.write(b"counts")
     file.datasync()
-    file.keep()
+    file.mark_kept()
     disk.sync(FOLDER)
     disk.room_bytes = 4
     with pytest.raises(NoRoom):

@@ -139,9 +139,9 @@ def test_a_claim_that_cannot_be_written_is_no_reign(folder: Path, monkeypatch: p
 def test_a_standby_takes_its_turn_when_the_lock_is_free(folder: Path) -> None:
     turn = StandbyTurn(folder, STALE_S)
     held = acquire(folder)
-    assert turn.look(0.0) is None
+    assert turn.try_claim(0.0) is None
     held.release()
-    reign = turn.look(0.1)
+    reign = turn.try_claim(0.1)
     assert reign is not None and reign.term == 2 and reign.reason == "no other syncer is there"
     with pytest.raises(ConfigError):
         acquire(folder)
@@ -150,10 +150,10 @@ def test_a_standby_takes_its_turn_when_the_lock_is_free(folder: Path) -> None:
 def test_a_standby_replaces_a_holder_that_does_not_move(folder: Path) -> None:
     held = acquire(folder)
     turn = StandbyTurn(folder, STALE_S)
-    assert turn.look(100.0) is None
-    assert turn.look(109.9) is None
+    assert turn.try_claim(100.0) is None
+    assert turn.try_claim(109.9) is None
     assert not held.fenced()
-    reign = turn.look(110.0)
+    reign = turn.try_claim(110.0)
     assert reign is not None and reign.term == 2 and reign.reason == "term 1 did not move for 10.0 s"
     assert held.fenced() and not reign.fenced()
 
@@ -163,19 +163,19 @@ def test_a_holder_that_moves_is_left_alone(folder: Path) -> None:
     turn = StandbyTurn(folder, STALE_S)
     for now in range(0, 100, 9):
         held.beat()
-        assert turn.look(float(now)) is None
+        assert turn.try_claim(float(now)) is None
     assert not held.fenced()
 
 
 def test_of_two_standbys_one_takes_the_turn_and_the_other_waits_anew(folder: Path) -> None:
     held = acquire(folder)
     first, second = StandbyTurn(folder, STALE_S), StandbyTurn(folder, STALE_S)
-    assert first.look(0.0) is None and second.look(0.0) is None
-    reign = first.look(10.0)
+    assert first.try_claim(0.0) is None and second.try_claim(0.0) is None
+    reign = first.try_claim(10.0)
     assert reign is not None and held.fenced()
-    assert second.look(10.0) is None and second.look(19.9) is None
+    assert second.try_claim(10.0) is None and second.try_claim(19.9) is None
     assert not reign.fenced()
-    taken = second.look(20.0)
+    taken = second.try_claim(20.0)
     assert taken is not None and taken.term == 3 and reign.fenced()
 
 
@@ -184,7 +184,7 @@ def test_a_standby_overtaken_between_its_look_and_its_claim_waits(
 ) -> None:
     held = acquire(folder)
     turn = StandbyTurn(folder, STALE_S)
-    assert turn.look(0.0) is None
+    assert turn.try_claim(0.0) is None
     looked = newest_claim
 
     def overtaken(where: Path) -> int:
@@ -194,8 +194,8 @@ def test_a_standby_overtaken_between_its_look_and_its_claim_waits(
 
     with monkeypatch.context() as patch:
         patch.setattr("atoll.store.writer_lease.newest_claim", overtaken)
-        assert turn.look(10.0) is None
-    assert turn.look(10.1) is None
+        assert turn.try_claim(10.0) is None
+    assert turn.try_claim(10.1) is None
     assert newest_claim(folder) == 2 and held.fenced()
 
 
@@ -210,8 +210,8 @@ def test_a_fenced_holder_gives_no_sign_of_life(folder: Path) -> None:
 def test_a_reign_without_the_lock_takes_it_once_its_predecessor_is_gone(folder: Path) -> None:
     held = acquire(folder)
     turn = StandbyTurn(folder, STALE_S)
-    turn.look(0.0)
-    reign = turn.look(STALE_S)
+    turn.try_claim(0.0)
+    reign = turn.try_claim(STALE_S)
     assert reign is not None
     reign.beat()
     held.release()
@@ -264,8 +264,8 @@ def _lives_of_two(folder: Path, paused_before: str) -> list[int]:
 
 def _take_over(folder: Path) -> WriterLease:
     turn = StandbyTurn(folder, STALE_S)
-    assert turn.look(0.0) is None
-    reign = turn.look(STALE_S)
+    assert turn.try_claim(0.0) is None
+    reign = turn.try_claim(STALE_S)
     assert reign is not None
     end = seal(folder, disk=LocalDisk())
     journal = Journal.begin(folder, reign.term, after=end, disk=LocalDisk())
@@ -283,7 +283,7 @@ def test_claims_that_were_removed_are_made_again_from_the_segments(folder: Path,
         reign.release()
     shutil.rmtree(folder / "terms")
     assert unclaimed_terms(folder) == [1, 2, 3]
-    found = StandbyTurn(folder, 5.0).look(0.0) if standby else acquire(folder)
+    found = StandbyTurn(folder, 5.0).try_claim(0.0) if standby else acquire(folder)
     assert found is not None and found.term == 4 and not found.fenced()
     assert unclaimed_terms(folder) == [] and newest_claim(folder) == 4
     found.release()

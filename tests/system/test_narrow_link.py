@@ -29,7 +29,7 @@ PLAN: dict[str, Any] = {
 
 def test_heartbeats_get_through_a_link_that_fragments_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {}
-    route = Injector.route
+    route = Injector.open_relays
 
     async def narrow(self: Injector, url: str) -> dict[str, str]:
         addresses = await route(self, url)

@@ -26,7 +26,7 @@ class Ordered(OrderReader):
     def waiting(self) -> bool:
         return self.step >= self.until
 
-    def newest(self) -> GroupOrder:
+    def read_newest(self) -> GroupOrder:
         return next(self._said)
 
 
@@ -69,19 +69,19 @@ def lines(*orders: str) -> Iterator[bytes]:
 
 def test_the_newest_order_counts_and_a_stop_before_all() -> None:
     orders = OrderReader(lines('{"generation": 1, "ranks": [0, 1]}', '{"stop": true, "scores": 1}'))
-    heard = [orders.newest()]
+    heard = [orders.read_newest()]
     if not heard[0].stop:
-        heard.append(orders.newest())
+        heard.append(orders.read_newest())
     assert heard[-1] == GroupOrder(stop=True, scores=1)
 
 
 def test_a_rank_without_a_launcher_stops_and_scores_nothing() -> None:
-    assert OrderReader(lines()).newest() == GroupOrder(stop=True, scores=-1)
+    assert OrderReader(lines()).read_newest() == GroupOrder(stop=True, scores=-1)
 
 
 def test_a_step_has_its_batch_however_often_it_is_tried() -> None:
     batches = Batches(iter(np.arange(8, dtype=np.int64).reshape(4, 2)))
-    assert batches.of(1).tolist() == batches.of(1).tolist() == [0, 1]
-    assert batches.of(3).tolist() == [4, 5]
+    assert batches.indices_of(1).tolist() == batches.indices_of(1).tolist() == [0, 1]
+    assert batches.indices_of(3).tolist() == [4, 5]
     with pytest.raises(AssertionError, match="in order"):
-        batches.of(2)
+        batches.indices_of(2)

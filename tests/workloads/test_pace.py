@@ -22,7 +22,7 @@ def test_a_step_lasts_its_pace_or_its_work(
     clock = Clock()
     monkeypatch.setattr(training, "time", clock)
     paced = training.StepPace(pace_s)
-    paced.begin()
+    paced.begin_step()
     clock.now += work_s
-    paced.rest()
+    paced.sleep_rest()
     assert clock.now - 5.0 == lasts_s

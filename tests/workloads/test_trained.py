@@ -31,7 +31,7 @@ class Maker:
 def test_who_takes_a_state_goes_on_exactly_like_the_one_it_came_from() -> None:
     old, new = Maker(0), Maker(1)
     old.train()
-    new.trained.take(old.trained.flat())
+    new.trained.load_flat(old.trained.flatten())
     assert new.trained.digest() == old.trained.digest()
     old.train()
     assert new.trained.digest() != old.trained.digest()

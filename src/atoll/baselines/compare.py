@@ -167,8 +167,8 @@ def baseline_outcome(method: Method, summary: Summary, left_out: tuple[str, ...]
 
 def rank_faults(plan: FaultPlan) -> tuple[tuple[RankFault, ...], tuple[str, ...]]:
     """What can happen to ranks, and the kinds of what cannot: there is no syncer, no link to it and no round."""
-    fitting = [fault for fault in plan.faults() if fault.kind in KINDS and fault.at_s is not None]
-    left_out = {fault.kind for fault in plan.faults() if fault not in fitting}
+    fitting = [fault for fault in plan.list_faults() if fault.kind in KINDS and fault.at_s is not None]
+    left_out = {fault.kind for fault in plan.list_faults() if fault not in fitting}
     return tuple(chain.from_iterable(map(_on_ranks, fitting))), tuple(sorted(left_out))
 
 

@@ -37,7 +37,7 @@ class DataParallelRun:
 
     async def _run_held(self) -> Summary:
         write_atomic(self.out.settings, self.config.toml())
-        ranks = [self._rank(rank) for rank in range(self.config.protocol.learners)]
+        ranks = [self._make_rank(rank) for rank in range(self.config.protocol.learners)]
         self._reports: list[RankMessage] = []
         self._log = RankLog(ranks[0].log)
         began = time.time()
@@ -48,17 +48,17 @@ class DataParallelRun:
                 child.start()
             while any(child.running for child in ranks):
                 self._take_reports()
-                self._check(ranks)
+                self._check_exits(ranks)
                 await asyncio.sleep(TICK_S)
-            self._check(ranks)
+            self._check_exits(ranks)
             self._take_reports()
         finally:
             for child in ranks:
                 child.kill_all()
             sink.close()
-        return self._summary(time.time() - began)
+        return self._summarise(time.time() - began)
 
-    def _check(self, ranks: list[Child]) -> None:
+    def _check_exits(self, ranks: list[Child]) -> None:
         for child in ranks:
             if child.process is not None and (code := child.process.poll()):
                 error = ConfigError if code == 2 else RunFailed
@@ -72,7 +72,7 @@ class DataParallelRun:
             self._events.say(report["kind"], f"data-parallel {report['kind']}", report)
             self.watch(report)
 
-    def _summary(self, total_s: float) -> Summary:
+    def _summarise(self, total_s: float) -> Summary:
         losses = [r["validation_loss"] for r in self._reports if r["kind"] == "validation"]
         end = next((r for r in self._reports if r["kind"] == "end"), None)
         if end is None or not losses:
@@ -103,7 +103,7 @@ class DataParallelRun:
             "sample": end["sample"],
         }
 
-    def _rank(self, rank: int) -> Child:
+    def _make_rank(self, rank: int) -> Child:
         world = self.config.protocol.learners
         if rank == 0:
             self._port = _free_port()

@@ -27,7 +27,7 @@ class RankFault:
     for_s: float = 0.0
     size: float = 0.0
 
-    def line(self) -> str:
+    def describe(self) -> str:
         return f"{self.kind} rank-{self.rank}" + (f" for {self.for_s:.1f} s" if self.for_s else "")
 
 
@@ -36,15 +36,15 @@ class FaultTarget(Protocol):
 
     patience_s: float
 
-    def send(self, rank: int, number: signal.Signals) -> None: ...
+    def send_signal(self, rank: int, number: signal.Signals) -> None: ...
 
     def end_rank(self, rank: int, number: signal.Signals, away_s: float) -> None:
         """It dies by this signal, and comes back no sooner than so many seconds later."""
 
-    def stood_still(self, rank: int, seconds: float) -> None:
+    def record_pause(self, rank: int, seconds: float) -> None:
         """Until now, for so long."""
 
-    def say_fault(self, fault: RankFault) -> None: ...
+    def log_fault(self, fault: RankFault) -> None: ...
 
 
 async def inject_faults(run: FaultTarget, faults: tuple[RankFault, ...]) -> None:
@@ -56,7 +56,7 @@ async def inject_faults(run: FaultTarget, faults: tuple[RankFault, ...]) -> None
 
 async def _strike_one(run: FaultTarget, fault: RankFault) -> None:
     await asyncio.sleep(fault.at_s)
-    run.say_fault(fault)
+    run.log_fault(fault)
     await _WAYS[fault.kind](run, fault)
 
 
@@ -71,15 +71,15 @@ async def _restart(run: FaultTarget, fault: RankFault) -> None:
 async def _pause(run: FaultTarget, fault: RankFault) -> None:
     loop = asyncio.get_running_loop()
     began, waited = loop.time(), min(fault.for_s, run.patience_s)
-    run.send(fault.rank, signal.SIGSTOP)
+    run.send_signal(fault.rank, signal.SIGSTOP)
     try:
         await asyncio.sleep(waited)
     finally:
-        run.stood_still(fault.rank, loop.time() - began)
+        run.record_pause(fault.rank, loop.time() - began)
     if waited < fault.for_s:
         run.end_rank(fault.rank, signal.SIGKILL, fault.for_s - waited)
     else:
-        run.send(fault.rank, signal.SIGCONT)
+        run.send_signal(fault.rank, signal.SIGCONT)
 
 
 async def _slow(run: FaultTarget, fault: RankFault) -> None:
@@ -87,12 +87,12 @@ async def _slow(run: FaultTarget, fault: RankFault) -> None:
     end, share = loop.time() + fault.for_s, min(1.0, fault.size)
     try:
         while loop.time() < end:
-            run.send(fault.rank, signal.SIGSTOP)
+            run.send_signal(fault.rank, signal.SIGSTOP)
             await asyncio.sleep(TURN_S * (1 - share))
-            run.send(fault.rank, signal.SIGCONT)
+            run.send_signal(fault.rank, signal.SIGCONT)
             await asyncio.sleep(TURN_S * share)
     finally:
-        run.send(fault.rank, signal.SIGCONT)
+        run.send_signal(fault.rank, signal.SIGCONT)
 
 
 _WAYS: dict[str, Callable[[FaultTarget, RankFault], Awaitable[None]]] = {

@@ -88,24 +88,26 @@ class BaselineRun(ABC):
         make_folder(self.out.path / "groups")
         with Appender(self.out.events) as sink:
             self._events = EventLog(sink)
-            self._ranks = [self._child(rank) for rank in range(self.world)]
+            self._ranks = [self._make_rank(rank) for rank in range(self.world)]
             self._logs = [RankLog(child.log) for child in self._ranks]
             try:
-                return await self._through()
+                return await self._run_to_end()
             finally:
                 for child in self._ranks:
                     child.kill_all()
 
-    async def _through(self) -> Summary:
+    async def _run_to_end(self) -> Summary:
         for rank in range(self.world):
-            self._start(rank)
-        await self._tend(lambda: len({step.rank for step in self._steps}) == self.world, START_S, "make a first step")
+            self._start_rank(rank)
+        await self._supervise_until(
+            lambda: len({step.rank for step in self._steps}) == self.world, START_S, "make a first step"
+        )
         began = time.monotonic()
-        self._say("chaos", f"every rank has made a step: {len(self.faults)} faults follow")
+        self._log_event("chaos", f"every rank has made a step: {len(self.faults)} faults follow")
         blows = asyncio.create_task(inject_faults(self, self.faults))
         try:
             while time.monotonic() < began + self.seconds:
-                self._look()
+                self._supervise_ranks()
                 self.watch(time.monotonic() - began)
                 await asyncio.sleep(TICK_S)
                 if blows.done():
@@ -114,33 +116,33 @@ class BaselineRun(ABC):
             blows.cancel()
             with suppress(asyncio.CancelledError):
                 await blows
-        return await self._stop()
+        return await self._stop_ranks()
 
-    async def _stop(self) -> Summary:
+    async def _stop_ranks(self) -> Summary:
         ended_at = time.monotonic()
         self._stopping = True
         for child in self._ranks:
             child.signal(signal.SIGCONT)
-        scores = self._scorer()
+        scores = self._choose_scorer()
         for child in self._ranks:
-            child.order(json.dumps({"stop": True, "scores": scores}))
-        await self._tend(lambda: scores in self._ends, END_S, "score the model")
-        return self._summary(ended_at, self._ends[scores])
+            child.send_order(json.dumps({"stop": True, "scores": scores}))
+        await self._supervise_until(lambda: scores in self._ends, END_S, "score the model")
+        return self._write_summary(ended_at, self._ends[scores])
 
-    def _scorer(self) -> int:
+    def _choose_scorer(self) -> int:
         """Of those that are there the first; where all are dead, rank 0 begins once more with the last checkpoint."""
         alive = [rank for rank, child in enumerate(self._ranks) if child.running and rank not in self._doomed]
         if not alive:
             self._ranks[0].kill_all()
-            self._start(0)
+            self._start_rank(0)
         return min(self.ready & set(alive), default=min(alive, default=0))
 
-    async def _tend(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
+    async def _supervise_until(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
                 raise RunFailed(f"the ranks did not {what} within {seconds:g} s; their logs are in {self.out.logs}")
-            self._look()
+            self._supervise_ranks()
             await asyncio.sleep(TICK_S)
 
     # ---- what the methods do in their own way ----------------------------------------------------------------------
@@ -156,7 +158,7 @@ class BaselineRun(ABC):
         """The dead that are to be started now."""
         return [rank for rank, due in self._due.items() if time.monotonic() >= due]
 
-    def environment(self, rank: int) -> dict[str, str]:
+    def rank_environment(self, rank: int) -> dict[str, str]:
         return {}
 
     def steps_made(self) -> int:
@@ -165,26 +167,26 @@ class BaselineRun(ABC):
 
     # ---- supervising -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _supervise_ranks(self) -> None:
         for rank in range(self.world):
-            self._bury(rank)
+            self._handle_exit(rank)
         for rank in range(self.world):
-            self._hear(rank)
+            self._read_log(rank)
         if self._stopping:
             return
         for rank in self.starts_due():
-            self._start(rank)
+            self._start_rank(rank)
             self.restarts += 1
         wanted = self.group_wanted()
         overdue = self._form_at is not None and time.monotonic() >= self._form_at
         if wanted and (wanted != self.members or overdue):
-            self._form(wanted)
+            self._form_group(wanted)
 
-    def _bury(self, rank: int) -> None:
+    def _handle_exit(self, rank: int) -> None:
         child = self._ranks[rank]
-        if (code := child.ended()) is None:
+        if (code := child.poll_exit()) is None:
             return
-        self._hear(rank)  # its last words, before it is forgotten
+        self._read_log(rank)  # its last words, before it is forgotten
         self.ready.discard(rank)
         if self._stopping and (code == 0 or rank in self._doomed):
             return
@@ -192,12 +194,12 @@ class BaselineRun(ABC):
             words = child.last_words().removeprefix("atoll: ")
             raise (ConfigError if code == 2 else RunFailed)(words or f"{child.name} died: {describe_exit(code)}")
         self._doomed.discard(rank)
-        self._say("exited", f"{child.name} ended: {describe_exit(code)}", process=child.name, code=code)
+        self._log_event("exited", f"{child.name} ended: {describe_exit(code)}", process=child.name, code=code)
         self._due[rank] = max(time.monotonic() + BACKOFF_S[0], self._away_until.pop(rank, 0.0))
         self.members = ()
         self.after_death(rank)
 
-    def _hear(self, rank: int) -> None:
+    def _read_log(self, rank: int) -> None:
         for message in self._logs[rank].read_new():
             self._take_message(rank, message)
 
@@ -210,31 +212,31 @@ class BaselineRun(ABC):
                 self._steps.append(msgspec.convert({**message, "rank": rank}, RankStep))
             case "formed":
                 self._starts[message["generation"]] = message["step"]
-                self._say(
+                self._log_event(
                     "formed", f"rank-{rank} is in generation {message['generation']}", rank=rank, **_rest(message)
                 )
             case "saved":
-                self._say("saved", f"checkpoint after step {message['step']}", step=message["step"])
+                self._log_event("saved", f"checkpoint after step {message['step']}", step=message["step"])
             case "broken" if message["generation"] == self.generation and self._form_at is None:
                 self._form_at = time.monotonic() + AGAIN_S
             case "end":
                 self._ends[rank] = message
-                self._say("end", f"rank-{rank} ended after step {message['step']}", rank=rank, **_rest(message))
+                self._log_event("end", f"rank-{rank} ended after step {message['step']}", rank=rank, **_rest(message))
 
-    def _form(self, ranks: tuple[int, ...]) -> None:
+    def _form_group(self, ranks: tuple[int, ...]) -> None:
         self.generation += 1
         self.members, self._form_at = ranks, None
         for rank in ranks:
-            self._ranks[rank].order(json.dumps({"generation": self.generation, "ranks": ranks}))
+            self._ranks[rank].send_order(json.dumps({"generation": self.generation, "ranks": ranks}))
 
-    def _start(self, rank: int) -> None:
+    def _start_rank(self, rank: int) -> None:
         child, again = self._ranks[rank], self._due.pop(rank, None) is not None
         child.start()
         assert child.process is not None
         kind, text = ("restarted", "was started again") if again else ("started", "started")
-        self._say(kind, f"{child.name} {text}", process=child.name, pid=child.process.pid)
+        self._log_event(kind, f"{child.name} {text}", process=child.name, pid=child.process.pid)
 
-    def _child(self, rank: int) -> Child:
+    def _make_rank(self, rank: int) -> Child:
         threads = str(max(1, cores() // self.world))
         env = {
             "RANK": str(rank),
@@ -244,7 +246,7 @@ class BaselineRun(ABC):
             "ATOLL_THREADS": threads,
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
-            **self.environment(rank),
+            **self.rank_environment(rank),
         }
         command = [sys.executable, *RUNNER, "-m", "atoll.workloads.elastic"]
         name = f"rank-{rank}"
@@ -252,7 +254,7 @@ class BaselineRun(ABC):
 
     # ---- what faults do (faults.Struck) ----------------------------------------------------------------------------
 
-    def send(self, rank: int, number: signal.Signals) -> None:
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
         self._ranks[rank].signal(number)
 
     def end_rank(self, rank: int, number: signal.Signals, away_s: float) -> None:
@@ -262,23 +264,23 @@ class BaselineRun(ABC):
                 self._due[rank] = max(self._due[rank], back)
             return
         self._away_until[rank] = back
-        self.doom(rank, number)
+        self.kill_rank(rank, number)
 
-    def doom(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         self._doomed.add(rank)
         self._ranks[rank].signal(number)
 
-    def stood_still(self, rank: int, seconds: float) -> None:
+    def record_pause(self, rank: int, seconds: float) -> None:
         now = time.monotonic()
         self._pauses.append(RankPause(rank, (now - seconds, now)))
 
-    def say_fault(self, fault: RankFault) -> None:
+    def log_fault(self, fault: RankFault) -> None:
         self._struck += 1
-        self._say("fault", f"fault: {fault.line()}", what=fault.kind, target=f"rank-{fault.rank}")
+        self._log_event("fault", f"fault: {fault.describe()}", what=fault.kind, target=f"rank-{fault.rank}")
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 
-    def _summary(self, ended_at: float, end: RankMessage) -> Summary:
+    def _write_summary(self, ended_at: float, end: RankMessage) -> Summary:
         found = compute_figures(self._steps, self._starts, end["step"], self.world, ended_at, self._pauses)
         summary = {
             "method": self.method,
@@ -292,7 +294,7 @@ class BaselineRun(ABC):
         write_atomic(self.out.summary, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
         return summary
 
-    def _say(self, kind: str, text: str, **data: object) -> None:
+    def _log_event(self, kind: str, text: str, **data: object) -> None:
         self._events.say(kind, text, data)
 
 
@@ -325,14 +327,14 @@ class RestartingRun(BaselineRun):
         super().__init__(*arguments, **named)
         self._checkpoint_every = checkpoint_every
 
-    def environment(self, rank: int) -> dict[str, str]:
+    def rank_environment(self, rank: int) -> dict[str, str]:
         path = self.out.path / "checkpoint.safetensors"
         return {"ATOLL_CHECKPOINT": str(path), "ATOLL_CHECKPOINT_EVERY": str(self._checkpoint_every)}
 
     def after_death(self, rank: int) -> None:
         for other in range(self.world):
             if other not in self._due and other not in self._doomed:
-                self.doom(other)
+                self.kill_rank(other)
 
     def starts_due(self) -> list[int]:
         """All together, once all are dead and every host is there."""

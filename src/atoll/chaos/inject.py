@@ -51,12 +51,12 @@ class Injector:
 
     # ---- what the run calls ----------------------------------------------------------------------------------------
 
-    async def route(self, url: str) -> dict[str, str]:
+    async def open_relays(self, url: str) -> dict[str, str]:
         for name in self.plan.learners:
-            await self._line(name, url)
+            await self._open_relay(name, url)
         return {name: line.url for name, line in self.lines.items()}
 
-    async def _line(self, name: str, url: str) -> TcpRelay:
+    async def _open_relay(self, name: str, url: str) -> TcpRelay:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None
         line = self.lines[name] = TcpRelay(address.hostname, address.port, seed=self.plan.seed)
@@ -64,97 +64,103 @@ class Injector:
         publish_secrets(line.host, line.port, published_secrets(address.hostname, address.port))
         return line
 
-    async def close(self) -> None:
+    async def close_relays(self) -> None:
         """Once the run is over: its last steps travel on the lines too."""
         for line in self.lines.values():
             await line.stop()
             withdraw_secrets(line.host, line.port)
 
-    def watch(self, status: RunStatus | None) -> None:
+    def take_status(self, status: RunStatus | None) -> None:
         self._status = status
         self._look.set()
         if status is not None:
             self._seen.update(status.members)
 
-    def noticed(self, kinds: set[str]) -> None:
+    def take_event_kinds(self, kinds: set[str]) -> None:
         """Events of these kinds have been written."""
         if self.began_at is not None:
             self._kinds |= kinds
 
-    async def beside(self) -> None:
+    async def run_beside(self) -> None:
         """The faults, each at its moment; then, where the run has no budget of its own, its end."""
-        await self._until_so(lambda: self._seen >= set(self.plan.learners))
-        await self.attack(self._end)
+        await self._wait_until(lambda: self._seen >= set(self.plan.learners))
+        await self.run_faults(self._end_run)
 
-    async def attack(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def run_faults(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """The faults from now on, each at its moment; `last` goes on beside them."""
         self.began_at, self._kinds = asyncio.get_running_loop().time(), set()
-        faults, first = self.plan.faults(), self._told + 1
+        faults, first = self.plan.list_faults(), self._told + 1
         self._told += len(faults)
-        self._say("chaos", f"the attack begins: {len(faults)} faults follow", {"first": first, "count": len(faults)})
+        self._log_event(
+            "chaos", f"the attack begins: {len(faults)} faults follow", {"first": first, "count": len(faults)}
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, fault in enumerate(faults, first):
-                    tasks.create_task(self._when(number, fault))
+                    tasks.create_task(self._run_fault(number, fault))
                 if last is not None:
                     tasks.create_task(_awaited(last))
         finally:
-            Trouble.over(self.trouble)
-            self._say("spared", f"the attack is over: {len(faults)} faults", {"first": first, "count": len(faults)})
+            Trouble.clear(self.trouble)
+            self._log_event(
+                "spared", f"the attack is over: {len(faults)} faults", {"first": first, "count": len(faults)}
+            )
 
-    async def _end(self) -> None:
-        await self._until(self.plan.seconds)
+    async def _end_run(self) -> None:
+        await self._sleep_until(self.plan.seconds)
         budget = self.plan.config.protocol
         if self.timed or (not budget.steps and not budget.tokens):
-            self.run.end("the plan of faults is over")
+            self.run.request_end("the plan of faults is over")
         else:
             await asyncio.Event().wait()  # the run ends by its own budget, and this with it
 
     # ---- when ------------------------------------------------------------------------------------------------------
 
-    async def _until(self, at_s: float) -> None:
+    async def _sleep_until(self, at_s: float) -> None:
         assert self.began_at is not None
         await asyncio.sleep(max(0.0, self.began_at + at_s - asyncio.get_running_loop().time()))
 
-    async def _until_so(self, holds: Callable[[], bool]) -> None:
+    async def _wait_until(self, holds: Callable[[], bool]) -> None:
         """Looks as often as the run is watched."""
         while not holds():
             self._look.clear()
             await self._look.wait()
 
-    async def _when(self, number: int, fault: PlannedFault) -> None:
+    async def _run_fault(self, number: int, fault: PlannedFault) -> None:
         if fault.at_s is not None:
-            await self._until(fault.at_s)
+            await self._sleep_until(fault.at_s)
         if (at_round := fault.at_round) is not None:
-            await self._until_so(lambda: self._status is not None and self._status.round >= at_round)
+            await self._wait_until(lambda: self._status is not None and self._status.round >= at_round)
         if fault.at_event is not None:
-            await self._until_so(lambda: fault.at_event in self._kinds)
+            await self._wait_until(lambda: fault.at_event in self._kinds)
         self.done += 1
         data: dict[str, object] = {"number": number, "what": fault.kind, "targets": fault.targets}
         data |= {"target": fault.targets[0] if fault.targets else "", "seconds": fault.for_s, "size": fault.size}
-        self._say("fault", f"fault {number}: {fault.line()} ({KINDS[fault.kind].says})", data)
+        self._log_event("fault", f"fault {number}: {fault.describe()} ({KINDS[fault.kind].says})", data)
         try:
             await self._ways[fault.kind](self, fault)
         finally:
-            self._say("mended", f"fault {number} is over: {fault.kind} {' '.join(fault.targets)}", {"number": number})
+            self._log_event(
+                "mended", f"fault {number} is over: {fault.kind} {' '.join(fault.targets)}", {"number": number}
+            )
 
     # ---- learners --------------------------------------------------------------------------------------------------
 
     async def _kill(self, fault: PlannedFault) -> None:
-        child = self.run.learner(fault.targets[0])
+        child = self.run.find_learner(fault.targets[0])
         self._kill_child(child)
 
     def _kill_child(self, child: Child) -> None:
-        child.forgive()
+        child.reset_restarts()
         if child.running:
             child.signal(signal.SIGKILL)
-            self._say("killed", f"{child.name} was killed (SIGKILL), as the plan says", {"process": child.name})
+            self._log_event("killed", f"{child.name} was killed (SIGKILL), as the plan says", {"process": child.name})
 
     async def _pause(self, fault: PlannedFault) -> None:
-        child = self.run.learner(fault.targets[0])
-        await self._stopped(child, fault.for_s)
+        child = self.run.find_learner(fault.targets[0])
+        await self._stop_child(child, fault.for_s)
 
-    async def _stopped(self, child: Child, seconds: float) -> None:
+    async def _stop_child(self, child: Child, seconds: float) -> None:
         process = child.process
         child.signal_all(signal.SIGSTOP)
         try:
@@ -165,7 +171,7 @@ class Injector:
 
     async def _slow(self, fault: PlannedFault) -> None:
         """By turns: it runs for its share of every tenth of a second."""
-        child, loop = self.run.learner(fault.targets[0]), asyncio.get_running_loop()
+        child, loop = self.run.find_learner(fault.targets[0]), asyncio.get_running_loop()
         end, share = loop.time() + fault.for_s, min(1.0, fault.size)
         try:
             while loop.time() < end:
@@ -177,27 +183,27 @@ class Injector:
             child.signal(signal.SIGCONT)
 
     async def _restart(self, fault: PlannedFault) -> None:
-        await self._leave_now(fault.targets[0])
+        await self._stop_learner(fault.targets[0])
         self.run.start_again(fault.targets[0])
 
     async def _leave(self, fault: PlannedFault) -> None:
-        await self._leave_now(fault.targets[0])
+        await self._stop_learner(fault.targets[0])
         await asyncio.sleep(fault.for_s)
         self.run.start_again(fault.targets[0])
 
-    async def _leave_now(self, name: str) -> None:
-        child = self.run.learner(name)
+    async def _stop_learner(self, name: str) -> None:
+        child = self.run.find_learner(name)
         child.signal(signal.SIGTERM)
-        await self._until_so(lambda: not child.running)
+        await self._wait_until(lambda: not child.running)
 
     async def _join(self, fault: PlannedFault) -> None:
         name = f"learner-{len(self.plan.learners) + self._joined}"
         self._joined += 1
         if self.lines:
-            self.run.addresses[name] = (await self._line(name, self.run.url)).url
+            self.run.addresses[name] = (await self._open_relay(name, self.run.url)).url
         self.run.start_again(name)
         await asyncio.sleep(fault.for_s)
-        await self._leave_now(name)
+        await self._stop_learner(name)
 
     # ---- lines -----------------------------------------------------------------------------------------------------
 
@@ -240,20 +246,20 @@ class Injector:
         self._kill_child(self.run.syncer)
 
     async def _syncer_pause(self, fault: PlannedFault) -> None:
-        await self._stopped(self.run.syncer, fault.for_s)
+        await self._stop_child(self.run.syncer, fault.for_s)
 
     async def _disk_full(self, fault: PlannedFault) -> None:
-        await self._disk(Trouble(full=True), fault.for_s)
+        await self._trouble_disk(Trouble(full=True), fault.for_s)
 
     async def _disk_slow(self, fault: PlannedFault) -> None:
-        await self._disk(Trouble(sync_s=fault.size), fault.for_s)
+        await self._trouble_disk(Trouble(sync_s=fault.size), fault.for_s)
 
-    async def _disk(self, trouble: Trouble, seconds: float) -> None:
-        trouble.tell(self.trouble)
+    async def _trouble_disk(self, trouble: Trouble, seconds: float) -> None:
+        trouble.write(self.trouble)
         try:
             await asyncio.sleep(seconds)
         finally:
-            Trouble.over(self.trouble)
+            Trouble.clear(self.trouble)
 
     # ---- bad contributions -----------------------------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ class Injector:
 
     # ---- small things ----------------------------------------------------------------------------------------------
 
-    def _say(self, kind: str, text: str, data: dict[str, object]) -> None:
+    def _log_event(self, kind: str, text: str, data: dict[str, object]) -> None:
         self.run.events.say(kind, text, data)
 
     _ways: ClassVar[dict[str, Callable[[Injector, PlannedFault], Awaitable[None]]]] = {

@@ -42,8 +42,8 @@ class ChaosRun:
 
         def look(status: RunStatus | None) -> None:
             events = tail.read_new()
-            injector.noticed({event["kind"] for event in events})
-            injector.watch(status)
+            injector.take_event_kinds({event["kind"] for event in events})
+            injector.take_status(status)
             self.watch(status, events)
 
         injector.run = LocalRun(
@@ -52,8 +52,8 @@ class ChaosRun:
             script=self.script,
             evaluator=self.plan.config.service.evaluate_every > 0,
             watch=look,
-            route=injector.route,
-            beside=injector.beside,
+            route=injector.open_relays,
+            beside=injector.run_beside,
             pages=self.pages,
             listens=self.listens,
             syncer_words=("--disk", DISK),
@@ -61,7 +61,7 @@ class ChaosRun:
         try:
             await injector.run.run()
         finally:
-            await injector.close()
+            await injector.close_relays()
         return injector
 
 

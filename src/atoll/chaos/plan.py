@@ -91,7 +91,7 @@ class PlannedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             return f"{self.at_s:.1f} s"
         return f"round {self.at_round}" if self.at_round is not None else f"event {self.at_event}"
 
-    def line(self) -> str:
+    def describe(self) -> str:
         parts = [self.when, self.kind, *self.targets]
         parts += [f"for {self.for_s:.1f} s"] if self.for_s else []
         return " ".join(parts + ([f"({self.size:g})"] if self.size else []))
@@ -113,7 +113,7 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def learners(self) -> list[str]:
         return [f"learner-{number}" for number in range(self.config.protocol.learners)]
 
-    def faults(self) -> tuple[PlannedFault, ...]:
+    def list_faults(self) -> tuple[PlannedFault, ...]:
         """Written and drawn, in order of time; those that wait for a round or an event at the end."""
         found = [*self.fault, *draw_faults(self)]
         return tuple(sorted(found, key=lambda one: float("inf") if one.at_s is None else one.at_s))

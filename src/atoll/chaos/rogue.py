@@ -131,8 +131,8 @@ class Rogue:
             url,
             hello=self.machine.hello,
             on_open=lambda: None,
-            on_message=lambda message: self._tell(fx.Arrived(message)),
-            on_lost=lambda reason: self._tell(fx.Disconnected(reason)),
+            on_message=lambda message: self._send_message(fx.Arrived(message)),
+            on_lost=lambda reason: self._send_message(fx.Disconnected(reason)),
         )
 
     async def run(self) -> None:
@@ -144,7 +144,7 @@ class Rogue:
             try:
                 while not self._over:
                     await asyncio.sleep(self.step_s)
-                    self._step()
+                    self._make_steps()
             finally:
                 await self._link.close()
 
@@ -171,8 +171,8 @@ class Rogue:
 
     # ---- what it does instead of training --------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        self._tell(fx.Tick())
+    def _make_steps(self) -> None:
+        self._send_message(fx.Tick())
         if min(self._held) < 0 or self._waits or any(step <= self._t for step in self._holds.values()):
             self._adopt_arrived()
             return
@@ -186,11 +186,11 @@ class Rogue:
                 del self._reads[number]
                 f = order.fragment
                 counted = (self._t, self._steps[f], self._tokens[f], self._held[f], self._total)
-                self._tell(fx.Copied(number, f, *counted))
-        self._tell(self._stepped())
+                self._send_message(fx.Copied(number, f, *counted))
+        self._send_message(self._report_step())
         self._adopt_arrived()
 
-    def _stepped(self) -> fx.Stepped:
+    def _report_step(self) -> fx.Stepped:
         counters = (tuple(self._steps), tuple(self._tokens), self._total)
         dropped, missed = tuple(self._dropped), tuple(self._missed)
         return fx.Stepped(self._t, *counters, busy_s=self._t * self.step_s, dropped=dropped, missed=missed)
@@ -206,15 +206,15 @@ class Rogue:
                 self._held[f], self._steps[f], self._tokens[f] = order.version, 0, 0
                 for number in [n for n in self._holds if n % len(self._held) == f and n <= order.round]:
                     del self._holds[number]
-                self._tell(fx.Adopted(f, order.version, self._t, 0, 0, self._dropped[f], self._missed[f]))
+                self._send_message(fx.Adopted(f, order.version, self._t, 0, 0, self._dropped[f], self._missed[f]))
 
     # ---- the shipped rules, and what they want ---------------------------------------------------------------------
 
-    def _tell(self, event: fx.LearnerEvent) -> None:
+    def _send_message(self, event: fx.LearnerEvent) -> None:
         for effect in self.machine.handle(time.monotonic(), event):
-            self._obey(effect)
+            self._handle_effect(effect)
 
-    def _obey(self, effect: fx.LearnerEffect) -> None:
+    def _handle_effect(self, effect: fx.LearnerEffect) -> None:
         match effect:
             case fx.Say(message):
                 said = self.attack.words(message) if isinstance(message, Contribution) else [message]
@@ -229,11 +229,11 @@ class Rogue:
             case fx.LetGo(number):
                 self._holds.pop(number, None)
             case fx.Fetch(fragment):
-                self._spawn(self._fetch(fragment))
+                self._spawn_task(self._fetch_version(fragment))
             case fx.Adopt():
                 self._adopts.append(effect)
             case fx.Upload(number, attempt, fragment):
-                self._spawn(self._upload(number, attempt, fragment))
+                self._spawn_task(self._upload_body(number, attempt, fragment))
             case fx.Forget():
                 fragments = len(self._held)
                 self._held, self._adopts, self._reads, self._holds = [-1] * fragments, [], {}, {}
@@ -246,11 +246,11 @@ class Rogue:
             case fx.Begin():
                 self._waits = False
             case fx.Capture(number):
-                self._tell(fx.Captured(number, reason="it gives nothing away"))
+                self._send_message(fx.Captured(number, reason="it gives nothing away"))
             case fx.FetchState(ticket):
-                self._tell(fx.StateFailed(ticket, "it wants nobody's state"))
+                self._send_message(fx.StateFailed(ticket, "it wants nobody's state"))
             case fx.Save(cut):
-                self._tell(fx.Saved(cut, self._t, reason="it saves nothing"))
+                self._send_message(fx.Saved(cut, self._t, reason="it saves nothing"))
             case fx.HangUp(reason):
                 self._link.hang_up(reason)
             case fx.Stop(final=final):
@@ -258,16 +258,16 @@ class Rogue:
             case _:
                 pass
 
-    async def _fetch(self, fragment: int) -> None:
+    async def _fetch_version(self, fragment: int) -> None:
         into = np.empty(self._plan.fragments[fragment].size, np.float32)
         try:
             version, _, _ = await self._link.get_fragment(fragment, into.view(np.uint8).data, BODY_S)
         except (PeerError, Unreachable) as error:
-            self._tell(fx.FetchFailed(fragment, str(error)))
+            self._send_message(fx.FetchFailed(fragment, str(error)))
         else:
-            self._tell(fx.Fetched(fragment, version))
+            self._send_message(fx.Fetched(fragment, version))
 
-    async def _upload(self, number: int, attempt: int, fragment: int) -> None:
+    async def _upload_body(self, number: int, attempt: int, fragment: int) -> None:
         size = self._plan.fragments[fragment].size
         delta = self.attack.numbers(1e-4 * self._dice.standard_normal(size).astype(np.float32)).astype(np.float32)
         data = np.zeros(self._codec.nbytes(size), np.uint8)
@@ -277,11 +277,11 @@ class Rogue:
         try:
             await self._link.put_contribution(machine.name, machine.session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:
-            self._tell(fx.UploadFailed(number, attempt, str(error)))
+            self._send_message(fx.UploadFailed(number, attempt, str(error)))
         else:
-            self._tell(fx.Uploaded(number, attempt, mark))
+            self._send_message(fx.Uploaded(number, attempt, mark))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         self._tasks.create_task(work)
 

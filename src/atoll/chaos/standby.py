@@ -55,27 +55,27 @@ class Standby:
         try:
             await run.run()
         finally:
-            await self._injector.close()
+            await self._injector.close_relays()
 
-    async def route(self, url: str) -> dict[str, str]:
-        return await self._injector.route(url)
+    async def open_relays(self, url: str) -> dict[str, str]:
+        return await self._injector.open_relays(url)
 
-    def watch(self, status: RunStatus | None, kinds: set[str]) -> None:
-        self._injector.noticed(kinds)
-        self._injector.watch(status)
+    def take_status(self, status: RunStatus | None, kinds: set[str]) -> None:
+        self._injector.take_event_kinds(kinds)
+        self._injector.take_status(status)
 
-    async def beside(self) -> None:
+    async def watch_for_plans(self) -> None:
         sign = self._out.path / SIGN
         write_atomic(sign, msgspec.json.encode(AttackSupervisor(os.getpid())))
         try:
             while True:
-                if (plan := self._take()) is not None:
-                    await self._attack(plan)
+                if (plan := self._take_plan()) is not None:
+                    await self._run_plan(plan)
                 await asyncio.sleep(LOOK_S)
         finally:
             sign.unlink(missing_ok=True)
 
-    def _take(self) -> FaultPlan | None:
+    def _take_plan(self) -> FaultPlan | None:
         path = self._out.path / ATTACK
         if not path.exists():
             return None
@@ -91,9 +91,9 @@ class Standby:
             path.unlink(missing_ok=True)
         return plan
 
-    async def _attack(self, plan: FaultPlan) -> None:
+    async def _run_plan(self, plan: FaultPlan) -> None:
         self._injector.plan = plan
-        await self._injector.attack()
+        await self._injector.run_faults()
 
 
 # ---- the other side ------------------------------------------------------------------------------------------------

@@ -22,18 +22,18 @@ class Trouble(msgspec.Struct, frozen=True):
     full: bool = False
     sync_s: float = 0.0
 
-    def tell(self, path: Path) -> None:
+    def write(self, path: Path) -> None:
         """From now on."""
         made = path.with_suffix(".new")
         made.write_bytes(msgspec.json.encode(self))
         made.replace(path)
 
     @staticmethod
-    def over(path: Path) -> None:
+    def clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
     @classmethod
-    def now(cls, path: Path) -> Trouble:
+    def read(cls, path: Path) -> Trouble:
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
@@ -56,12 +56,12 @@ class TroubledFile(LocalFile):
         self._told = told
 
     def write(self, data: Buffer) -> int:
-        if Trouble.now(self._told).full:
+        if Trouble.read(self._told).full:
             raise OSError(errno.ENOSPC, "no room, as the plan of faults says")
         return super().write(data)
 
     def datasync(self) -> None:
-        time.sleep(Trouble.now(self._told).sync_s)
+        time.sleep(Trouble.read(self._told).sync_s)
         super().datasync()
 
 
@@ -70,6 +70,6 @@ class TroubledDisk(LocalDisk):
         self._told = told
 
     def create(self, path: Path) -> LocalFile:
-        if Trouble.now(self._told).full:
+        if Trouble.read(self._told).full:
             raise OSError(errno.ENOSPC, "no room, as the plan of faults says")
         return TroubledFile(super().create(path), self._told)

@@ -72,7 +72,7 @@ def chaos(
         console.print(f"first in peace: {short(peace.path)}", highlight=False, soft_wrap=True)
         _perform(performance.without_faults(found), peace, arguments, console)
         beside.append(peace)
-    console.print(f"now {len(found.faults())} faults: {short(run_dir.path)}", highlight=False, soft_wrap=True)
+    console.print(f"now {len(found.list_faults())} faults: {short(run_dir.path)}", highlight=False, soft_wrap=True)
     _perform(found, run_dir, arguments, console)
     findings = performance.judge_run(found, run_dir, beside)
     _close(found, run_dir, findings, console, json_)
@@ -87,7 +87,7 @@ def _attack(plan: FaultPlan, out: RunDir, calm: list[RunDir], as_json: bool) -> 
     tail = EventTail(out.events)
     tail.read_new()
     hand_over_plan(out, plan)
-    console.print(f"{len(plan.faults())} faults for {short(out.path)}", highlight=False, soft_wrap=True)
+    console.print(f"{len(plan.list_faults())} faults for {short(out.path)}", highlight=False, soft_wrap=True)
     with console.status("until the run ends; Ctrl-C leaves it alone"):
         for event in follow_attack(out, tail):
             console.print(str(event["text"]), highlight=False, soft_wrap=True, markup=False)
@@ -101,7 +101,7 @@ def _perform(plan: FaultPlan, out: RunDir, arguments: list[str], console: Consol
             view.count_work(events)
             view.update(status, events)
 
-        performance.run_plan(ChaosRun(plan, out, arguments, watch=watch, pages=dashboard.NAME, listens=view.listens))
+        performance.run_plan(ChaosRun(plan, out, arguments, watch=watch, pages=dashboard.NAME, listens=view.show_link))
     write_summary(out, summarise(performance.read_events(out)), as_json=False)
 
 
@@ -110,14 +110,14 @@ def _close(plan: FaultPlan, out: RunDir, findings: list[Finding], console: Conso
     document: dict[str, Any] = {
         "ok": ok,
         "seed": plan.seed,
-        "faults": len(plan.faults()),
+        "faults": len(plan.list_faults()),
         "findings": findings,
     }
     write_atomic(out.path / "verdict.json", msgspec.json.format(msgspec.json.encode(document)) + b"\n")
     if as_json:
         print(msgspec.json.encode(document).decode())
     else:
-        made = table(f"{len(plan.faults())} faults, seed {plan.seed}", "holds", "what", "asked", "found", words=2)
+        made = table(f"{len(plan.list_faults())} faults, seed {plan.seed}", "holds", "what", "asked", "found", words=2)
         for column in made.columns[2:]:
             column.justify = "left"
         for one in findings:
@@ -133,6 +133,6 @@ def load_settings(out: RunDir) -> Config:
 
 
 def _print_faults(plan: FaultPlan) -> None:
-    for fault in plan.faults():
-        print(f"{fault.line()}: {KINDS[fault.kind].says}")
-    print(f"{len(plan.faults())} faults in {plan.seconds:g} s, seed {plan.seed}")
+    for fault in plan.list_faults():
+        print(f"{fault.describe()}: {KINDS[fault.kind].says}")
+    print(f"{len(plan.list_faults())} faults in {plan.seconds:g} s, seed {plan.seed}")

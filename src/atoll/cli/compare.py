@@ -77,7 +77,7 @@ def _run_all(
 
 def _show(plan: FaultPlan, outcomes: list[MethodOutcome], folder: Path) -> None:
     console = Console()
-    title = f"{plan.config.protocol.learners} learners, {plan.seconds:g} s, {len(plan.faults())} faults"
+    title = f"{plan.config.protocol.learners} learners, {plan.seconds:g} s, {len(plan.list_faults())} faults"
     columns = ("good-\nput", "uptime", "tokens", "updates", "re-\nstarts", "stood\nstill", "valid.\nloss")
     made = table(title, "method", *columns)
     made.padding = (0, 1, 0, 0)  # for 80 columns

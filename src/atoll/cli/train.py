@@ -78,7 +78,7 @@ def train(
     words = setting_words(words, learners=learners, steps=steps, tokens=tokens, seed=seed, port=port, robust=robust)
     options = LaunchOptions(breakable, max_restarts, strict_devices)
     targets = Targets(tensorboard, wandb)
-    targets.check()
+    targets.check_packages()
     if targets and (tape is not None or algorithm != "decoupled"):
         raise ConfigError("--tensorboard and --wandb follow a run with a syncer: leave --tape and --algorithm out")
     if cut is not None and resume is None:
@@ -251,13 +251,13 @@ def _train(
     tail = EventTail(out.events)
     earlier = tail.read_new() if resume is not None else []  # what happened before was told then
     standby = Standby(config, out) if options.breakable else None
-    with targets.open(out.path.name, msgspec.to_builtins(config)) as tracking, choose_screen(console) as view:
+    with targets.open_trackers(out.path.name, msgspec.to_builtins(config)) as tracking, choose_screen(console) as view:
         view.count_work(earlier)
 
         def watch(status: RunStatus | None) -> None:
             events = tail.read_new()
             if standby is not None:
-                standby.watch(status, {event["kind"] for event in events})
+                standby.take_status(status, {event["kind"] for event in events})
             tracking.update(status, events)
             view.count_work(events)
             view.update(status, events)
@@ -271,9 +271,9 @@ def _train(
             resume=resume,
             watch=watch,
             pages=dashboard.NAME,
-            listens=view.listens,
-            route=standby.route if standby is not None else None,
-            beside=standby.beside if standby is not None else None,
+            listens=view.show_link,
+            route=standby.open_relays if standby is not None else None,
+            beside=standby.watch_for_plans if standby is not None else None,
             syncer_words=("--disk", DISK) if standby is not None else (),
             max_restarts=options.max_restarts,
             devices=options.devices,

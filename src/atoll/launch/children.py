@@ -59,20 +59,20 @@ class Child:
     def start(self) -> None:
         with open_log(self.log) as log:
             self._log_start = log.seek(0, os.SEEK_END)
-            self.process = self._succeeding() or self._spawn(log)
+            self.process = self._start_successor() or self._spawn_process(log)
         if self.nice:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.process.pid, self.nice)
         self._started_at = time.monotonic()
         self._restart_at = None
 
-    def prepare(self) -> None:
+    def prepare_successor(self) -> None:
         """Have a successor ready: a process of the same command that waits for a line on its standard input."""
         if self.successor is None or self.successor.poll() is not None:
             with open_log(self.log) as log:
-                self.successor = self._spawn(log, "--wait")
+                self.successor = self._spawn_process(log, "--wait")
 
-    def _succeeding(self) -> subprocess.Popen[bytes] | None:
+    def _start_successor(self) -> subprocess.Popen[bytes] | None:
         found, self.successor = self.successor, None
         if found is None or found.poll() is not None or found.stdin is None:
             return None
@@ -83,7 +83,7 @@ class Child:
             return None
         return found
 
-    def _spawn(self, log: IO[bytes], *more: str) -> subprocess.Popen[bytes]:
+    def _spawn_process(self, log: IO[bytes], *more: str) -> subprocess.Popen[bytes]:
         """In a process group of its own: Ctrl-C is for us, and we end it in good order.
 
         Not in a session of its own: Linux shares the processor fairly between sessions, and niceness would not count.
@@ -107,7 +107,7 @@ class Child:
         """Since it was started last; 0 if it does not run."""
         return time.monotonic() - self._started_at if self.running else 0.0
 
-    def ended(self) -> int | None:
+    def poll_exit(self) -> int | None:
         """Its exit code, told once."""
         if self.process is None or (code := self.process.poll()) is None:
             return None
@@ -140,7 +140,7 @@ class Child:
     def waiting(self) -> bool:
         return self._restart_at is not None
 
-    def order(self, line: str) -> None:
+    def send_order(self, line: str) -> None:
         """A word to a child that obeys; one that is dead does not hear it."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
@@ -169,7 +169,7 @@ class Child:
             assert self.process is not None
             self.process.send_signal(number)
 
-    def forgive(self) -> None:
+    def reset_restarts(self) -> None:
         """Its deaths so far were no fault of its own."""
         self._deaths = 0
 

@@ -136,7 +136,7 @@ class LocalRun:
             if self.resume is not None:
                 command += [part for change in self.resume.changes for part in ("--set", change)]
                 command += ["--reopen"] if self.resume.reopen else []
-            self._syncer = self._child("syncer", command)
+            self._syncer = self._make_child("syncer", command)
             self._syncer.obeys, self._syncer.waits_s = True, SOON_S
             self._learners: dict[str, Child] = {}
             self._scorer: Child | None = None
@@ -156,27 +156,27 @@ class LocalRun:
             self._failed: dict[str, str] = {}
             """Learners that will not come back, with their last words."""
             try:
-                await self._through()
+                await self._run_to_end()
             finally:
-                for child in self._everyone():
+                for child in self._list_children():
                     child.kill_all()
 
     # ---- the course of a run --------------------------------------------------------------------------------------
 
-    async def _through(self) -> None:
+    async def _run_to_end(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
-        self._start(self._syncer)
-        self._url = await self._listening()
-        self.listens(await self._dashboard())
+            loop.add_signal_handler(number, self._handle_interrupt)
+        self._start_child(self._syncer)
+        self._url = await self._wait_for_address()
+        self.listens(await self._make_dashboard_link())
         plain = [sys.executable, *SYNCER, str(self.out.path), *self._served]  # changes are made once
         self._syncer.command = [*plain, "--port", str(urlsplit(self._url).port)]
         self.addresses = await self.route(self._url) if self.route is not None else {}
         self._start_learners()
         beside = asyncio.ensure_future(self.beside()) if self.beside is not None else None
         try:
-            await self._until_over()
+            await self._supervise_until_over()
         finally:
             if beside is not None:
                 beside.cancel()
@@ -185,37 +185,37 @@ class LocalRun:
             raise self._failure
         if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
             raise error
-        await self._leave()
-        self._show(None)
+        await self._wait_for_scripts()
+        self._show_status(None)
 
-    async def _until_over(self) -> None:
-        while (code := self._syncer.ended()) != 0:
-            self._mend_syncer(code)
-            status = await self._status()
-            self._show(status)
+    async def _supervise_until_over(self) -> None:
+        while (code := self._syncer.poll_exit()) != 0:
+            self._restart_syncer(code)
+            status = await self._fetch_status()
+            self._show_status(status)
             self._let_newcomers_first(status)
             self._prepare_successor(status)
             self._kill_as_planned(status)
-            self._mend()
+            self._restart_dead()
             await asyncio.sleep(TICK_S)
 
-    async def _listening(self) -> str:
+    async def _wait_for_address(self) -> str:
         """The syncer's address, once it has one."""
         deadline = time.monotonic() + START_S
         while not self.out.address.exists():
-            code = self._syncer.ended()
+            code = self._syncer.poll_exit()
             if self._interrupts and code is not None:
                 raise Killed("stopped before the run began")
             if code is not None:
-                words = self._words(self._syncer)
+                words = self._read_last_words(self._syncer)
                 raise (ConfigError if code == 2 else RunFailed)(words or f"the syncer died ({describe_exit(code)})")
             if time.monotonic() > deadline:
                 raise RunFailed(f"the syncer did not start within {START_S:g} s; its log is {self._syncer.log}")
-            self._show(None)
+            self._show_status(None)
             await asyncio.sleep(0.05)
         return self.out.address.read_text()
 
-    async def _dashboard(self) -> str:
+    async def _make_dashboard_link(self) -> str:
         try:
             return await make_dashboard_link(self._url, 2.0) if self.pages else f"{self._url}/"
         except (PeerError, Unreachable):  # to look on is no part of the run: `atoll dashboard` asks again
@@ -225,14 +225,14 @@ class LocalRun:
         script = [*RUNNER, *self.script]
         for index in range(self.config.protocol.learners):
             name = f"learner-{index}"
-            self._learners[name] = self._child(name, script, self._learner_env(name))
+            self._learners[name] = self._make_child(name, script, self._learner_env(name))
         if self.evaluator:
             sees = {VISIBLE: ",".join(self.devices.evaluator)} if self.devices is not None else {}
-            self._scorer = self._child("evaluator", script, {**self._evaluator_env(), **sees})
+            self._scorer = self._make_child("evaluator", script, {**self._evaluator_env(), **sees})
         if self.devices is not None:
             self._events.say("devices", self.devices.describe(evaluator=self.evaluator))
-        for child in self._everyone()[1:]:
-            self._start(child)
+        for child in self._list_children()[1:]:
+            self._start_child(child)
             for name in ("ATOLL_EXACT", "ATOLL_RUN"):
                 child.env.pop(name, None)
             child.env["ATOLL_STATE"] = ""  # for its first life only: what dies later is a newcomer
@@ -255,26 +255,26 @@ class LocalRun:
     def _evaluator_env(self) -> dict[str, str]:
         return {"ATOLL_ROLE": "evaluator", "ATOLL_BEST": str(self.out.best_model)}
 
-    def _start(self, child: Child) -> None:
+    def _start_child(self, child: Child) -> None:
         child.start()
         assert child.process is not None
         self._events.say("started", f"{child.name} started", {"process": child.name, "pid": child.process.pid})
 
-    async def _leave(self) -> None:
+    async def _wait_for_scripts(self) -> None:
         """Scripts may have something to do after the run. The evaluator has not: its last score was waited for."""
         if self._scorer is not None:
             self._scorer.kill_all()
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
             self._note_late_failures()
-            if not any(child.running for child in self._everyone()):
+            if not any(child.running for child in self._list_children()):
                 break
             await asyncio.sleep(0.05)
 
     def _note_late_failures(self) -> None:
         """Of scripts that were to be started again when the run ended, or fail in what they do after it."""
         for child in self._learners.values():
-            code = child.ended()
+            code = child.poll_exit()
             if code is not None and code > 0:
                 self._say_exited(child, code)
                 self._note_failure(child, code)
@@ -285,9 +285,9 @@ class LocalRun:
     def _note_failure(self, child: Child, code: int) -> None:
         """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
         if child.name in self._errors or code not in (1, ConfigError.exit_code, Killed.exit_code):
-            self._failed[child.name] = self._words(child) or describe_exit(code)
+            self._failed[child.name] = self._read_last_words(child) or describe_exit(code)
 
-    def _show(self, status: RunStatus | None) -> None:
+    def _show_status(self, status: RunStatus | None) -> None:
         """What cannot be shown is said, once, and ends no run."""
         try:
             self.watch(status)
@@ -298,7 +298,7 @@ class LocalRun:
                 )
                 self._events.say("warning", self._unshown)
 
-    async def _status(self) -> RunStatus | None:
+    async def _fetch_status(self) -> RunStatus | None:
         if not self._syncer.running:
             return None
         try:
@@ -344,41 +344,41 @@ class LocalRun:
             )
         return ""
 
-    def learner(self, name: str) -> Child:
+    def find_learner(self, name: str) -> Child:
         """One that takes part; a new name joins."""
         if name not in self._learners:
-            self._learners[name] = self._child(name, [*RUNNER, *self.script], self._learner_env(name))
+            self._learners[name] = self._make_child(name, [*RUNNER, *self.script], self._learner_env(name))
         return self._learners[name]
 
     def start_again(self, name: str) -> None:
         """A learner that left, or a new one, is started."""
-        child = self.learner(name)
+        child = self.find_learner(name)
         if not child.running:
             self._done.discard(name)
             self._failed.pop(name, None)
-            self._start(child)
+            self._start_child(child)
 
-    def end(self, reason: str) -> None:
+    def request_end(self, reason: str) -> None:
         """In good order."""
-        self._order(f"end {reason}")
+        self._send_order(f"end {reason}")
 
     # ---- accidents --------------------------------------------------------------------------------------------------
 
-    def _mend_syncer(self, code: int | None) -> None:
+    def _restart_syncer(self, code: int | None) -> None:
         if code is None:
             if self._restart_if_due(self._syncer):
                 for line in self._orders:
-                    self._syncer.order(line)
+                    self._syncer.send_order(line)
             return
         self._say_exited(self._syncer, code)
         if self._interrupts > 1:
             raise Killed("everything was killed, as asked; the last steps are not in the model")
         if code == UNWRITABLE or not self._syncer.restart_later():
-            raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._words(self._syncer)}")
+            raise RunFailed(f"the syncer died ({describe_exit(code)}): {self._read_last_words(self._syncer)}")
 
-    def _mend(self) -> None:
-        for child in self._everyone()[1:]:
-            code = child.ended()
+    def _restart_dead(self) -> None:
+        for child in self._list_children()[1:]:
+            code = child.poll_exit()
             if code is None:
                 self._restart_if_due(child)
                 continue
@@ -400,10 +400,10 @@ class LocalRun:
             self._events.say("restarted", f"{child.name} was started again", data)
         return due
 
-    def _order(self, line: str) -> None:
+    def _send_order(self, line: str) -> None:
         """To the syncer; one that takes over from a dead one hears it again."""
         self._orders.append(line)
-        self._syncer.order(line)
+        self._syncer.send_order(line)
 
     def _say_exited(self, child: Child, code: int) -> None:
         """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
@@ -414,7 +414,7 @@ class LocalRun:
             self._errors.pop(child.name, None)
             return
         if not any(error.is_same_mistake(known) for known in self._errors.values()):
-            self._warn(child, f"the whole traceback is in {child.log}")
+            self._log_warning(child, f"the whole traceback is in {child.log}")
         self._errors[child.name] = error
 
     def _bury_learner(self, child: Child, code: int) -> None:
@@ -423,30 +423,30 @@ class LocalRun:
         elif code == USAGE:
             self._fail_with_script(child, "the script calls Atoll wrongly")
         elif code == 2:
-            self._warn(child, f"{child.name} cannot take part: {self._words(child)}")
-            self._refusal = self._refusal or self._words(child)
+            self._log_warning(child, f"{child.name} cannot take part: {self._read_last_words(child)}")
+            self._refusal = self._refusal or self._read_last_words(child)
         elif not self._stepped and find_shared_error(self._errors.get(name) for name in self._learners):
             self._fail_with_script(child, "the script failed on every learner before its first step")
         elif self._ending:
             if code > 0:
                 self._note_failure(child, code)
         elif not child.restart_later():
-            self._warn(child, f"{child.name} died too often and is given up: {self._words(child)}")
-            self._failed[child.name] = self._words(child)
+            self._log_warning(child, f"{child.name} died too often and is given up: {self._read_last_words(child)}")
+            self._failed[child.name] = self._read_last_words(child)
 
     def _fail_with_script(self, child: Child, what: str) -> None:
         """The run ends in good order, with what was merged so far."""
         if self._failure is not None or self._interrupts:
             return
         self._failure = RunFailed(
-            f"{what}: {self._words(child)}. The whole traceback is in {child.log}; "
+            f"{what}: {self._read_last_words(child)}. The whole traceback is in {child.log}; "
             f"once the script is mended, the run goes on with: atoll train --resume {self.out.path}"
         )
         self._ending = True
-        for one in self._everyone()[1:]:
+        for one in self._list_children()[1:]:
             one.cancel_restart()
-        self._order("unscored")
-        self._order("end its script failed")
+        self._send_order("unscored")
+        self._send_order("end its script failed")
 
     def _bury_scorer(self, child: Child, code: int) -> None:
         if child.name in self._errors and (code == USAGE or not self._scored):
@@ -457,8 +457,8 @@ class LocalRun:
         if code not in (0, 2) and child.restart_later():
             return
         if code != 0:
-            self._warn(child, f"the model is not scored any more: {self._words(child)}")
-        self._order("unscored")
+            self._log_warning(child, f"the model is not scored any more: {self._read_last_words(child)}")
+        self._send_order("unscored")
 
     def _blame_scorer(self, child: Child) -> None:
         if self._blame_scorer_at == inf:
@@ -466,7 +466,7 @@ class LocalRun:
         self._blame_scorer_at = inf
         self._fail_with_script(child, "the script failed in the evaluator before its first score")
         if self._failure is None:  # the run was asked to end: it waits for no score
-            self._order("unscored")
+            self._send_order("unscored")
 
     def _end_without_learners(self) -> None:
         """The syncer writes down what there is; a run that nobody finished has failed."""
@@ -474,7 +474,7 @@ class LocalRun:
             return
         self._ending = True
         if self._done:
-            self._order("end every learner has ended")
+            self._send_order("end every learner has ended")
             return
         words = next((f" ({words})" for words in self._failed.values() if words), "")
         self._failure = (
@@ -485,8 +485,8 @@ class LocalRun:
                 f"Once they are mended, it goes on with: atoll train --resume {self.out.path}"
             )
         )
-        self._order("unscored")
-        self._order("end no learner is left")
+        self._send_order("unscored")
+        self._send_order("end no learner is left")
 
     def _let_newcomers_first(self, status: RunStatus | None) -> None:
         """A learner that starts, and every courier, goes before those that train: it is soon done with starting."""
@@ -501,7 +501,7 @@ class LocalRun:
         if status is None or self._ending or self._syncer.running_s < SUCCESSOR_S:
             return
         if 2 * sum(one.state == "training" for one in status.learners) > self.config.protocol.learners:
-            self._syncer.prepare()
+            self._syncer.prepare_successor()
 
     def _kill_as_planned(self, status: RunStatus | None) -> None:
         for kill in [k for k in self._pending if status is not None and status.progress >= k.at]:
@@ -512,16 +512,16 @@ class LocalRun:
                 text = f"{child.name} was killed (SIGKILL), as this demonstration does"
                 self._events.say("killed", text, {"process": child.name})
 
-    def _interrupt(self) -> None:
+    def _handle_interrupt(self) -> None:
         now = time.monotonic()
         if self._interrupts == 1 and now < self._interrupted_at + SAME_INTERRUPT_S:
             return  # `timeout` signals a process and then its group
         self._interrupts, self._interrupted_at = self._interrupts + 1, now
         if self._interrupts == 1:
             self._events.say("warning", "asked to end: the last steps are collected; once more to kill everything")
-            self._order("end the operator asked for it")
+            self._send_order("end the operator asked for it")
         else:
-            for child in self._everyone():
+            for child in self._list_children():
                 child.kill_all()
 
     # ---- small things ---------------------------------------------------------------------------------------------
@@ -531,19 +531,19 @@ class LocalRun:
         pages = ["--pages", self.pages] if self.pages else []
         return [*(["--evaluated"] if self.evaluator else []), *pages, *self.syncer_words]
 
-    def _warn(self, child: Child, text: str) -> None:
+    def _log_warning(self, child: Child, text: str) -> None:
         self._events.say("warning", text, {"process": child.name})
 
-    def _words(self, child: Child) -> str:
+    def _read_last_words(self, child: Child) -> str:
         """Why it ended: the exception of its script, else the last line of its log."""
         if (error := self._errors.get(child.name)) is not None:
             return error.summary
         return child.last_words().removeprefix("atoll: ")
 
-    def _everyone(self) -> list[Child]:
+    def _list_children(self) -> list[Child]:
         return [self._syncer, *self._learners.values(), *([self._scorer] if self._scorer else [])]
 
-    def _child(self, name: str, arguments: list[str], env: dict[str, str] | None = None) -> Child:
+    def _make_child(self, name: str, arguments: list[str], env: dict[str, str] | None = None) -> Child:
         threads = str(max(1, cores() // self.config.protocol.learners))
         common = {
             "ATOLL_RUN_TOML": str(self.out.settings),

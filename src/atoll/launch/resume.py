@@ -89,7 +89,7 @@ def plan_resume(out: RunDir, changes: tuple[str, ...] = ()) -> Resume:
             remarks.append(f"cut {cut} is passed over: {error}")
             continue
         manifest = checked.manifest
-        remarks += checked.remarks()
+        remarks += checked.list_remarks()
         exact = bool(manifest.learners) and not manifest.left_out and nothing_behind
         how = "exactly as it was" if exact else "Θ from the journal's head, inner optimizers from the cut"
         remarks.append(f"run {head.run} goes on at round {head.committed} with cut {cut}: {how}")
@@ -228,7 +228,7 @@ def from_cut(
     write_manifest(new.cuts, msgspec.structs.replace(manifest, run=run, syncer=compute_digest(table)))
     exact = bool(manifest.learners)
     remark = f"a new run {run} from cut {cut} of run {part.run}, exactly as it was"
-    remarks = (*checked.remarks(), remark)
+    remarks = (*checked.list_remarks(), remark)
     return new, Resume(cut, run, _parts(new, read_manifest(new.cuts, cut)), exact, False, changes, remarks)
 
 

@@ -78,7 +78,7 @@ class LiveScreen:
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
         """`status` is None while the syncer cannot be asked: the last one known stays."""
-        for _ in self._notes.take(notes):
+        for _ in self._notes.take_events(notes):
             pass
         if status is not None:
             self._status = status
@@ -93,7 +93,7 @@ class LiveScreen:
         for event in events:
             self._work.add(event)
 
-    def listens(self, link: str) -> None:
+    def show_link(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
         self._link = link
 
@@ -111,16 +111,18 @@ class LiveScreen:
         width = min(self._console.width, WIDEST)
         status = self._status
         if status is None:
-            return Group(Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width), self._events(4))
+            return Group(
+                Panel(Text("starting the syncer …", "dim"), title="Atoll", width=width), self._render_events(4)
+            )
         run = _run_panel(status, self._scores, width)
         if self._link:
             run.subtitle, run.subtitle_align = Text(f"dashboard: {self._link}"), "left"
         learners = _learner_table(status.learners, width, self._work)
         used = len(self._console.render_lines(Group(run, learners), pad=False)) + 2
-        return Group(run, learners, self._events(min(6, self._console.height - used)))
+        return Group(run, learners, self._render_events(min(6, self._console.height - used)))
 
-    def _events(self, room: int) -> RenderableType:
-        lines = [self._notes.line(event) for event in self._notes.last(room)]
+    def _render_events(self, room: int) -> RenderableType:
+        lines = [self._notes.render_line(event) for event in self._notes.list_newest(room)]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(Text(), *lines) if lines else Text()

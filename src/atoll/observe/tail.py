@@ -48,7 +48,7 @@ class EventTail:
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
-                self._skip(size)
+                self._skip_old(size)
                 near = size - self._near_bytes if self._near_bytes is not None else 0
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
@@ -60,7 +60,7 @@ class EventTail:
         except FileNotFoundError:
             return
 
-    def _skip(self, size: int) -> None:
+    def _skip_old(self, size: int) -> None:
         if self._most_bytes is not None and size - self._offset > self._most_bytes:
             self._offset, self._rest = size - self._most_bytes, b""
 
@@ -139,7 +139,7 @@ class NotableEvents:
         self._origin: float | None = None
         """The first parameters: times count from there, as they do in the summary. What comes before has none."""
 
-    def take(self, events: Iterable[Event]) -> Iterator[Event]:
+    def take_events(self, events: Iterable[Event]) -> Iterator[Event]:
         """Notes them, and gives back those that are notable."""
         for event in events:
             if self._origin is None and event["kind"] in ("recovered", "round"):
@@ -151,10 +151,10 @@ class NotableEvents:
             self._lines.append(event)
             yield event
 
-    def last(self, most: int) -> list[Event]:
+    def list_newest(self, most: int) -> list[Event]:
         return list(self._lines)[-most:] if most > 0 else []
 
-    def line(self, event: Event) -> Text:
+    def render_line(self, event: Event) -> Text:
         begun = self._origin is not None and event["at"] >= self._origin
         time = clock(event["at"] - (self._origin or 0.0)) if begun else NONE
         kind = str(event["kind"])
@@ -177,22 +177,22 @@ class PlainLines:
         self._last = ""
 
     def update(self, status: RunStatus | None, notes: Sequence[Event] = ()) -> None:
-        for event in self._notes.take(notes):
-            self._say(self._notes.line(event).plain)
+        for event in self._notes.take_events(notes):
+            self._print_line(self._notes.render_line(event).plain)
         if status is None or self._now() < self._due:
             return
         self._due = self._now() + self._every_s
         line = status_line(status)
         if line != self._last:
-            self._say(line)
+            self._print_line(line)
             self._last = line
 
     def count_work(self, events: Iterable[Event]) -> None:
         """Lines name no learner's steps: only a screen counts them."""
 
-    def listens(self, link: str) -> None:
+    def show_link(self, link: str) -> None:
         """The syncer is there, and shows the run too."""
-        self._say(f"dashboard: {link}")
+        self._print_line(f"dashboard: {link}")
 
     def __enter__(self) -> PlainLines:
         return self
@@ -202,7 +202,7 @@ class PlainLines:
     ) -> None:
         pass
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 

@@ -35,7 +35,7 @@ _RUN = (*_SHARES, "tokens", "tokens_per_s", "effective_h", "grace_s", "median_ga
 
 
 class Tracker(Protocol):
-    def scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         """`at`: seconds since 1970."""
 
     def close(self) -> None: ...
@@ -52,7 +52,7 @@ class TensorBoard:
         except OSError as error:
             raise ConfigError(f"--tensorboard {folder}: {error.strerror or error}; name another folder") from error
 
-    def scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         event, summary = self._protos
         found = [summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(event.Event(wall_time=at, step=round, summary=summary.Summary(value=found)))
@@ -79,7 +79,7 @@ class WeightsAndBiases:
             words = plain(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             raise ConfigError(f"--wandb {project}: {words}; wandb login, or WANDB_MODE=offline") from error
 
-    def scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "round": round})
 
     def close(self) -> None:
@@ -96,14 +96,14 @@ class Targets:
     def __bool__(self) -> bool:
         return self.tensorboard is not None or self.wandb is not None
 
-    def check(self) -> None:
+    def check_packages(self) -> None:
         """ConfigError where a package is missing: worth a call before anything is begun."""
         if self.tensorboard is not None:
             _package("tensorboard.summary.writer.event_file_writer")
         if self.wandb is not None:
             _package("wandb")
 
-    def open(self, run: str, settings: Mapping[str, Any]) -> Tracking:
+    def open_trackers(self, run: str, settings: Mapping[str, Any]) -> Tracking:
         trackers: dict[str, Tracker] = {}
         if self.tensorboard is not None:
             trackers["TensorBoard"] = TensorBoard(self.tensorboard)
@@ -128,15 +128,15 @@ class Tracking:
     def update(self, status: RunStatus | None, events: Iterable[Event] = ()) -> None:
         """`status` is None while the syncer cannot be asked."""
         for at, round, values in scores(events):
-            self._tell(at, round, values)
+            self._write_scalars(at, round, values)
         now = self._now()
         if status is not None and status.phase != "waiting" and now >= self._due:
             self._due = now + self._every_s
-            self._tell(now, status.round, figures(status))
+            self._write_scalars(now, status.round, figures(status))
 
     def close(self) -> None:
         for name in list(self._trackers):
-            self._try(name, self._trackers[name].close)
+            self._try_tracker(name, self._trackers[name].close)
         self._trackers.clear()
 
     def __enter__(self) -> Tracking:
@@ -147,11 +147,11 @@ class Tracking:
     ) -> None:
         self.close()
 
-    def _tell(self, at: float, round: int, values: Mapping[str, float]) -> None:
+    def _write_scalars(self, at: float, round: int, values: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._try(name, partial(tracker.scalars, at, round, values))
+            self._try_tracker(name, partial(tracker.write_scalars, at, round, values))
 
-    def _try(self, name: str, action: Callable[[], None]) -> None:
+    def _try_tracker(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # not ours, and no reason to end a run

@@ -325,8 +325,8 @@ def _has_ended(world: World, lost: tuple[int, ...] | None) -> None:
         lost = tuple(map(sum, zip(lost, _refused_at_the_end(world), strict=True)))
     if (lost is not None and totals.lost != lost) or any(totals.in_flight) or any(totals.balance()):
         raise Violation("a calm end loses nothing", f"lost {lost} before the end, then {totals}")
-    if list(totals.merged) != world.invariants.oracle.audit.tallies.merged:
-        said = f"{totals.merged} by the ledger, {world.invariants.oracle.audit.tallies.merged} by the contributions"
+    if list(totals.merged) != world.invariants.oracle.audit.members.merged:
+        said = f"{totals.merged} by the ledger, {world.invariants.oracle.audit.members.merged} by the contributions"
         raise Violation("ledger balances", said)
     for name, learner in world.learners.items():
         if lost is not None and learner.alive and (not learner.over or learner.base != world.simulated_syncer.theta):

@@ -159,7 +159,7 @@ class Oracle:
 
     def _take(self, record: records.AnyRecord) -> None:
         try:
-            self.audit.take(record)
+            self.audit.take_record(record)
         except BadRun as wrong:
             about = (getattr(record, "learner", ""), getattr(record, "fragment", -1))
             raise Violation("the journal's rules", str(wrong), *about) from wrong

@@ -90,13 +90,13 @@ class Appender:
         self._kept.append(line)
         try:
             while self._kept:
-                self._write(self._descriptor, self._kept[0])
+                self._write_all(self._descriptor, self._kept[0])
                 self._kept.popleft()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
-    def _write(self, descriptor: int, line: bytes) -> None:
+    def _write_all(self, descriptor: int, line: bytes) -> None:
         data = b"\n" + line if self._torn else line
         written = os.write(descriptor, data)
         self._torn = written < len(data)

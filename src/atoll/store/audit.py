@@ -79,8 +79,8 @@ class JournalAudit:
         if self.fragments < 1:
             raise BadRun(f"the run begins with {self.fragments} fragments")
         self.history = History(begun)
-        self.tallies = MemberAudit(self.fragments)
-        self.lately = RecentRounds(self.fragments)
+        self.members = MemberAudit(self.fragments)
+        self.recent = RecentRounds(self.fragments)
         self.term, self.terms = term, 1
         self.passed = 0
         self.alarms = 0
@@ -92,71 +92,71 @@ class JournalAudit:
         """Per fragment, the round that made its version."""
 
     @classmethod
-    def restored(cls, cut: CutState, *, under_way: bool) -> JournalAudit:
+    def restore_from_cut(cls, cut: CutState, *, under_way: bool) -> JournalAudit:
         """Of a run whose records begin with what a cut holds; `under_way`: or of which no older one is there."""
         audit = cls(cut.history.begun, cut.position.term)
         audit.history = History.restore(cut.history)
-        audit.tallies = MemberAudit.restored(cut.history, under_way=under_way)
+        audit.members = MemberAudit.restore_from_state(cut.history, under_way=under_way)
         audit.rounds = list(cut.rounds)
-        audit.lately.forget(cut.history.committed)
+        audit.recent.forget_before(cut.history.committed)
         return audit
 
-    def take(self, record: AnyRecord) -> None:
+    def take_record(self, record: AnyRecord) -> None:
         """Wrong says what is not right with it."""
-        self._check(record)
+        self._check_record(record)
         try:
             self.history.apply(record)
         except (AssertionError, LookupError, ValueError) as error:
             raise BadRun(f"{type(record).__name__} cannot follow the records before it: {error}") from error
         if isinstance(record, Merged | Passed):
-            self.tallies.forget(self.history.committed)
+            self.members.forget_before(self.history.committed)
         if isinstance(record, CutDone):
-            self.lately.forget(min(self.history.cuts[0], self.history.good_cut))
+            self.recent.forget_before(min(self.history.cuts[0], self.history.good_cut))
 
-    def _check(self, record: AnyRecord) -> None:
+    def _check_record(self, record: AnyRecord) -> None:
         match record:
             case Begun(run):
                 raise BadRun(f"the run begins a second time, as {run}")
             case Reigned():
-                self._reigned(record)
+                self._check_term(record)
             case Joined():
-                self.tallies.joined(record)
+                self.members.check_join(record)
             case Started(uploader):
                 if self.history.started:
                     raise BadRun(f"the run starts a second time, from {uploader}")
             case Merged():
-                self._merged(record)
+                self._check_merged(record)
             case Passed():
-                self._turn(record)
+                self._check_round(record)
                 self.passed += 1
             case Scored(round):
                 if not 0 <= round <= self.history.committed:
                     raise BadRun(f"round {round} is scored, with {self.history.committed} rounds committed")
             case Restored():
-                self._restored(record)
+                self._check_rollback(record)
             case Reset(fragment):
-                self._in_range(fragment)
+                self._check_fragment(fragment)
             case Sources(datasets, epochs):
-                self._sources(wrong_sources(datasets, epochs))
+                self._check_sources(wrong_sources(datasets, epochs))
             case Granted():
-                self._granted(record)
+                self._check_lease(record)
             case Gone():
-                self.tallies.gone(record, self.history.committed)
+                self.members.check_departure(record, self.history.committed)
             case Changed():
-                self._changed(record)
+                self._check_change(record)
             case CutDone():
-                self._cut_done(record)
+                self._check_cut_record(record)
             case Played(tapes):
                 for one in tapes:
-                    self._played(one.learner, one.incarnation, one.first)
+                    self._check_tape(one.learner, one.incarnation, one.first)
             case Ended(step=step):
-                self._stepped("the end", step)
+                self._check_step("the end", step)
             case Alarmed(wrong=wrong):
                 self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
             case Lent() | Owned():
                 pass
 
-    def _played(self, learner: str, incarnation: int, first: int) -> None:
+    def _check_tape(self, learner: str, incarnation: int, first: int) -> None:
         life = self.history.lives.get(learner)
         if life is None or life.incarnation < incarnation:
             raise BadRun(f"the tape of {learner} (incarnation {incarnation}) goes on before it has joined")
@@ -164,7 +164,7 @@ class JournalAudit:
             raise BadRun(f"the tape of {learner} goes on at entry {first}, after entry {life.taped - 1}")
         self.untaped += first - life.taped
 
-    def _reigned(self, record: Reigned) -> None:
+    def _check_term(self, record: Reigned) -> None:
         if record.term <= self.term:
             raise BadRun(f"term {record.term} follows term {self.term}: terms only go up")
         if record.round != self.history.committed:
@@ -173,7 +173,7 @@ class JournalAudit:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def _turn(self, record: Merged | Passed) -> None:
+    def _check_round(self, record: Merged | Passed) -> None:
         round, fragment, due = record.round, record.fragment, self.history.committed
         if round != due:
             raise BadRun(f"round {round} comes where round {due} is due")
@@ -181,38 +181,38 @@ class JournalAudit:
             raise BadRun(f"round {round} takes fragment {fragment}, its turn is fragment {round % self.fragments}")
         if not self.history.started or self.history.finished:
             raise BadRun(f"round {round} comes {'after the end' if self.history.finished else 'before version 0'}")
-        self._stepped(f"round {round}", record.step)
+        self._check_step(f"round {round}", record.step)
         budget = self.history.settings.steps
         if budget and not min(1.0, record.step / budget) <= record.progress <= 1.0:
             raise BadRun(f"round {round} has a progress of {record.progress} at step {record.step} of {budget}")
 
-    def _stepped(self, what: str, step: float) -> None:
+    def _check_step(self, what: str, step: float) -> None:
         if not step >= self.history.step:
             raise BadRun(f"{what} is at step {step:g} of the run, after step {self.history.step:g}")
 
-    def _merged(self, record: Merged) -> None:
-        self._turn(record)
+    def _check_merged(self, record: Merged) -> None:
+        self._check_round(record)
         before = self.history.versions[record.fragment]
         if record.version != before + 1:
             raise BadRun(
                 f"round {record.round} makes fragment {record.fragment} version {record.version}, after {before}"
             )
-        self.tallies.merged_round(record, self.history.settings)
+        self.members.check_members(record, self.history.settings)
         for share in record.members:
-            if share.position > 0 and self.tallies.is_open(share.learner, share.incarnation):
+            if share.position > 0 and self.members.is_open(share.learner, share.incarnation):
                 self._check_position(record.round, share.learner, share.incarnation, share.position)
         self.rounds[record.fragment] = record.round
-        self.lately.merged(record)
+        self.recent.add_round(record)
 
-    def _restored(self, record: Restored) -> None:
+    def _check_rollback(self, record: Restored) -> None:
         due = tuple(version + 1 for version in self.history.versions)
         if record.versions != due or record.at != self.history.committed:
             raise BadRun(f"a rollback behind {record.at} rounds makes versions {record.versions}, {due} are due")
         if not 0 <= record.round < record.at or len(record.digests) != self.fragments:
             raise BadRun(f"the run is rolled back to round {record.round} behind round {record.at - 1}")
-        self.lately.check(record)
+        self.recent.check_rollback(record)
         for one in record.undone:
-            self.tallies.merged = [had - gone for had, gone in zip(self.tallies.merged, one.tokens, strict=True)]
+            self.members.merged = [had - gone for had, gone in zip(self.members.merged, one.tokens, strict=True)]
         self.rounds = [record.at - 1] * self.fragments
 
     def _check_position(self, round: int, learner: str, incarnation: int, position: int) -> None:
@@ -221,11 +221,11 @@ class JournalAudit:
         if wrong is not None:
             raise BadRun(f"round {round}: {wrong}")
 
-    def _in_range(self, fragment: int) -> None:
+    def _check_fragment(self, fragment: int) -> None:
         if not 0 <= fragment < self.fragments:
             raise BadRun(f"fragment {fragment} is reset, the run has {self.fragments}")
 
-    def _changed(self, record: Changed) -> None:
+    def _check_change(self, record: Changed) -> None:
         ours, theirs = self.history.settings, record.settings
         if (theirs.fragments, theirs.plan) != (ours.fragments, ours.plan):
             raise BadRun(f"the fragments of a run cannot change: {ours.fragments} became {theirs.fragments}")
@@ -234,24 +234,24 @@ class JournalAudit:
         except (msgspec.MsgspecError, AtollError) as error:
             raise BadRun(f"the outer settings were changed to what cannot be: {error}") from error
 
-    def _cut_done(self, record: CutDone) -> None:
+    def _check_cut_record(self, record: CutDone) -> None:
         newest = self.history.cuts[-1] if self.history.cuts else -1
         if not newest < record.cut <= self.history.committed:
             raise BadRun(f"cut {record.cut} is done after cut {newest}, with {self.history.committed} rounds committed")
 
     # ---- leases -------------------------------------------------------------------------------------------------
 
-    def _sources(self, wrong: str | None) -> None:
+    def _check_sources(self, wrong: str | None) -> None:
         if self.history.leases is not None:
             raise BadRun("the data that leases are cut from is named a second time")
         if wrong is not None:
             raise BadRun(wrong)
 
-    def _granted(self, record: Granted) -> None:
+    def _check_lease(self, record: Granted) -> None:
         leases = self.history.leases
         if leases is None:
             raise BadRun(f"{_words(record)} is granted, but no record names the data")
-        if not self.tallies.is_open(record.learner, record.incarnation):
+        if not self.members.is_open(record.learner, record.incarnation):
             who = f"{record.learner} (incarnation {record.incarnation})"
             raise BadRun(f"{_words(record)} is granted to {who}, which is not there")
         due = leases.next(record.learner, record.incarnation, max(1, record.stop - record.start))
@@ -274,14 +274,14 @@ class JournalAudit:
 
     # ---- sums ---------------------------------------------------------------------------------------------------
 
-    def totals(self) -> Totals:
+    def compute_totals(self) -> Totals:
         return self.history.ledger.totals()
 
     def check_totals(self) -> None:
-        totals = self.totals()
+        totals = self.compute_totals()
         _check_balance("the ledger of all records", totals)
-        if list(totals.merged) != self.tallies.merged:
-            raise BadRun(f"the ledger says {totals.merged} tokens are merged, the members make {self.tallies.merged}")
+        if list(totals.merged) != self.members.merged:
+            raise BadRun(f"the ledger says {totals.merged} tokens are merged, the members make {self.members.merged}")
 
     def check_alarms(self) -> None:
         """What learners reported is in no record, but that it did not fit is."""
@@ -289,7 +289,7 @@ class JournalAudit:
             more = f" ({self.alarms - 1} more like it)" if self.alarms > 1 else ""
             raise BadRun(f"the ledger does not balance: {self.alarm}{more}; the syncer said so while the run went on")
 
-    def unmerged(self) -> list[tuple[str, int, int]]:
+    def list_unmerged(self) -> list[tuple[str, int, int]]:
         """Learner, incarnation and fragment-tokens in flight of every account that is open, as far as records tell."""
         accounts = self.history.ledger.state().open
         found = [(one.learner, one.incarnation, sum(one.fates().in_flight)) for one in accounts]
@@ -378,26 +378,26 @@ class RecentRounds:
         self._digests: list[tuple[int, int, str]] = []
         """From how many rounds on, fragment, digest of the values from then on; in that order."""
 
-    def merged(self, record: Merged) -> None:
+    def add_round(self, record: Merged) -> None:
         self._merged.append(record)
         self._digests.append((record.round + 1, record.fragment, record.digest))
 
-    def forget(self, before: int) -> None:
+    def forget_before(self, before: int) -> None:
         """What lies before this round, but for what each fragment held then."""
         self._since = max(self._since, before)
         self._merged = [one for one in self._merged if one.round >= self._since]
-        held = self._held(self._since)
+        held = self._digests_at(self._since)
         self._digests = [one for one in self._digests if one[0] > self._since]
         self._digests[:0] = [(self._since, fragment, mark) for fragment, mark in sorted(held.items())]
 
-    def _held(self, rounds: int) -> dict[int, str]:
+    def _digests_at(self, rounds: int) -> dict[int, str]:
         """After so many rounds; of version 0 no record tells the digest."""
         return {fragment: mark for since, fragment, mark in self._digests if since <= rounds}
 
-    def check(self, record: Restored) -> None:
+    def check_rollback(self, record: Restored) -> None:
         """Wrong says what it rolls back to, or undoes, that the records before it do not give."""
         if record.round >= self._since:
-            held = self._held(record.round)
+            held = self._digests_at(record.round)
             differ = [f for f, mark in enumerate(record.digests) if held.get(f, mark) != mark]
             if differ:
                 raise BadRun(

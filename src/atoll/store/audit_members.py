@@ -74,7 +74,7 @@ class MemberAudit:
         return tally is not None and tally.over_by is None
 
     @classmethod
-    def restored(cls, state: State, *, under_way: bool) -> MemberAudit:
+    def restore_from_state(cls, state: State, *, under_way: bool) -> MemberAudit:
         """As a cut holds it. `under_way`: rounds may come that hold contributions of those who are over already."""
         tallies = cls(len(state.versions))
         tallies.merged = list(Ledger.restore(state.ledger).totals().merged)
@@ -89,7 +89,7 @@ class MemberAudit:
 
     # ---- coming and going ---------------------------------------------------------------------------------------
 
-    def joined(self, record: Joined) -> None:
+    def check_join(self, record: Joined) -> None:
         newest = self._newest.get(record.learner, 0)
         who = _who(record.learner, record.incarnation)
         if record.incarnation <= newest:
@@ -101,7 +101,7 @@ class MemberAudit:
         tally = IncarnationTally(record.origin, [None] * self.fragments, [0] * self.fragments, record.origin)
         self._known[record.learner, record.incarnation] = tally
 
-    def gone(self, record: Gone, committed: int) -> None:
+    def check_departure(self, record: Gone, committed: int) -> None:
         who = _who(record.learner, record.incarnation)
         if not self.is_open(record.learner, record.incarnation):
             raise BadRun(f"{who} is gone, but {self._why_not_open(record.learner, record.incarnation)}")
@@ -128,24 +128,24 @@ class MemberAudit:
                     f"but {merged} merged + {dropped} dropped + {lost} lost make {sum(fates)}"
                 )
 
-    def forget(self, committed: int) -> None:
+    def forget_before(self, committed: int) -> None:
         """Those that no round can hold any more."""
         while self._over and self._over[0][0] <= committed:
             del self._known[self._over.popleft()[1]]
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def merged_round(self, record: Merged, settings: Settings) -> None:
+    def check_members(self, record: Merged, settings: Settings) -> None:
         names = [share.learner for share in record.members]
         if not names:
             raise BadRun(f"round {record.round} is merged from nothing")
         if names != sorted(set(names)):
             raise BadRun(f"the members of round {record.round} are not in the order of learner ids: {', '.join(names)}")
         for share in record.members:
-            self._take(record, share)
+            self._take_share(record, share)
         _check_weights(record, settings)
 
-    def _take(self, record: Merged, share: Share) -> None:
+    def _take_share(self, record: Merged, share: Share) -> None:
         who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
         tally = self._known.get((share.learner, share.incarnation))
         _check_share(who, record.version, share)

@@ -198,7 +198,7 @@ class CheckedCut:
     spoilt: dict[str, str]
     """Learners whose file is not there, or another; and what is wrong with it."""
 
-    def remarks(self) -> list[str]:
+    def list_remarks(self) -> list[str]:
         cut = self.manifest.cut
         return [f"cut {cut} is taken without the state of {name}: {wrong}" for name, wrong in self.spoilt.items()]
 

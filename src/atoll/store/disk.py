@@ -191,7 +191,7 @@ class GrowingFile:
             raise failed(error, "make durable", self.path) from error
         self._durable = self.size
 
-    def keep(self) -> None:
+    def mark_kept(self) -> None:
         """All of it counts now."""
         self._kept = self.size
 

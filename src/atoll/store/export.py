@@ -108,7 +108,7 @@ def _save(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor]) -> 
         save_whole(path, head, unmerged, metadata)
         return
     with staged(path) as draft:
-        safetensors.numpy.save_file(head.model.tensors(), draft, metadata=metadata)
+        safetensors.numpy.save_file(head.model.tensors_by_name(), draft, metadata=metadata)
 
 
 BUFFERS = "buffers/"
@@ -169,7 +169,7 @@ def read_table(path: Path) -> dict[str, StoredTensor]:
 
 def save_whole(path: Path, head: ModelHead, unmerged: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
     """One safetensors file of both; of a name that is in both, the merged tensor."""
-    whole: dict[str, StoredTensor | FloatArray] = {**unmerged, **head.model.tensors()}
+    whole: dict[str, StoredTensor | FloatArray] = {**unmerged, **head.model.tensors_by_name()}
     names = sorted(whole, key=lambda name: (-_item_bytes(whole[name]), name))  # so that each lies at a multiple of it
     text = _header({name: whole[name] for name in names}, metadata)
     with staged(path) as draft, draft.open("wb") as out:

@@ -110,7 +110,7 @@ class Journal:
             with suppress(OSError):
                 disk.remove(journal._segment.path)
             raise
-        journal._segment.keep()
+        journal._segment.mark_kept()
         return journal
 
     def append(self, entries: Sequence[Entry], *, sync: bool = True) -> tuple[AnyRecord, ...]:
@@ -119,15 +119,15 @@ class Journal:
             return ()
         self._check_first(entries[0][0])
         with self._whole_or_dead():
-            written = tuple(record if data is None else self._place(record, data) for record, data in entries)
+            written = tuple(record if data is None else self._write_payload(record, data) for record, data in entries)
             if sync and self._payloads is not None:
                 self._payloads.datasync()
             frames, behind = encode_append(self.position, map(records.encode, written))
             self._segment.write(frames)
             if sync:
                 self._segment.datasync()
-        for file in self._files():
-            file.keep()
+        for file in self._list_files():
+            file.mark_kept()
         self.position = behind
         return written
 
@@ -159,7 +159,7 @@ class Journal:
 
     def close(self) -> None:
         self._failure = self._failure or f"{self._segment.path} is closed"
-        for file in self._files():
+        for file in self._list_files():
             file.close()
 
     @contextmanager
@@ -173,7 +173,7 @@ class Journal:
             try:
                 yield
             except NoRoom:
-                for file in self._files():
+                for file in self._list_files():
                     file.cut_back()
                 self._failure = ""
                 raise
@@ -188,7 +188,7 @@ class Journal:
             assert isinstance(record, Reigned), "the first record of a later term is Reigned"
             assert (record.term, record.before_bytes, record.before_hash) == due, f"Reigned has to name {due}"
 
-    def _place(self, record: AnyRecord, data: memoryview) -> AnyRecord:
+    def _write_payload(self, record: AnyRecord, data: memoryview) -> AnyRecord:
         assert isinstance(record, Merged | Restored), f"{type(record).__name__} has no payload"
         if self._payloads is None:
             self._payloads = GrowingFile(payload_path(self._folder, self.position.term, self.file), self._disk)
@@ -198,7 +198,7 @@ class Journal:
         self._payloads.write(raw)
         return structs.replace(record, payload=place)
 
-    def _files(self) -> list[GrowingFile]:
+    def _list_files(self) -> list[GrowingFile]:
         return [self._segment] if self._payloads is None else [self._segment, self._payloads]
 
 

@@ -54,50 +54,52 @@ class RebuiltModel:
             raise ValueError("some fragment's values are missing")
         self._optimizer = outer.make()
 
-    def step(self, fragment: int, gradient: bytes) -> str:
+    def take_step(self, fragment: int, gradient: bytes) -> str:
         """The outer step; the digest of the new version."""
         theta = self._arrays[f"theta-{fragment:03d}"]
         if len(gradient) != theta.nbytes:
             raise ValueError(
                 f"{len(gradient)} bytes are no outer gradient of fragment {fragment}: it has {theta.nbytes}"
             )
-        state = {slot: self._slot(slot, fragment) for slot in self._optimizer.slots()}
+        state = {slot: self._slot_array(slot, fragment) for slot in self._optimizer.slots()}
         delta = np.frombuffer(gradient, dtype=np.float32)
         take_outer_step(self._optimizer, self.plan.fragments[fragment], theta, theta, state, delta)
         return compute_digest(theta.view(np.uint8).data)
 
-    def restore(self, packed: bytes) -> tuple[str, ...]:
+    def restore_packed(self, packed: bytes) -> tuple[str, ...]:
         """Values and outer state of every fragment, one after the other; the digests of the values."""
         values, start = np.frombuffer(packed, dtype=np.float32), 0
         for part in self.plan.fragments:
-            for array in self._parts(part.index):
+            for array in self._list_arrays(part.index):
                 if start + array.size > values.size:
                     raise ValueError(f"{len(packed)} bytes are less than the values and outer state of this model")
                 np.copyto(array, values[start : start + array.size])
                 start += array.size
         if start != values.size:
             raise ValueError(f"{len(packed)} bytes are more than the values and outer state of this model")
-        return tuple(compute_digest(self._parts(part.index)[0].view(np.uint8).data) for part in self.plan.fragments)
+        return tuple(
+            compute_digest(self._list_arrays(part.index)[0].view(np.uint8).data) for part in self.plan.fragments
+        )
 
-    def _parts(self, fragment: int) -> list[FloatArray]:
+    def _list_arrays(self, fragment: int) -> list[FloatArray]:
         slots = sorted(self._optimizer.slots())
-        return [self._arrays[f"theta-{fragment:03d}"], *(self._slot(slot, fragment) for slot in slots)]
+        return [self._arrays[f"theta-{fragment:03d}"], *(self._slot_array(slot, fragment) for slot in slots)]
 
-    def reset(self, fragment: int) -> None:
+    def reset_outer_state(self, fragment: int) -> None:
         for name, values in self._arrays.items():
             if name.endswith(f"-{fragment:03d}") and not name.startswith("theta-"):
                 values.fill(0.0)
 
-    def change(self, outer: Outer) -> None:
+    def change_outer(self, outer: Outer) -> None:
         self._optimizer = outer.make()
 
-    def _slot(self, slot: str, fragment: int) -> FloatArray:
+    def _slot_array(self, slot: str, fragment: int) -> FloatArray:
         name = f"{slot}-{fragment:03d}"
         if name not in self._arrays:
             self._arrays[name] = np.zeros(self.plan.fragments[fragment].size, dtype=np.float32)
         return self._arrays[name]
 
-    def differs(self, part: SyncerPart) -> str | None:
+    def find_difference(self, part: SyncerPart) -> str | None:
         """The first file of a cut that does not hold what lies here, or is missing."""
         kinds = ("theta", *self._optimizer.slots())
         due = {f"{kind}-{fragment.index:03d}.bin" for kind in kinds for fragment in self.plan.fragments}
@@ -107,7 +109,7 @@ class RebuiltModel:
                 return name
         return None
 
-    def tensors(self) -> dict[str, FloatArray]:
+    def tensors_by_name(self) -> dict[str, FloatArray]:
         whole: dict[str, FloatArray] = {}
         for part in self.plan.fragments:
             values = self._arrays[f"theta-{part.index:03d}"]
@@ -145,7 +147,7 @@ def replay_record(model: RebuiltModel, folder: Path, position: Position, record:
                 raise NotKept(f"{path} is missing: it holds the outer gradient of round {number}")
             gradient = payload(folder, position.term, place, disk=LocalDisk())
             try:
-                found = model.step(fragment, gradient)
+                found = model.take_step(fragment, gradient)
             except ValueError as error:
                 raise Corrupt(f"round {number}, at byte {place.offset} of {path}: {error}") from error
             if found != mark:
@@ -153,9 +155,9 @@ def replay_record(model: RebuiltModel, folder: Path, position: Position, record:
         case Restored():
             _restore(model, folder, position, record)
         case Reset(fragment):
-            model.reset(fragment)
+            model.reset_outer_state(fragment)
         case Changed(outer=outer):
-            model.change(msgspec.convert(outer, Outer))
+            model.change_outer(msgspec.convert(outer, Outer))
         case _:
             pass
 
@@ -168,7 +170,7 @@ def _restore(model: RebuiltModel, folder: Path, position: Position, record: Rest
     if not path.exists():
         raise NotKept(f"{path} is missing: it holds {what}")
     try:
-        found = model.restore(payload(folder, position.term, record.payload, disk=LocalDisk()))
+        found = model.restore_packed(payload(folder, position.term, record.payload, disk=LocalDisk()))
     except ValueError as error:
         raise Corrupt(f"{what}, at byte {record.payload.offset} of {path}: {error}") from error
     if found != record.digests:
@@ -278,26 +280,26 @@ class ParameterWalk:
         if self._at.state.position == end:
             return
         for position, record in read(self._run.journal, start=self._at.state.position, disk=LocalDisk()):
-            self._pass(position, record)
+            self._replay_record(position, record)
             if (cut := self._cuts.get(position)) is not None:
-                self._meet(cut)
+                self._compare_cut(cut)
             lost = self.model is None and self._at.number == self._newest
             if lost or position == end:  # a run that goes on has written more since
                 return
 
-    def _pass(self, position: Position, record: AnyRecord) -> None:
+    def _replay_record(self, position: Position, record: AnyRecord) -> None:
         if self.model is None:
             return
         try:
             replay_record(self.model, self._run.journal, position, record)
         except NotKept as error:
-            self._lose_the_way(record, error)
+            self._lose_model(record, error)
             return
         if isinstance(record, Merged):
             self.rounds += 1
             self._findings.progress("rounds made again", self.rounds)
 
-    def _lose_the_way(self, record: AnyRecord, error: NotKept) -> None:
+    def _lose_model(self, record: AnyRecord, error: NotKept) -> None:
         self.model = None
         assert isinstance(record, Merged | Restored)
         if self._at.number != self._newest:
@@ -305,12 +307,12 @@ class ParameterWalk:
         if record.payload is not None:
             raise BadRun(f"{error}, and no newer cut makes up for it")
         behind = record.round if isinstance(record, Merged) else record.at
-        self._findings.remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
+        self._findings.add_remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
 
-    def _meet(self, cut: StoredCut) -> None:
+    def _compare_cut(self, cut: StoredCut) -> None:
         if self.model is None:
             self.model = load_cut(self._run.cuts, cut)
-        elif (name := self.model.differs(cut.part)) is not None:
+        elif (name := self.model.find_difference(cut.part)) is not None:
             path = cut.path / name
             raise BadRun(f"{path} is not what cut {self._at.number} and the rounds behind it give")
         self._at = cut
@@ -318,7 +320,7 @@ class ParameterWalk:
 
 def difference(path: Path, model: RebuiltModel) -> str | None:
     """What a safetensors file holds that the model does not, or the other way round; None when they are equal."""
-    tensors = model.tensors()
+    tensors = model.tensors_by_name()
     try:
         with safe_open(path, framework="numpy") as file:
             if set(file.keys()) != tensors.keys():

@@ -85,8 +85,8 @@ class RunDir:
                 with hold_run(run.path):
                     if not shared:
                         run.close_to_others()
-                    run._clear()
-            run._make(shared)
+                    run._clear_folder()
+            run._make_folders(shared)
             make_folder(run.learners)
             make_folder(run.logs)
         except OSError as error:
@@ -95,7 +95,7 @@ class RunDir:
             ) from error
         return run
 
-    def _make(self, shared: bool) -> None:
+    def _make_folders(self, shared: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
         if not shared:
@@ -191,7 +191,7 @@ class RunDir:
     def holds_run(self) -> bool:
         return any((self.path / name).exists() for name in _MARKS)
 
-    def _clear(self) -> None:
+    def _clear_folder(self) -> None:
         for name in _OURS:
             entry = self.path / name
             if entry.is_dir() and not entry.is_symlink():

@@ -68,22 +68,22 @@ def verify_run(path: Path, *, progress: Progress | None = None) -> VerifyReport:
     began, left = time.monotonic(), TRIES
     while True:
         verification = RunVerification(run, Findings(progress) if progress else Findings())
-        problem, left = verification.problem(), left - 1
-        if not problem or not verification.went_on():
-            return verification.report(problem, time.monotonic() - began)
+        problem, left = verification.find_problem(), left - 1
+        if not problem or not verification.has_grown():
+            return verification.make_report(problem, time.monotonic() - began)
         if not left:
             text = f"{problem} (the run goes on, and has removed old files meanwhile: verify it once more)"
-            return verification.report(text, time.monotonic() - began)
+            return verification.make_report(text, time.monotonic() - began)
 
 
 class RunVerification:
     def __init__(self, run: RunDir, findings: Findings) -> None:
         self._run, self._findings = run, findings
-        self._shelf = CutVerifier(run, findings)
+        self._cuts = CutVerifier(run, findings)
         self._begun: Begun | None = None
         self._audit: JournalAudit | None = None
         """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
-        self._way: ParameterWalk | None = None
+        self._walk: ParameterWalk | None = None
         self._end = ORIGIN
         self._records = self._torn_bytes = 0
         self._read_whole = False
@@ -91,17 +91,17 @@ class RunVerification:
         self._terms: set[int] = set()
         """Whose segments hold records that count."""
 
-    def problem(self) -> str:
+    def find_problem(self) -> str:
         """The first thing that is wrong; empty when nothing is."""
         try:
-            self.check()
+            self.check_run()
         except AtollError as error:
             return str(error)
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror or error}"
         return ""
 
-    def check(self) -> None:
+    def check_run(self) -> None:
         self._read_journal()
         if self._audit is None:
             self._tell_nothing()
@@ -110,14 +110,14 @@ class RunVerification:
         self._tell_unmerged(self._audit)
         history = self._audit.history
         spares = history.settings.guard != "off"
-        self._shelf.check(history.run, gap_before=history.settings.keep_cuts if spares else 0)
-        self._check_model(self._audit, self._rebuild(self._audit))
+        self._cuts.check_files(history.run, gap_before=history.settings.keep_cuts if spares else 0)
+        self._check_model(self._audit, self._rebuild_model(self._audit))
         self._audit.check_alarms()
         self._check_best(history.begun)
 
-    def went_on(self) -> bool:
+    def has_grown(self) -> bool:
         """Whether the run has written more since it was read: what lies beside the journal may be newer."""
-        return self._shelf.went_on() or (self._read_whole and self._journal_grew())
+        return self._cuts.has_grown() or (self._read_whole and self._journal_grew())
 
     def _journal_grew(self) -> bool:
         try:
@@ -132,9 +132,9 @@ class RunVerification:
             self._records += 1
             self._terms.add(position.term)
             try:
-                self._take(position, record)
+                self._take_record(position, record)
             except BadRun as error:
-                raise BadRun(f"{self._place(position)}: {error}") from error
+                raise BadRun(f"{self._describe_place(position)}: {error}") from error
             self._end = position
             self._meet_cut(position)
             if self._records % EVERY == 0:
@@ -144,38 +144,38 @@ class RunVerification:
         self._tell_segments()
         self._read_whole = True
 
-    def _take(self, position: Position, record: AnyRecord) -> None:
+    def _take_record(self, position: Position, record: AnyRecord) -> None:
         if self._begun is None:
             if not isinstance(record, Begun):
                 raise BadRun(f"the journal begins with {type(record).__name__}, not with the beginning of a run")
             self._begun = record
             self._audit = None if record.parent else JournalAudit(record, position.term)
         elif self._audit is not None:
-            self._audit.take(record)
+            self._audit.take_record(record)
         if isinstance(record, CutDone):
-            self._shelf.done(record)
+            self._cuts.take_record(record)
 
     def _meet_cut(self, position: Position) -> None:
         """What a cut holds is compared; the records of a run that was begun from a cut go on from it."""
         assert self._begun is not None
         if self._audit is not None:
-            self._shelf.meet(self._audit, position)
+            self._cuts.compare_at(self._audit, position)
             return
-        self._audit = self._shelf.begin(self._begun, position, origin=self._records == 1)
+        self._audit = self._cuts.begin_audit(self._begun, position, origin=self._records == 1)
         if self._audit is not None and self._records > 1:
-            self._findings.remark(
+            self._findings.add_remark(
                 f"the run was begun from {self._begun.parent}, of which nothing is here any more: "
                 f"the {self._records} records up to its oldest cut could not be judged"
             )
 
-    def _place(self, position: Position) -> str:
+    def _describe_place(self, position: Position) -> str:
         """A position lies behind its record."""
         path = segment_path(self._run.journal, position.term)
         return f"record {self._records} (up to byte {position.offset} of {path})"
 
     def _tell_tail(self, tail: TornTail) -> None:
         self._torn_bytes += tail.size_bytes
-        self._findings.remark(
+        self._findings.add_remark(
             f"{tail.file.name} ends in {tail.size_bytes} bytes, from byte {tail.offset} on, "
             "of an append that was never acknowledged"
         )
@@ -184,9 +184,9 @@ class RunVerification:
         """There is nothing to judge."""
         if self._begun is not None:
             raise BadRun(f"the run was begun from {self._begun.parent}, but no cut in {self._run.cuts} is of it")
-        if self._shelf:
+        if self._cuts:
             raise BadRun(f"{self._run.journal} holds no record, but there are cuts: put back a copy of the journal")
-        self._findings.remark("the run has not begun: its journal holds no record")
+        self._findings.add_remark("the run has not begun: its journal holds no record")
 
     def _check_claims(self) -> None:
         if missing := unclaimed_terms(self._run.journal):
@@ -199,27 +199,27 @@ class RunVerification:
         for path in sorted(self._run.journal.glob("segment-*.log")):
             term = path.stem.removeprefix("segment-")
             if self._records and term.isdigit() and int(term) not in self._terms:
-                self._findings.remark(f"{path.name} counts for nothing: it is empty, or no later term follows it")
+                self._findings.add_remark(f"{path.name} counts for nothing: it is empty, or no later term follows it")
 
     def _tell_unmerged(self, audit: JournalAudit) -> None:
-        for learner, incarnation, tokens in audit.unmerged() if audit.history.finished else ():
-            self._findings.remark(
+        for learner, incarnation, tokens in audit.list_unmerged() if audit.history.finished else ():
+            self._findings.add_remark(
                 f"{tokens:,} fragment-tokens of {learner} (incarnation {incarnation}) were in flight at the end: "
                 "its account was never closed"
             )
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
-    def _rebuild(self, audit: JournalAudit) -> RebuiltModel | None:
+    def _rebuild_model(self, audit: JournalAudit) -> RebuiltModel | None:
         """The model at the end of what was read; None where it cannot be made."""
-        cuts = self._shelf.usable()
+        cuts = self._cuts.list_usable()
         if not audit.history.started and not cuts:
             return None
         if not cuts:
             raise BadRun(f"the run has parameters, but no cut in {self._run.cuts} holds them: put one back")
-        self._way = ParameterWalk(self._run, cuts, self._findings)
-        self._way.go_to(self._end)
-        return self._way.model
+        self._walk = ParameterWalk(self._run, cuts, self._findings)
+        self._walk.go_to(self._end)
+        return self._walk.model
 
     def _check_model(self, audit: JournalAudit, model: RebuiltModel | None) -> None:
         """Whenever it is there, it is the head: it is removed before the first round after an end is durable."""
@@ -228,7 +228,9 @@ class RunVerification:
             return
         if not path.exists():
             if history.finished:
-                self._findings.remark(f"the run is finished, but {path.name} is not there: atoll export makes it again")
+                self._findings.add_remark(
+                    f"the run is finished, but {path.name} is not there: atoll export makes it again"
+                )
         elif (wrong := difference(path, model)) is not None:
             said = read_model_facts(path).get("round")
             of = f"it says it is of round {said}, " if said is not None else ""
@@ -242,36 +244,36 @@ class RunVerification:
             raise BadRun(found.problem)
         if found.unknown:
             name = self._run.best_model.name
-            self._findings.remark(
+            self._findings.add_remark(
                 f"{found.unknown} fragments of {name} are of versions that the journal has no digest of"
             )
 
     # ---- what was counted ---------------------------------------------------------------------------------------
 
-    def report(self, problem: str, seconds: float) -> VerifyReport:
-        facts = {**self._facts(), "seconds": round(seconds, 3)}
+    def make_report(self, problem: str, seconds: float) -> VerifyReport:
+        facts = {**self._collect_facts(), "seconds": round(seconds, 3)}
         return VerifyReport(not problem, problem, facts, tuple(self._findings.remarks))
 
-    def _facts(self) -> dict[str, Any]:
+    def _collect_facts(self) -> dict[str, Any]:
         audit = self._audit
-        totals = audit.totals() if audit else None
+        totals = audit.compute_totals() if audit else None
         return {
             "run": self._begun.run if self._begun else "",
             "records": self._records,
             "rounds": audit.history.committed if audit else 0,
             "passed": audit.passed if audit else 0,
             "terms": audit.terms if audit else 0,
-            "learners": audit.tallies.learners if audit else 0,
-            "incarnations": audit.tallies.incarnations if audit else 0,
-            "contributions": audit.tallies.contributions if audit else 0,
+            "learners": audit.members.learners if audit else 0,
+            "incarnations": audit.members.incarnations if audit else 0,
+            "contributions": audit.members.contributions if audit else 0,
             "fragment_tokens": totals.fragment_tokens() if totals else {},
             "tokens": totals.whole() if totals else {},
             "dropped_by_cause": totals.by_cause() if totals else {},
             "per_learner": _per_learner(audit.history.ledger) if audit else {},
             "finished": audit.history.finished if audit else False,
-            "cuts": sorted(self._shelf.complete),
+            "cuts": sorted(self._cuts.complete),
             "torn_bytes": self._torn_bytes,
-            "rebuilt_rounds": self._way.rounds if self._way else 0,
+            "rebuilt_rounds": self._walk.rounds if self._walk else 0,
         }
 
 

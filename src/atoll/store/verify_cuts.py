@@ -49,7 +49,7 @@ class Findings:
     remarks: list[str] = field(default_factory=list)
     """What is no mistake and still worth a word."""
 
-    def remark(self, text: str) -> None:
+    def add_remark(self, text: str) -> None:
         self.remarks.append(text)
 
 
@@ -65,10 +65,10 @@ class CutVerifier:
         self._origin = 0
         """The cut that the run was begun from; no record tells of it."""
         for number in known_cuts(run.cuts):
-            self._list(number)
+            self._open_listed(number)
         self._places = {cut.state.position: cut for cut in self._stored.values()}
 
-    def _list(self, number: int) -> None:
+    def _open_listed(self, number: int) -> None:
         try:
             self._stored[number] = open_cut(self._run.cuts, number)
         except BadCut as error:
@@ -77,33 +77,33 @@ class CutVerifier:
     def __bool__(self) -> bool:
         return bool(self._stored or self._unreadable)
 
-    def usable(self) -> list[StoredCut]:
+    def list_usable(self) -> list[StoredCut]:
         """Those that nothing is wrong with, the oldest first."""
         return [self._stored[number] for number in sorted(self._met & self._stored.keys())]
 
     # ---- while the journal is read ------------------------------------------------------------------------------
 
-    def done(self, record: CutDone) -> None:
+    def take_record(self, record: CutDone) -> None:
         if not self.complete:
             self._done.clear()  # of those that are gone, only the newest should not be
         if record.cut >= min(self.complete, default=0):
             self._done[record.cut] = record
 
-    def begin(self, begun: Begun, position: Position, *, origin: bool) -> JournalAudit | None:
+    def begin_audit(self, begun: Begun, position: Position, *, origin: bool) -> JournalAudit | None:
         """A run that was begun from a cut of another goes on from what its own first cut holds, if that is here."""
-        cut = self._at(begun.run, position)
+        cut = self._find_cut_at(begun.run, position)
         if cut is None:
             return None
         if origin:
             self._origin = cut.number
         try:
-            audit = JournalAudit.restored(cut.state, under_way=not origin)
+            audit = JournalAudit.restore_from_cut(cut.state, under_way=not origin)
             audit.check_totals()
         except (BadRun, LookupError, ValueError) as error:
             raise BadRun(f"cut {cut.number} ({cut.path / 'state.bin'}): {error}") from error
         return audit
 
-    def _at(self, run: str, position: Position) -> StoredCut | None:
+    def _find_cut_at(self, run: str, position: Position) -> StoredCut | None:
         """The cut whose place is here; what is wrong with its place or its run is told later."""
         cut = self._places.get(position)
         if cut is None or cut.part.run != run:
@@ -111,9 +111,9 @@ class CutVerifier:
         self._met.add(cut.number)
         return cut
 
-    def meet(self, audit: JournalAudit, position: Position) -> None:
+    def compare_at(self, audit: JournalAudit, position: Position) -> None:
         """The journal has been read up to here: if a cut was taken here, it holds what the records give."""
-        if (cut := self._at(audit.history.run, position)) is None:
+        if (cut := self._find_cut_at(audit.history.run, position)) is None:
             return
         try:
             audit.check_cut(cut.state)
@@ -122,11 +122,11 @@ class CutVerifier:
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
-    def check(self, run: str, gap_before: int = 0) -> None:
+    def check_files(self, run: str, gap_before: int = 0) -> None:
         """`gap_before`: behind the oldest some may be missing, but none of so many that are the newest."""
         for entry in sorted(self._run.cuts.iterdir()) if self._run.cuts.is_dir() else ():
             if entry.name.isdigit() and not (entry / "syncer.json").exists():
-                self._findings.remark(f"{entry} is not finished: the syncer's part was never whole")
+                self._findings.add_remark(f"{entry} is not finished: the syncer's part was never whole")
         for number in sorted(self._stored.keys() | self._unreadable.keys()):
             self._check_one(run, number)
             self._findings.progress("cuts", number)
@@ -143,11 +143,11 @@ class CutVerifier:
         except BadCut as error:
             if whole:
                 raise
-            self._findings.remark(f"cut {number} is passed over: {error}")
+            self._findings.add_remark(f"cut {number} is passed over: {error}")
             self._stored.pop(number, None)
             return
         if not whole:
-            self._findings.remark(f"cut {number} is not complete: it has no manifest")
+            self._findings.add_remark(f"cut {number} is not complete: it has no manifest")
 
     def _check_belongs(self, run: str, number: int) -> None:
         if number in self._unreadable:
@@ -171,15 +171,15 @@ class CutVerifier:
         if manifest.run != run:
             raise BadRun(f"{path} is of another run: {manifest.run}, this one is {run}")
         if record is None and number not in (0, self._origin):
-            self._findings.remark(f"cut {number} has a manifest and no record: its syncer was stopped in between")
+            self._findings.add_remark(f"cut {number} has a manifest and no record: its syncer was stopped in between")
         elif record is not None and digest_file(path) != record.manifest:
             raise BadCut(f"{path} is damaged: its digest is not the one in the record of cut {number}")
         elif record is not None and set(record.learners) != set(manifest.learners):
             raise BadRun(f"{path} names other learners than its record does")
         if (manifest.cut, manifest.round) != (number, self._stored[number].part.round):
             raise BadRun(f"{path} is of cut {manifest.cut}, round {manifest.round}: of another one than syncer.json")
-        for remark in check_cut(self._run.cuts, self._run.learners, number).remarks():
-            self._findings.remark(remark)
+        for remark in check_cut(self._run.cuts, self._run.learners, number).list_remarks():
+            self._findings.add_remark(remark)
 
     def _check_none_missing(self, gap_before: int) -> None:
         due = sorted(self._done)
@@ -191,6 +191,6 @@ class CutVerifier:
                 folder = folder_of(self._run.cuts, number)
                 raise BadRun(f"cut {number} is missing: the journal says it is complete, {folder} does not hold it")
 
-    def went_on(self) -> bool:
+    def has_grown(self) -> bool:
         """Whether the run has completed a cut since these were listed: it may have removed some of them."""
         return complete_cuts(self._run.cuts)[:1] > self.complete[:1]

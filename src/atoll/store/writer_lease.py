@@ -97,7 +97,7 @@ class StandbyTurn:
         self._since = 0.0
         _make_folders(folder)
 
-    def look(self, now: float) -> WriterLease | None:
+    def try_claim(self, now: float) -> WriterLease | None:
         """The lease, once the lock is free or its holder has not moved for `stale_s`; `now` is monotonic."""
         lock = _take_lock(self.folder)
         if lock is not None:

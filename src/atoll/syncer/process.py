@@ -120,7 +120,7 @@ def _wait_for_turn(out: RunDir, waiting: Callable[[], None]) -> WriterLease:
     """Wait until the syncer that serves this run is gone, or its lease is stale."""
     turn = StandbyTurn(out.journal, STALE_S)
     waiting()
-    while (lease := turn.look(time.monotonic())) is None:
+    while (lease := turn.try_claim(time.monotonic())) is None:
         time.sleep(LOOK_S)
     return lease
 

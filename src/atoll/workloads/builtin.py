@@ -39,14 +39,14 @@ def main() -> None:
     declared = settings.batch * settings.block
     with atoll.Learner(model, optimizer, data=text.digest, tokens_per_step=declared) as learner:
         for batch in learner.batches(dataset, batch_size=settings.batch):
-            pace.begin()
+            pace.begin_step()
             set_learning_rate(optimizer, learner.progress, settings)
             loss = model(batch.to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
             optimizer.step()
             optimizer.zero_grad()
-            pace.rest()
+            pace.sleep_rest()
             learner.step(tokens=batch.shape[0] * settings.block, loss=loss)
 
 

@@ -82,7 +82,7 @@ def train_step(
     loss: Tensor = model(batch)
     loss.backward()
     if pace is not None:
-        pace.rest()
+        pace.sleep_rest()
     gradients.average(world)
     gradients.clip(clip)
     optimizer.step()
@@ -124,7 +124,7 @@ def _train(
     start = time.perf_counter()
     score(0)
     for step in range(1, steps + 1):
-        pace.begin()
+        pace.begin_step()
         set_learning_rate(optimizer, (step - 1) / steps, settings)
         batch = dataset.gather(next(indices))
         loss = train_step(model, optimizer, gradients, batch, world, settings.clip, pace)

@@ -72,17 +72,17 @@ class TrainedState:
             for part, tensor in optimizer.state[parameter].items():
                 self._tensors[f"{part}.{name}"] = tensor
 
-    def flat(self) -> Tensor:
+    def flatten(self) -> Tensor:
         """A copy of all of it in one row."""
         return torch.cat([tensor.flatten() for tensor in self._tensors.values()])
 
-    def take(self, flat: Tensor) -> None:
+    def load_flat(self, flat: Tensor) -> None:
         sizes = [tensor.numel() for tensor in self._tensors.values()]
         for tensor, part in zip(self._tensors.values(), torch.split(flat, sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def digest(self) -> str:
-        return hashlib.sha256(self.flat().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.flatten().numpy().tobytes()).hexdigest()
 
     def save(self, path: Path, step: int) -> None:
         """Whole and durable, or as it was before."""
@@ -117,9 +117,9 @@ class OrderReader:
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._heard: queue.SimpleQueue[GroupOrder] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(lines,), name="orders", daemon=True).start()
+        threading.Thread(target=self._read_orders, args=(lines,), name="orders", daemon=True).start()
 
-    def _read(self, lines: Iterable[bytes]) -> None:
+    def _read_orders(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             self._heard.put(msgspec.json.decode(line, type=GroupOrder))
         self._heard.put(GroupOrder(stop=True, scores=-1))  # nobody is left to give orders
@@ -128,7 +128,7 @@ class OrderReader:
     def waiting(self) -> bool:
         return not self._heard.empty()
 
-    def newest(self) -> GroupOrder:
+    def read_newest(self) -> GroupOrder:
         """Waits for one; of several that wait, the last."""
         order = self._heard.get()
         while self.waiting and not order.stop:
@@ -144,7 +144,7 @@ class Batches:
         self._drawn = 0
         self._last: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def of(self, step: int) -> NDArray[np.int64]:
+    def indices_of(self, step: int) -> NDArray[np.int64]:
         assert step >= self._drawn, "batches are drawn in order"
         while self._drawn < step:
             self._last = next(self._indices)
@@ -182,26 +182,26 @@ class Rank:
 
     def run(self) -> None:
         self.say({"kind": "ready", "step": self.step})
-        while not (order := self.orders.newest()).stop:
+        while not (order := self.orders.read_newest()).stop:
             try:
                 with group(order, self.place, lambda: self.orders.waiting):
-                    self._share(order)
+                    self._share_state(order)
                     while not self.orders.waiting:
-                        self._train(order)
+                        self._train_steps(order)
             except GroupBroken as error:
                 self.say({"kind": "broken", "generation": order.generation, "text": str(error)})
-        self._end(order)
+        self._report_end(order)
 
-    def _share(self, order: GroupOrder) -> None:
+    def _share_state(self, order: GroupOrder) -> None:
         """Everybody takes the state of the first of those who have made the most steps."""
         if len(order.ranks) > 1:
             made = torch.zeros(len(order.ranks), dtype=torch.int64)
             made[order.ranks.index(self.place.rank)] = self.step
-            flat = self.trained.flat()
+            flat = self.trained.flatten()
             with collective():
                 dist.all_reduce(made)
                 dist.broadcast(flat, src=int(made.argmax()))
-            self.trained.take(flat)
+            self.trained.load_flat(flat)
             self.step = int(made.max())
         digest = self.trained.digest()
         self.say(
@@ -215,14 +215,14 @@ class Rank:
             }
         )
 
-    def _train(self, order: GroupOrder) -> None:
-        self.pace.begin()
+    def _train_steps(self, order: GroupOrder) -> None:
+        self.pace.begin_step()
         began = time.monotonic()
         set_learning_rate(self.optimizer, self.step / self.place.steps, self.settings)
         self.gradients.clear()
-        loss = self.model(self.dataset.gather(self.batches.of(self.step + 1)))
+        loss = self.model(self.dataset.gather(self.batches.indices_of(self.step + 1)))
         loss.backward()
-        self.pace.rest()
+        self.pace.sleep_rest()
         computed = time.monotonic()
         with collective():
             self.gradients.average(len(order.ranks))
@@ -254,7 +254,7 @@ class Rank:
             self._saved_at = time.monotonic()
             self.say({"kind": "saved", "step": self.step})
 
-    def _end(self, order: GroupOrder) -> None:
+    def _report_end(self, order: GroupOrder) -> None:
         words: dict[str, object] = {"kind": "end", "step": self.step, "digest": self.trained.digest()}
         if order.scores == self.place.rank:
             words["validation_loss"] = validation_loss(self.model, self.text, self.settings.eval_windows)

@@ -62,10 +62,10 @@ class StepPace:
         self._pace_s = pace_s
         self._began = 0.0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._began = time.perf_counter()
 
-    def rest(self) -> None:
+    def sleep_rest(self) -> None:
         left = self._began + self._pace_s - time.perf_counter()
         if left > 0:
             time.sleep(left)

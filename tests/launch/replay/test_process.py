@@ -37,7 +37,7 @@ def told(entry: Informed, progress: dict[int, float]) -> RunProgress:
     near, theirs = CourierChannel.pair()
     actor = ReplayedProcess(ProcessRecording("a", "session", 1), [entry], cast(Any, None))
     actor._channel, actor._shared, actor._box = near, cast(ReplayServices, Journal(progress)), cast(Any, object())
-    assert actor._do(entry) is None
+    assert actor._perform_action(entry) is None
     far = CourierChannel(theirs)
     [frame] = map(decode_to_training, far.receive())
     far.close()

@@ -59,15 +59,15 @@ class RunReplay:
     watch: Callable[[ReplayOutcome, int], None] = lambda outcome, rounds: None
 
     def play(self) -> ReplayOutcome:
-        score, terms = self._read()
+        score, terms = self._read_run()
         if self.until is not None and not 0 <= self.until < score.rounds:
             raise ConfigError(f"--until {self.until}: the tape has rounds 0 to {score.rounds - 1}")
         with tempfile.TemporaryDirectory(prefix="atoll-replay-logs-") as folder:
             logs = self.logs or Path(folder)
             logs.mkdir(parents=True, exist_ok=True)
-            return self._conductor(score, terms, logs).play()
+            return self._make_syncer(score, terms, logs).play()
 
-    def _read(self) -> tuple[RunRecording, dict[Key, int]]:
+    def _read_run(self) -> tuple[RunRecording, dict[Key, int]]:
         """The score, and the terms of all records that have a payload: it lies there."""
         terms: dict[Key, int] = {}
 
@@ -82,7 +82,7 @@ class RunReplay:
             raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
         return read_recording(lines()), terms
 
-    def _conductor(self, score: RunRecording, terms: dict[Key, int], logs: Path) -> ReplaySyncer:
+    def _make_syncer(self, score: RunRecording, terms: dict[Key, int], logs: Path) -> ReplaySyncer:
         begun = score.begun
         if begun.parent and self.cut is None:
             newest = min(complete_cuts(self.out.cuts), default=None)
@@ -109,7 +109,7 @@ class RunReplay:
             decisions,
             stage=lambda tensors: parameters,
             begun=self.cut is not None,
-            launch=lambda part, path: self._launch(part, path, logs, states),
+            launch=lambda part, path: self._launch_process(part, path, logs, states),
             gradient=gradient,
             jobs=self.jobs or cores(),
             until=self.until,
@@ -123,7 +123,7 @@ class RunReplay:
     ) -> tuple[list[Decision], list[tuple[ProcessRecording, list[RecordedAction]]], dict[str, Path]]:
         """What is to be played: all of it, or what came after a cut."""
         if self.cut is None:
-            return score.decisions, [(part, self._acts(part)) for part in score.parts], {}
+            return score.decisions, [(part, self._list_actions(part)) for part in score.parts], {}
         if self.cut not in complete_cuts(self.out.cuts):
             known = ", ".join(map(str, sorted(complete_cuts(self.out.cuts)))) or "none"
             raise ConfigError(f"{self.out.path} has no complete cut {self.cut}: there are {known}")
@@ -149,19 +149,19 @@ class RunReplay:
                 states[part.session] = self.out.learners / part.learner / saved.file
                 parts.append((part, part.acts(after=self.cut)))
             elif part.began_after(history.committed):
-                parts.append((part, self._acts(part)))
+                parts.append((part, self._list_actions(part)))
             elif part.learner in checked.spoilt:
                 part.missing = part.missing or checked.spoilt[part.learner]
         return score.decisions[first:], parts, states
 
-    def _acts(self, part: ProcessRecording) -> list[RecordedAction]:
+    def _list_actions(self, part: ProcessRecording) -> list[RecordedAction]:
         began = part.began
         if began is not None and began.state and not (self.out.learners / part.learner / began.state).exists():
             part.missing = part.missing or f"the state it went on from, {began.state}, is not there any more"
             return []
         return part.acts()
 
-    def _launch(self, part: ProcessRecording, path: str, logs: Path, states: dict[str, Path]) -> Child:
+    def _launch_process(self, part: ProcessRecording, path: str, logs: Path, states: dict[str, Path]) -> Child:
         began, state, env = part.began, states.get(part.session), {}
         if state is None and began is not None and began.state:
             state = self.out.learners / part.learner / began.state
@@ -233,11 +233,11 @@ class TapeRun:
         lines = read_tape(self.tape)
         write_atomic(self.out.settings, self.config.toml())
         score = read_recording(lines)
-        conductor = self._conductor(score)
+        conductor = self._make_syncer(score)
         outcome = conductor.play()
         if outcome.stopped:
             raise RunFailed(f"{outcome.stopped}; logs are in {self.out.logs}")
-        self._write(lines, conductor)
+        self._write_journal(lines, conductor)
         save_model(self.out.model, dict(conductor.parameters.tensors_by_name()))
         return {
             "run": score.begun.run,
@@ -250,7 +250,7 @@ class TapeRun:
             "wall_s": round(time.monotonic() - began, 3),
         }
 
-    def _conductor(self, score: RunRecording) -> ReplaySyncer:
+    def _make_syncer(self, score: RunRecording) -> ReplaySyncer:
         def stage(tensors: tuple[TensorSpec, ...]) -> Parameters:
             self._tensors, self._plan = tensors, _plan(score.begun, tensors)
             return Parameters(self._plan, self.config.outer)
@@ -267,16 +267,16 @@ class TapeRun:
             watch=lambda outcome: self.watch(outcome, score.rounds),
         )
 
-    def _write(self, lines: Sequence[AnyRecord], conductor: ReplaySyncer) -> None:
+    def _write_journal(self, lines: Sequence[AnyRecord], conductor: ReplaySyncer) -> None:
         """The journal of this run, in one term."""
         lease = acquire(self.out.journal)
         journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
-        kept = [self._own(line, conductor.outcome) for line in lines if not isinstance(line, Reigned)]
+        kept = [self._record_first(line, conductor.outcome) for line in lines if not isinstance(line, Reigned)]
         journal.append([(line, None) for line in kept])
         journal.close()
         lease.release()
 
-    def _own(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
+    def _record_first(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
         if isinstance(line, Begun):
             outer = msgspec.to_builtins(self.config.outer)
             named = {"tensors": self._tensors, "fingerprint": self._plan.fingerprint, "outer": outer}

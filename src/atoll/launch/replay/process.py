@@ -154,7 +154,7 @@ class ReplayedProcess:
             assert self._at is not None
             if act.t > self._at:
                 return
-            if (reason := self._do(act)) is not None:
+            if (reason := self._perform_action(act)) is not None:
                 yield reason
                 return
             self._next += 1
@@ -182,20 +182,20 @@ class ReplayedProcess:
 
     # ---- acts -----------------------------------------------------------------------------------------------------
 
-    def _do(self, act: RecordedAction) -> str | None:
+    def _perform_action(self, act: RecordedAction) -> str | None:
         """None: done, or under way with an answer to wait for."""
         assert self._box is not None
         send = self.channel.send
         match act:
             case RecordedCopy():
-                return self._copy(act)
+                return self._order_copy(act)
             case tape.Adopted():
-                return self._adopt(act)
+                return self._adopt_version(act)
             case tape.Informed():
-                send(self._progress(act))
+                send(self._make_progress(act))
             case tape.Supplied(_, leases, over, own):
                 ranges = tuple(self._house.leases(lease) for lease in leases)
-                self._supply(fx.Supply(ranges, over, "its data was its own in the run" if own else ""))
+                self._supply_leases(fx.Supply(ranges, over, "its data was its own in the run" if own else ""))
             case tape.Owned():
                 self._house.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
                 self._box.base_version[:] = 0
@@ -209,7 +209,7 @@ class ReplayedProcess:
                 send(fx.Capture(self._next))
                 self._waits_for = "its state"
             case tape.Took(_, ticket):
-                return self._take(ticket)
+                return self._take_state(ticket)
             case tape.Stopped():
                 self._asked_to_stop = True
                 send(StopOrder("as in the run", final=False))
@@ -217,13 +217,13 @@ class ReplayedProcess:
                 pass
         return None
 
-    def _progress(self, act: tape.Informed) -> RunProgress:
+    def _make_progress(self, act: tape.Informed) -> RunProgress:
         if act.progress is not None:
             return RunProgress(act.committed, act.progress, act.global_step)
         progress, step = self._house.progress(act.committed), self._house.global_step(act.committed)
         return RunProgress(act.committed, progress, step)
 
-    def _copy(self, act: RecordedCopy) -> str | None:
+    def _order_copy(self, act: RecordedCopy) -> str | None:
         assert self._box is not None
         held = int(self._box.adopted[act.fragment])
         if held != act.base:
@@ -235,7 +235,7 @@ class ReplayedProcess:
         self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t))
         return None
 
-    def _adopt(self, act: tape.Adopted) -> str | None:
+    def _adopt_version(self, act: tape.Adopted) -> str | None:
         assert self._box is not None
         values = self._house.version(act.fragment, act.version)
         if values is None:
@@ -266,14 +266,14 @@ class ReplayedProcess:
         )
         return None
 
-    def _take(self, ticket: str) -> str | None:
+    def _take_state(self, ticket: str) -> str | None:
         if (state := self._house.state(ticket)) is None:
             return "the state of a peer is not there"
         self._waits_for = "that it took a peer's state"
         self.channel.send(TakeOrder(ticket, state.size), state.fd)
         return None
 
-    def _supply(self, supplies: fx.Supply) -> None:
+    def _supply_leases(self, supplies: fx.Supply) -> None:
         """A script asks for its data once it has joined: what comes before that waits."""
         if self._registered:
             self.channel.send(supplies)
@@ -288,9 +288,9 @@ class ReplayedProcess:
 
     def hear(self, frames: Iterable[bytes]) -> None:
         for data in frames:
-            self._hear(decode_to_courier(data))
+            self._handle_frame(decode_to_courier(data))
 
-    def _hear(self, frame: ToCourier) -> None:
+    def _handle_frame(self, frame: ToCourier) -> None:
         match frame:
             case MailboxReady(settings, stepped):
                 fd = self.channel.take_descriptor()
@@ -308,9 +308,9 @@ class ReplayedProcess:
                     self.channel.send(supplies)
                 self._supplies = []
             case CopyMade():
-                self._copied(frame)
+                self._take_copy(frame)
             case VersionTaken(_, adopted):
-                self._taken(adopted.fragment, adopted.version)
+                self._take_answer(adopted.fragment, adopted.version)
             case StateCopy(size=size, reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
@@ -325,7 +325,7 @@ class ReplayedProcess:
             case _:
                 pass
 
-    def _copied(self, frame: CopyMade) -> None:
+    def _take_copy(self, frame: CopyMade) -> None:
         assert self._box is not None and self._reading is not None
         act, part = self._reading, self._box.plan.fragments[frame.fragment]
         codec, values = self._house.codec, self._box.outgoing(frame.slot, frame.fragment)
@@ -341,7 +341,7 @@ class ReplayedProcess:
             self._house.remark(text)
         self._house.given(act, self.part.learner, delta)
 
-    def _taken(self, fragment: int, version: int) -> None:
+    def _take_answer(self, fragment: int, version: int) -> None:
         assert self._box is not None
         np.copyto(self._box.base(fragment), self._box.incoming(0, fragment))
         self._box.base_version[fragment] = version

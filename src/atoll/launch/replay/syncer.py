@@ -111,9 +111,9 @@ class ReplaySyncer:
         self._actors: list[ReplayedProcess] = []
         self._reasons: dict[str, str] = {}
         if begun:
-            self._furnish(score.begun.tensors)
+            self._set_up(score.begun.tensors)
 
-    def _furnish(self, tensors: tuple[TensorSpec, ...]) -> None:
+    def _set_up(self, tensors: tuple[TensorSpec, ...]) -> None:
         settings = self._score.begun.settings
         self._tensors, self._parameters = tensors, self._stage(tensors)
         self._house = ReplayServices(
@@ -121,19 +121,19 @@ class ReplaySyncer:
             settings=settings,
             codec=make_codec(settings.codec),
             version=lambda fragment, version: self._versions.get((fragment, version)),
-            adopted=self._adopted,
-            given=self._take,
-            owned=self._own,
+            adopted=self._note_adoption,
+            given=self._take_contribution,
+            owned=self._take_first_parameters,
             state=self._states.get,
-            lent=self._lend,
+            lent=self._lend_state,
             leases=self._score.leases.__getitem__,
             progress=lambda committed: self._score.progress.get(committed, 0.0),
             global_step=lambda committed: self._score.global_steps.get(committed, 0),
-            remark=self._remark,
+            remark=self._add_remark,
         )
         if self._begun:
             self._keep_current(range(settings.fragments))
-            self._pack(next((one.round for one in self._decisions if isinstance(one, Merged | Passed)), 0))
+            self._keep_for_rollback(next((one.round for one in self._decisions if isinstance(one, Merged | Passed)), 0))
 
     # ---- the course of it -------------------------------------------------------------------------------------------
 
@@ -145,24 +145,24 @@ class ReplaySyncer:
                 door.listen()
                 look.register(door, selectors.EVENT_READ, None)
                 try:
-                    self._play(path, door, look)
+                    self._replay_all(path, door, look)
                 finally:
-                    self._close()
+                    self._stop_processes()
         return self.outcome
 
-    def _play(self, path: str, door: socket.socket, look: selectors.BaseSelector) -> None:
+    def _replay_all(self, path: str, door: socket.socket, look: selectors.BaseSelector) -> None:
         while True:
-            self._turn(path)
+            self._replay_one(path)
             if not self._busy and not self._is_over():
-                self.outcome.stopped = self._why()
+                self.outcome.stopped = self._explain_wait()
             if self._is_over():
                 break
             for key, _ in look.select(LOOK_S):
                 if key.fileobj is door:
-                    self._admit(door, look)
+                    self._accept_process(door, look)
                 else:
-                    self._hear(key.data, look)
-            self._bury()
+                    self._read_frames(key.data, look)
+            self._handle_exit()
 
     def _is_over(self) -> bool:
         decision = self._decisions[self._at] if self._at < len(self._decisions) else None
@@ -174,11 +174,11 @@ class ReplaySyncer:
         """Somebody trains, begins, is about to answer or comes to its end: another life of it may begin then."""
         return any(not actor.resting or actor.ending for actor in self._actors)
 
-    def _turn(self, path: str) -> None:
+    def _replay_one(self, path: str) -> None:
         """All that can be done without anybody's answer."""
         moved = True
         while moved and not self._is_over():
-            moved = self._decide()
+            moved = self._apply_decision()
             for actor in self._actors:
                 before = actor.next_act
                 for reason in actor.act():
@@ -217,7 +217,7 @@ class ReplaySyncer:
                 return True
         return True
 
-    def _admit(self, door: socket.socket, look: selectors.BaseSelector) -> None:
+    def _accept_process(self, door: socket.socket, look: selectors.BaseSelector) -> None:
         sock, _ = door.accept()
         channel = CourierChannel(sock)
         frames: list[bytes] = []
@@ -229,7 +229,7 @@ class ReplaySyncer:
         start = decode_to_courier(frames[0])
         assert isinstance(start, Start)
         if self._tensors is None:
-            self._furnish(start.tensors)
+            self._set_up(start.tensors)
         if (reason := difference(start.tensors, self._tensors or ())) is not None:
             self.outcome.stopped = f"{start.learner} has another model than the run: {reason}"
         actor = next(one for one in self._actors if one.part.learner == start.learner and not one.connected)
@@ -237,15 +237,15 @@ class ReplaySyncer:
         actor.hear(frames[1:])
         look.register(channel.sock, selectors.EVENT_READ, actor)
 
-    def _hear(self, actor: ReplayedProcess, look: selectors.BaseSelector) -> None:
+    def _read_frames(self, actor: ReplayedProcess, look: selectors.BaseSelector) -> None:
         actor.receive()
         if actor.channel.closed:
             look.unregister(actor.channel.sock)
             actor.channel.close()
 
-    def _bury(self) -> None:
+    def _handle_exit(self) -> None:
         for actor in list(self._actors):
-            code = actor.child.ended()
+            code = actor.child.poll_exit()
             if code is None:
                 continue
             self._actors.remove(actor)
@@ -253,7 +253,7 @@ class ReplaySyncer:
                 words = actor.child.last_words().removeprefix("atoll: ")
                 self.outcome.stopped = f"{actor.part.name} ended ({describe_exit(code)}): {words}"
 
-    def _why(self) -> str:
+    def _explain_wait(self) -> str:
         number = next((d.round for d in self._decisions[self._at :] if isinstance(d, Merged | Passed)), -1)
         names = {actor.part.name for actor in self._actors}
         reasons = [f"{name}: {reason}" for name, reason in sorted(self._reasons.items()) if name in names]
@@ -263,7 +263,7 @@ class ReplaySyncer:
     def parameters(self) -> Parameters:
         return self._parameters
 
-    def _close(self) -> None:
+    def _stop_processes(self) -> None:
         for actor in self._actors:
             actor.child.kill_all()
         for state in self._states.values():
@@ -271,7 +271,7 @@ class ReplaySyncer:
 
     # ---- what the syncer decided ------------------------------------------------------------------------------------
 
-    def _decide(self) -> bool:
+    def _apply_decision(self) -> bool:
         """The next decision, if all it needs is there."""
         if self._is_over() or self._tensors is None:
             return False
@@ -281,13 +281,13 @@ class ReplaySyncer:
                 if not self._begun:
                     return False
             case Merged():
-                if not self._merge(decision):
+                if not self._merge_round(decision):
                     return False
             case Passed(number):
                 self.outcome.through = number
-                self._pack(number + 1)
+                self._keep_for_rollback(number + 1)
             case Restored():
-                if not self._restore(decision):
+                if not self._restore_state(decision):
                     return False
             case Reset(fragment):
                 self._parameters.reset_outer_state(fragment)
@@ -297,13 +297,15 @@ class ReplaySyncer:
         self._watch(self.outcome)
         return True
 
-    def _merge(self, record: Merged) -> bool:
+    def _merge_round(self, record: Merged) -> bool:
         members = [share.learner for share in record.members]
         if all((record.round, name) in self._given for name in members):
             deltas = [self._given.pop((record.round, name)) for name in members]
             try:
                 weights, bases = [share.weight for share in record.members], [share.base for share in record.members]
-                mark = self._parameters.stage_merge(record.fragment, deltas, weights, self._factors(record), bases)
+                mark = self._parameters.stage_merge(
+                    record.fragment, deltas, weights, self._compute_factors(record), bases
+                )
             except ValueError as error:
                 self.outcome.stopped = f"round {record.round} cannot be made again: {error}"
                 return False
@@ -322,25 +324,25 @@ class ReplaySyncer:
             mark = self._parameters.stage_gradient(record.fragment, gradient)
             self.outcome.from_journal.append(record.round)
         if record.digest and mark != record.digest:
-            self.outcome.difference = self._difference(record)
+            self.outcome.difference = self._find_difference(record)
             return False
         self.outcome.made[record.round] = (mark, self._parameters.tensor_marks(record.fragment))
         self._parameters.commit_version(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self._keep_current([record.fragment])
-        self._pack(record.round + 1)
+        self._keep_for_rollback(record.round + 1)
         return True
 
-    def _pack(self, rounds: int) -> None:
+    def _keep_for_rollback(self, rounds: int) -> None:
         """So many are behind the run: keep what is here, if the run comes back to it."""
         if rounds in self._packed:
             self._packed[rounds] = self._parameters.pack_state()
 
-    def _restore(self, record: Restored) -> bool:
+    def _restore_state(self, record: Restored) -> bool:
         packed = self._packed[record.round]
         if packed is None and (kept := self._gradient(record)) is not None:
             packed = np.frombuffer(kept, dtype=np.uint8)
-            self._remark(f"what the run was rolled back to behind round {record.at - 1} is taken from the journal")
+            self._add_remark(f"what the run was rolled back to behind round {record.at - 1} is taken from the journal")
         if packed is None:
             self.outcome.stopped = (
                 f"the run was rolled back to round {record.round}, before the cut that the replay begins with, "
@@ -357,14 +359,14 @@ class ReplaySyncer:
         self._keep_current(range(len(made)))
         return True
 
-    def _factors(self, record: Merged) -> list[FloatArray]:
+    def _compute_factors(self, record: Merged) -> list[FloatArray]:
         """What the filter left of each contribution then; nothing was filtered where none has any."""
         if not any(share.factors for share in record.members):
             return []
         whole = np.ones(len(self._parameters.plan.fragments[record.fragment].tensors), np.float32)
         return [np.frombuffer(share.factors, np.float32) if share.factors else whole for share in record.members]
 
-    def _difference(self, record: Merged) -> VersionDifference:
+    def _find_difference(self, record: Merged) -> VersionDifference:
         part = self._parameters.plan.fragments[record.fragment]
         names = [tensor.name for tensor in part.tensors]
         mine = self._parameters.tensor_marks(record.fragment)
@@ -383,15 +385,15 @@ class ReplaySyncer:
 
     # ---- what the actors bring --------------------------------------------------------------------------------------
 
-    def _adopted(self, fragment: int, version: int) -> None:
+    def _note_adoption(self, fragment: int, version: int) -> None:
         self._needed[fragment, version] -= 1
         if self._needed[fragment, version] <= 0:
             self._versions.pop((fragment, version), None)
 
-    def _take(self, copy: RecordedCopy, learner: str, delta: FloatArray) -> None:
+    def _take_contribution(self, copy: RecordedCopy, learner: str, delta: FloatArray) -> None:
         self._given[copy.round, learner] = delta
 
-    def _own(self, values: list[FloatArray]) -> None:
+    def _take_first_parameters(self, values: list[FloatArray]) -> None:
         if self._begun:
             return
         for fragment, own in enumerate(values):
@@ -399,14 +401,14 @@ class ReplaySyncer:
         self._parameters.commit_initial()
         self._begun = True
         self._keep_current(range(len(values)))
-        self._pack(0)
+        self._keep_for_rollback(0)
 
-    def _lend(self, part: ProcessRecording, t: int, state: SharedState) -> None:
+    def _lend_state(self, part: ProcessRecording, t: int, state: SharedState) -> None:
         tickets = [ticket for ticket, (lender, at) in self._score.lent.items() if lender is part and at == t]
         for ticket in tickets:
             self._states[ticket] = SharedState(os.dup(state.fd), state.size)
         os.close(state.fd)
 
-    def _remark(self, text: str) -> None:
+    def _add_remark(self, text: str) -> None:
         if text not in self.outcome.remarks:
             self.outcome.remarks.append(text)

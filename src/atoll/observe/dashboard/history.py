@@ -61,58 +61,58 @@ class DashboardHistory:
 
     # ---- what is heard ----------------------------------------------------------------------------------------------
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take_events(self, events: Iterable[Event]) -> None:
         """An event that is not as this version writes it is left out."""
         for event in events:
             with suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-                self._event(event)
+                self._take_event(event)
 
-    def _event(self, event: Event) -> None:
+    def _take_event(self, event: Event) -> None:
         kind = event["kind"]
         if kind == "recovered" and self._began is None:
             self._began = event["at"]
         if kind == "round":
-            self._round(event)
+            self._take_round(event)
             return
-        self.lanes.take(event, _Members(self.rounds))
+        self.lanes.take_event(event, _Members(self.rounds))
         if kind == "score" and event.get("loss") is not None:
-            self._series("scores", self.scores, [event["at"], event["round"], event["loss"]])
+            self._add_point("scores", self.scores, [event["at"], event["round"], event["loss"]])
         if kind not in QUIET and not is_routine(event):
-            self._keep("notes", self.notes, [event["at"], kind, str(event.get("text", ""))[:240]])
+            self._keep_item("notes", self.notes, [event["at"], kind, str(event.get("text", ""))[:240]])
 
-    def look(self, at: float, status: RunStatus) -> None:
+    def take_status(self, at: float, status: RunStatus) -> None:
         """Take in the state of now."""
-        self.lanes.look(at, status.learners, _Members(self.rounds))
-        rates = self._rates(at, status)
+        self.lanes.take_status(at, status.learners, _Members(self.rounds))
+        rates = self._compute_rates(at, status)
         if status.phase in ("training", "ending"):
-            self._series("samples", self.samples, _sample(at, status, rates))
+            self._add_point("samples", self.samples, _sample(at, status, rates))
 
-    def _round(self, event: Event) -> None:
+    def _take_round(self, event: Event) -> None:
         members = 0
         for member in event["members"]:
-            if (place := self.lanes.place(member["learner"], _Members(self.rounds))) is not None:
+            if (place := self.lanes.find_lane(member["learner"], _Members(self.rounds))) is not None:
                 members |= 1 << place
         said = [event.get(name) for name in ("round", "at", "fragment", "version", "live")]
-        self._keep("rounds", self.rounds, [*said, str(event.get("reason", ""))[:160], f"{members:x}"])
+        self._keep_item("rounds", self.rounds, [*said, str(event.get("reason", ""))[:160], f"{members:x}"])
 
-    def _rates(self, at: float, status: RunStatus) -> tuple[float | None, float | None]:
+    def _compute_rates(self, at: float, status: RunStatus) -> tuple[float | None, float | None]:
         before, self._traffic = self._traffic, (at, status.bytes_in, status.bytes_out)
         if before is None or at <= before[0]:
             return None, None
         return (status.bytes_in - before[1]) / (at - before[0]), (status.bytes_out - before[2]) / (at - before[0])
 
-    def _series(self, name: str, series: BoundedSeries, point: Point) -> None:
-        if series.add(point):
+    def _add_point(self, name: str, series: BoundedSeries, point: Point) -> None:
+        if series.add_point(point):
             self._news[name].append(point)
 
-    def _keep(self, name: str, ring: deque[list[Any]], item: list[Any]) -> None:
+    def _keep_item(self, name: str, ring: deque[list[Any]], item: list[Any]) -> None:
         ring.append(item)
         self._news[name].append(item)
         del self._news[name][: -(ring.maxlen or 0)]
 
     # ---- what is told -----------------------------------------------------------------------------------------------
 
-    def snapshot(self, at: float, status: RunStatus) -> bytes:
+    def encode_snapshot(self, at: float, status: RunStatus) -> bytes:
         """Everything that is kept."""
         return _encode(
             {
@@ -131,12 +131,12 @@ class DashboardHistory:
             }
         )
 
-    def delta(self, at: float, status: RunStatus) -> bytes:
+    def encode_delta(self, at: float, status: RunStatus) -> bytes:
         """What has come since the last one; a snapshot where lanes have changed hands."""
-        renamed, lanes = self.lanes.renamed, self.lanes.told()
+        renamed, lanes = self.lanes.renamed, self.lanes.drain_news()
         news, self._news = self._news, {name: [] for name in self._news}
         if renamed:
-            return self.snapshot(at, status)
+            return self.encode_snapshot(at, status)
         new = {name: items for name, items in {**lanes, **news}.items() if items}
         return _encode({"type": "delta", "at": at, "began": self._began, **new, "now": status})
 
@@ -227,7 +227,7 @@ class LearnerLanes:
         """A lane has come or changed hands since the last look."""
         self._places = {SYNCER: 0}
 
-    def place(self, name: str, needed: Container[int] = ()) -> int | None:
+    def find_lane(self, name: str, needed: Container[int] = ()) -> int | None:
         """The lane of a learner; `needed` are lanes that cannot be given to another."""
         if name in self._places or not name:
             return self._places.get(name)
@@ -256,47 +256,47 @@ class LearnerLanes:
         self.changes[place].clear()
         self.marks = deque((mark for mark in self.marks if mark[0] != place), maxlen=MARKS)
 
-    def say(self, place: int, at: float, state: str) -> None:
+    def set_state(self, place: int, at: float, state: str) -> None:
         changes = self.changes[place]
         if changes and (changes[-1][1] == state or at < changes[-1][0]):
             return
         changes.append((at, state))
         self.fresh_changes.append((place, at, state))
 
-    def mark(self, place: int, event: Event, words: str, seconds: float = 0.0) -> None:
+    def add_mark(self, place: int, event: Event, words: str, seconds: float = 0.0) -> None:
         mark = (place, event["at"], str(event["kind"]), words[:120], seconds)
         self.marks.append(mark)
         self.fresh_marks.append(mark)
 
     # ---- what is heard ----------------------------------------------------------------------------------------------
 
-    def take(self, event: Event, needed: Container[int]) -> None:
+    def take_event(self, event: Event, needed: Container[int]) -> None:
         if event["kind"] in ("run", "reigned"):
-            self.say(0, event["at"], "serving")
+            self.set_state(0, event["at"], "serving")
         for name in _concerned(event):
-            if (place := 0 if name == SYNCER else self.place(name, needed)) is not None:
-                self._befell(place, event)
+            if (place := 0 if name == SYNCER else self.find_lane(name, needed)) is not None:
+                self._add_mark(place, event)
 
-    def _befell(self, place: int, event: Event) -> None:
+    def _add_mark(self, place: int, event: Event) -> None:
         kind, at = event["kind"], event["at"]
         if kind == "joined":
-            self.say(place, at, "recovering" if event.get("incarnation", 1) > 1 else "joining")
+            self.set_state(place, at, "recovering" if event.get("incarnation", 1) > 1 else "joining")
         elif kind in _STATES:
-            self.say(place, at, _STATES[kind])
+            self.set_state(place, at, _STATES[kind])
         elif kind in ("killed", "exited"):
-            self.say(place, at, "gone")
+            self.set_state(place, at, "gone")
         if kind in _MARKED and not (kind == "exited" and event.get("code") == 0):
             what = f"{event['what']}: " if "what" in event else ""
-            self.mark(place, event, f"{what}{event.get('text', '')}", _seconds(event))
+            self.add_mark(place, event, f"{what}{event.get('text', '')}", _seconds(event))
 
-    def look(self, at: float, learners: tuple[LearnerStatus, ...], needed: Container[int]) -> None:
+    def take_status(self, at: float, learners: tuple[LearnerStatus, ...], needed: Container[int]) -> None:
         """What a status says, of the learners that it knows."""
-        self.say(0, at, "serving")
+        self.set_state(0, at, "serving")
         for one in learners:
-            if (place := self.place(one.learner, needed)) is not None:
-                self.say(place, at, lane_state(one))
+            if (place := self.find_lane(one.learner, needed)) is not None:
+                self.set_state(place, at, lane_state(one))
 
-    def told(self) -> dict[str, Any]:
+    def drain_news(self) -> dict[str, Any]:
         """What is new since the last time."""
         news = {"changes": self.fresh_changes, "marks": self.fresh_marks}
         self.fresh_changes, self.fresh_marks, self.renamed = [], [], False
@@ -336,7 +336,7 @@ class BoundedSeries:
         self._most = most
         self._spacing_s = 0.0
 
-    def add(self, point: Point) -> bool:
+    def add_point(self, point: Point) -> bool:
         """Whether it was taken: points that come too soon after the last are not."""
         at = point[0]
         assert at is not None

@@ -80,11 +80,11 @@ class Dashboard:
 
     def routes(self) -> Sequence[web.RouteDef]:
         answers: dict[str, Answer] = {
-            "/": self._page,
-            "/assets/{name}": self._asset,
-            "/plotly.min.js": self._plotly,
-            "/metrics": self._metrics,
-            "/v1/live": self._live,
+            "/": self._serve_page,
+            "/assets/{name}": self._serve_asset,
+            "/plotly.min.js": self._serve_plotly,
+            "/metrics": self._serve_metrics,
+            "/v1/live": self._serve_live,
         }
         return [web.get(path, answer, allow_head=path != "/v1/live") for path, answer in answers.items()]
 
@@ -97,13 +97,13 @@ class Dashboard:
             finally:
                 self._reading = False
             self.tick(time.time(), figures())
-            await self._pause()
+            await self._wait_for_tick()
 
     def tick(self, at: float, status: RunStatus) -> None:
         """Take in the state of now, and tell whoever looks on."""
-        self.history.look(at, status)
-        delta = self.history.delta(at, status)
-        self.viewers.tell(delta, lambda: self.history.snapshot(at, status))
+        self.history.take_status(at, status)
+        delta = self.history.encode_delta(at, status)
+        self.viewers.tell(delta, lambda: self.history.encode_snapshot(at, status))
 
     def sweep(self, gone: Callable[[str, str], str]) -> None:
         self.viewers.sweep(gone)
@@ -114,9 +114,9 @@ class Dashboard:
         self.viewers.close()
 
     def _catch_up(self) -> None:
-        self.history.take(self._tail.new_events())
+        self.history.take_events(self._tail.new_events())
 
-    async def _pause(self) -> None:
+    async def _wait_for_tick(self) -> None:
         if self.viewers:
             await asyncio.sleep(TICK_S)
             return
@@ -128,28 +128,28 @@ class Dashboard:
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_page(self, request: web.Request) -> web.StreamResponse:
         return _file(ASSETS / "index.html")
 
-    async def _asset(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_asset(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         if name not in {path.name for path in ASSETS.iterdir() if path.suffix in TYPES}:
             raise Rejected(404, "there is no such part of the page")
         return _file(ASSETS / name)
 
-    async def _plotly(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_plotly(self, request: web.Request) -> web.StreamResponse:
         path = plotly_file()
         if path is None:
             raise Rejected(404, "the installed plotly has no script of its own: the page goes without its charts")
         return _file(path)
 
-    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_metrics(self, request: web.Request) -> web.StreamResponse:
         if self._figures is None:
             raise Rejected(503, "the syncer is starting")
         body = await asyncio.to_thread(_exposition, self._figures(), len(self.viewers))
         return web.Response(body=body, headers={**HEADERS, "Content-Type": METRICS_TYPE})
 
-    async def _live(self, request: web.Request) -> web.StreamResponse:
+    async def _serve_live(self, request: web.Request) -> web.StreamResponse:
         own = {f"{request.scheme}://{request.host}", f"https://{request.host}"}  # a proxy may end TLS in front
         if request.headers.get("Origin") not in own:
             raise Rejected(403, "only a page of this very address may look on")
