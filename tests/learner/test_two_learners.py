@@ -59,7 +59,8 @@ with atoll.Learner(model, optimizer) as learner:
         if learner.steps >= most:
             break
 values = {name: parameter.tolist() for name, parameter in bare.named_parameters()}
-json.dump({"done": learner.done, "steps": learner.steps, "model": values}, open(sys.argv[1], "w"))
+said = {"done": learner.done, "steps": learner.steps, "model": values}
+json.dump({**said, "compiler": "torch._dynamo.eval_frame" in sys.modules}, open(sys.argv[1], "w"))
 """
 
 
@@ -213,7 +214,9 @@ def test_a_compiled_learner_and_a_plain_one_with_a_loader_share_a_run(place: Pla
     until(lambda: all(contributions(out, name) >= 3 for name in learners), "both contribute")
     place.processes[0].send_signal(signal.SIGTERM)
     for name, process in learners.items():
-        assert_is_the_runs(place.result(process, name), out)
+        result = place.result(process, name)
+        assert_is_the_runs(result, out)
+        assert result["compiler"] == (name == "learner-0"), "processes of tests load it where it is used: tests/startup"
     assert not events(out, "refused") and not events(out, "unbalanced") and not events(out, "same_batches")
     report = verify_run(out.path)
     assert report.ok, report.problem
