@@ -3,10 +3,14 @@
 Nothing here does I/O, knows a clock or imports torch. Arrays are flat, contiguous float32 of one fragment; results go
 into buffers the caller allocated once.
 
-    fragments   tensors → a plan of fragments, and its fingerprint
-    codec       Δ ↔ bytes
-    screen      whether a contribution's numbers may be merged at all
-    merge       contributions → one outer gradient
-    outer       outer gradient → a new version
-    kernels     the loops under all of these, compiled once
+    fragments      tensors → a plan of fragments, and its fingerprint
+    codec          Δ ↔ bytes
+    screen         refuses contributions with broken or absurd numbers
+    filter         judges the contributions of a round by each other, with the cosines of `agreement`
+    merge          contributions → one outer gradient
+    outer          outer gradient → a new version
+    permutation    the order of a dataset's samples
+    kernels        the loops under all of these, compiled once
+
+The choices (codecs, plans, merge rules, outer optimizers) are the modules of the folders below.
 """

@@ -1,4 +1,4 @@
-"""The array types of this room. Apart from the kernels, so that a training process need not load a compiler."""
+"""The array types of this package. Apart from the kernels, so that a training process need not load a compiler."""
 
 from __future__ import annotations
 

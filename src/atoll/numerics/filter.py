@@ -1,23 +1,23 @@
 """A filter before the merge: who agrees with the others, how much each may move a tensor, and who is suspect.
 
-For each contribution to a round it says, per tensor, a factor: 1 as it is, below 1 shortened, 0 left out. It only looks
-at numbers; whether its factors are used (`--robust`) or only told is the caller's to decide.
+For each contribution to a round it gives a factor per tensor: 1 keeps it, below 1 shortens it, 0 leaves it out. The
+caller decides whether the factors are used (`--robust`) or only logged.
 
 Rules kept here, each with its test:
 - a tensor longer than `CLIP` times the median norm of the others in its round is shortened to that;
-- a tensor that points against the others is left out: its median cosine with them is below 0 by more than half of what
-  the others have among themselves, and by more than chance;
+- a tensor that points against the others is left out: its median cosine with them is negative, and larger in size than
+  half of the others' own agreement and than chance;
 - a learner is *suspect* after `ROUNDS` rounds of evidence, not before: its agreement, averaged, is under `DISAGREES`
   of the others' own; or its norm is over `LOUD` times theirs; or it gave the same direction `REPEATS` times in a row
-  while the others did not. It is no longer once its agreement is above `AGREES`. A suspect's contributions are left
-  out whole;
+  while the others did not. It is no longer suspect once its agreement is above `AGREES`. All contributions of a
+  suspect are left out;
 - where the others do not agree with each other beyond chance, nobody is judged by agreement;
-- in a round of one or two there is no majority: a tensor is held to the usual norm of its fragment, and left out where
-  it points against the outer momentum. Who was suspect before stays so;
+- in a round of one or two there is no majority: a tensor is shortened to the usual norm of its fragment, and further
+  where the contribution points against the outer momentum. A suspect stays suspect;
 - equal inputs in equal order give equal factors.
 
-What it leaves: an attacker who agrees with the others often enough and pushes a little in between; half or more of a
-round; a run whose rounds have one member each, where the momentum is all there is to compare with.
+It does not stop: an attacker who agrees with the others often enough and pushes a little in between; half or more of
+a round; an attacker in rounds of one member, where only the momentum is there to compare with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from atoll.numerics.arrays import DoubleArray, FloatArray
 from atoll.numerics.fragments import Fragment, FragmentPlan, elements
 
 MAJORITY = 3
-"""Members from which on a round can be judged by itself."""
+"""Members that a round needs to be judged by itself."""
 CLIP = 2.0
 """Times the median norm of the others. An honest learner with other data had 1.8 times (benchmarks/insiders.py)."""
 LOUD = 3.0
@@ -43,24 +43,24 @@ CHANCE = 3.0
 """Standard deviations of the cosine of two unrelated tensors, 1/√elements."""
 AGAINST_MOMENTUM = -0.1
 MOMENTUM_SHARE = 0.25
-"""Of a contribution that points against the outer momentum in a round too small to judge it. Never 0: after a step that
-was too long everybody points back, and if that were left out the momentum would never turn."""
+"""The factor of a contribution against the outer momentum, in a round too small to judge it. Never 0: after a step that
+was too long every honest contribution points back, and without them the momentum would never turn."""
 DISAGREES, AGREES = 0.15, 0.3
-"""Of the others' agreement. Noise has 0, a flipped sign −1; honest with other data, or 4 times as slow, had 0.7."""
+"""Times the others' agreement. Noise has 0, a flipped sign −1; honest with other data, or 4 times slower, had 0.7."""
 SAME, REPEATS = 0.98, 3
-"""The cosine of what was given to a fragment twice in a row. A slow honest learner had 0.83."""
+"""The cosine of two contributions in a row to one fragment. A slow honest learner had 0.83."""
 ROUNDS = 8
 MEMORY = 32
-"""Rounds that a learner's averages reach back."""
+"""Rounds over which a learner's averages run."""
 USUAL_ROUNDS = 16
-"""Rounds of a fragment whose median norms are its usual one."""
+"""Rounds of a fragment whose median norms make its usual norm."""
 NAMES = 1024
-"""Learners that are remembered, as many as may be there at once; those heard longest ago are forgotten first."""
+"""Learners that are remembered, as many as may be connected; the least recent are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterVerdict:
-    """One contribution, in its round."""
+    """The verdict on one contribution in its round."""
 
     factors: FloatArray
     """Per tensor of the fragment."""
@@ -75,7 +75,7 @@ class LearnerRecord:
     """What is known of one learner."""
 
     rounds: int = 0
-    """In which the others agreed with each other, so that it could be judged by that."""
+    """Rounds in which the others agreed with each other, so that it could be judged by agreement."""
     own: float = 0.0
     others: float = 0.0
     """Agreement of this learner, and of the others among themselves, averaged over the same rounds."""
@@ -85,7 +85,7 @@ class LearnerRecord:
     """… of which there were so many."""
     repeats: int = 0
     sketches: dict[int, DoubleArray] = field(default_factory=dict)
-    """Per fragment, what it gave last."""
+    """Per fragment, the sketch of its last contribution."""
     suspect: str = ""
 
     def note_agreement(self, own: float, others: float) -> None:
@@ -105,7 +105,7 @@ class LearnerRecord:
         return 0.0 if before is None else float(np.sum(before * sketch))
 
     def note_repeat(self, own: float, others: float) -> None:
-        """`others`: how like the others' contributions are to theirs before; a tiny model has one direction to go."""
+        """`others`: the same cosine of the other learners: in a tiny model everybody repeats one direction."""
         self.repeats = self.repeats + 1 if others < SAME < own else 0
 
     def judge_suspicion(self) -> str:

@@ -1,13 +1,12 @@
-"""Whether a contribution's numbers may be merged at all.
+"""Refuses contributions whose numbers are broken or absurd.
 
 Rules kept here:
 - what is not finite, not of the fragment's length, or far above the usual norm is refused, with the reason as one line;
-- usual is the running median of the norms merged of the same fragment; before there are enough of them, when a
-  learning rate that warms up makes the first ones tiny, only what is absurd by any measure is refused;
-- of merged buffers only that they are finite is asked: statistics move far at first, and hardly at all later;
-- norms are compared per inner step, because a learner that could not be heard for a while has more steps to give;
-- what is not merged leaves no trace here, whoever refused it and why: nobody can shift what is usual by giving what
-  is refused anyway.
+- usual is the running median of the merged norms of the same fragment. Before there are enough of them (a learning rate
+  that warms up makes the first ones tiny) only norms far beyond the limit are refused;
+- model buffers need only be finite: statistics move far at first, and hardly at all later;
+- norms are compared per inner step, because a learner that was disconnected for a while has more steps to give;
+- only merged contributions count: nobody can shift what is usual by sending what is refused anyway.
 
 This stops broken numbers, not a determined insider.
 """
@@ -26,11 +25,11 @@ from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan
 
 EARLY = 4
-"""Norms from which on what is absurd is known."""
+"""Norms that must be known before any is refused."""
 EARLY_LIMIT = 100.0
-"""Times the limit: what is absurd before there are enough norms."""
+"""Times the limit, before there are enough norms."""
 CHUNK = 65_536
-"""Elements looked at together when the broken ones are counted."""
+"""Elements looked at together when those that are not finite are counted."""
 
 
 class NormScreen:
@@ -44,10 +43,10 @@ class NormScreen:
         self._least = least
         self._norms: list[deque[float]] = [deque(maxlen=window) for _ in self._sizes]
         self._waiting: dict[Hashable, tuple[int, float]] = {}
-        """Norms that were found to be in order and are not merged yet."""
+        """Norms that passed and are not merged yet."""
 
     def judge(self, fragment: int, delta: FloatArray, steps: int = 1, key: Hashable = None) -> str | None:
-        """Why this contribution is refused, or None. Its norm is usual once it is `merged`; without a key, at once."""
+        """Why this contribution is refused, or None. Its norm counts after `note_merged`; without a key, at once."""
         if not 0 <= fragment < len(self._sizes):
             return f"fragment {fragment} is not one of the plan's {len(self._sizes)}"
         if delta.shape != (self._sizes[fragment],):
@@ -66,23 +65,23 @@ class NormScreen:
         return refusal
 
     def note_merged(self, key: Hashable) -> None:
-        """What was given under this key goes into a version."""
+        """The contribution of this key goes into a version."""
         if (found := self._waiting.pop(key, None)) is not None:
             self._norms[found[0]].append(found[1])
 
     def usual_norms(self) -> list[list[float]]:
-        """Per fragment, the norms that make what is usual."""
+        """Per fragment, the norms whose median is usual."""
         return [list(norms) for norms in self._norms]
 
     def restore_norms(self, norms: Sequence[Sequence[float]]) -> None:
-        """Those of an earlier term; of another plan, or broken, they say nothing."""
+        """Take over those of an earlier term; those of another plan, or broken ones, are ignored."""
         sound = all(math.isfinite(norm) and norm >= 0 for row in norms for norm in row)
         if len(norms) == len(self._norms) and sound:
             for kept, row in zip(self._norms, norms, strict=True):
                 kept.extend(row)
 
     def forget_norm(self, key: Hashable) -> None:
-        """It does not, or is already in one."""
+        """The contribution of this key is discarded, or merged already."""
         self._waiting.pop(key, None)
 
     def _judge_norm(self, accepted: deque[float], norm: float, called: str) -> str | None:
