@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -167,6 +168,14 @@ def test_every_default_is_on_the_page(heading: str, kind: type[Settings] | type[
     rows = table_after((DOCS / "algorithm.md").read_text(), heading)
     shown = {CODE.findall(name)[0]: ast.literal_eval(CODE.findall(default)[0]) for name, default, _ in rows}
     assert shown == {name: getattr(kind(), name) for name in kind.__struct_fields__}
+
+
+def test_every_constant_has_the_value_of_the_code() -> None:
+    rows = table_after((DOCS / "algorithm.md").read_text(), "Constants that are not settings")
+    assert len(rows) > 20
+    for name, value, _ in rows:
+        module, _, constant = CODE.findall(name)[0].rpartition(".")
+        assert repr(getattr(import_module(module), constant)) == CODE.findall(value)[0], name
 
 
 def test_the_settings_page_shows_the_defaults() -> None:
