@@ -16,7 +16,7 @@ from atoll.estimate.bandwidth import (
     BandwidthCase,
     Bound,
     Method,
-    Spread,
+    SpreadRun,
     Topology,
     away_steps,
     bandwidth,
@@ -31,7 +31,7 @@ from atoll.estimate.bandwidth import (
 )
 from atoll.protocol.errors import ConfigError
 
-Bounds: TypeAlias = Callable[[Spread], list[Bound]]
+Bounds: TypeAlias = Callable[[SpreadRun], list[Bound]]
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
 PUBLISHED = [
     ("data-parallel", "bf16", 1.0, 2, "49 81 104 113 195"),
@@ -70,7 +70,7 @@ def test_the_exact_99_percent_of_data_parallel_is_below_the_published_artefact()
 
 
 spreads = st.builds(
-    lambda every, spare, overlap, places, more, **rest: Spread(
+    lambda every, spare, overlap, places, more, **rest: SpreadRun(
         sync_every=every,
         fragments=max(1, every - spare),
         overlap=min(overlap, every - 1),
@@ -95,7 +95,7 @@ methods = st.sampled_from([data_parallel, decoupled])
 
 
 @given(run=spreads, method=methods, share=st.floats(0.01, 0.999))
-def test_a_bandwidth_gives_the_utilization_it_was_computed_for(run: Spread, method: Bounds, share: float) -> None:
+def test_a_bandwidth_gives_the_utilization_it_was_computed_for(run: SpreadRun, method: Bounds, share: float) -> None:
     bounds = method(run)
     try:
         gbit_s = bandwidth(bounds, run.step_s, share)
@@ -106,7 +106,7 @@ def test_a_bandwidth_gives_the_utilization_it_was_computed_for(run: Spread, meth
 
 
 @given(run=spreads, method=methods, gbit_s=st.floats(1e-3, 1e4), factor=st.floats(1, 100))
-def test_more_bandwidth_never_hurts(run: Spread, method: Bounds, gbit_s: float, factor: float) -> None:
+def test_more_bandwidth_never_hurts(run: SpreadRun, method: Bounds, gbit_s: float, factor: float) -> None:
     bounds = method(run)
     assert utilization(bounds, run.step_s, gbit_s) <= utilization(bounds, run.step_s, gbit_s * factor)
     assert late_steps(run, gbit_s) >= late_steps(run, gbit_s * factor)
@@ -115,7 +115,7 @@ def test_more_bandwidth_never_hurts(run: Spread, method: Bounds, gbit_s: float, 
 
 @given(run=spreads, gbit_s=st.floats(1e-3, 1e4))
 def test_a_ring_without_latency_is_the_formula_of_the_paper_with_at_most_everything_hidden(
-    run: Spread, gbit_s: float
+    run: SpreadRun, gbit_s: float
 ) -> None:
     run = msgspec.structs.replace(run, topology="ring", latency_s=0.0)
     bits = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}[run.codec]
@@ -198,7 +198,7 @@ def test_latency_that_no_bandwidth_makes_up_for_is_refused_with_the_bound() -> N
 @pytest.mark.parametrize("topology", ["ring", "star"])
 @pytest.mark.parametrize("method", ["data-parallel", "decoupled"])
 def test_one_data_center_needs_no_link_to_another(topology: Topology, method: Method) -> None:
-    home = BandwidthCase(method, Spread(datacenters=1, topology=topology, latency_s=3.0))
+    home = BandwidthCase(method, SpreadRun(datacenters=1, topology=topology, latency_s=3.0))
     assert home.needs(0.99).gbit_s == 0
     assert home.at(0.001).utilization == 1
     assert method == "data-parallel" or (home.needs(0.99).effective_h, home.needs(0.99).late_steps) == (24, 0)
@@ -214,7 +214,7 @@ def test_data_parallel_is_asked_about_once_whatever_the_codecs() -> None:
 
 
 @given(run=spreads)
-def test_more_data_centers_than_learners_concern_decoupled_alone(run: Spread) -> None:
+def test_more_data_centers_than_learners_concern_decoupled_alone(run: SpreadRun) -> None:
     assume(run.datacenters > 1)
     run = msgspec.structs.replace(run, learners=run.datacenters - 1)
     assert utilization(data_parallel(run), run.step_s, 1.0) > 0

@@ -87,5 +87,5 @@ def test_promises_hold_in_worlds_of_faults_that_wait(seed: int) -> None:
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 
 
-def replace_settings(plan: campaign.Plan, settings: Settings) -> campaign.Plan:
+def replace_settings(plan: campaign.SeedPlan, settings: Settings) -> campaign.SeedPlan:
     return replace(plan, options=replace(plan.options, settings=settings))

@@ -151,7 +151,7 @@ def test_the_promises_ask_the_process_to_leave_that_had_the_name_when_the_operat
     world.run_until(seconds=10)
     assert not asked.alive and world.learners["learner-0"].alive
     assert [note for _, note in world.notes if note.kind == "draining"]
-    world.invariants.drains.have_left()
+    world.invariants.drains.check_all_left()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -174,7 +174,7 @@ def test_what_the_store_cannot_give_leaves_the_run_as_it_is() -> None:
     world = trained(8)
     score(world, 1.0)
     world.run_until(round=12)
-    world.disk.earlier = lambda restore, step: ([], fx.Unrestorable("no cut is left"))  # type: ignore[assignment,return-value]
+    world.disk.restore_earlier = lambda restore, step: ([], fx.Unrestorable("no cut is left"))  # type: ignore[assignment,return-value]
     score(world, None)
     world.run_until(round=18)
     assert "no cut is left" in kinds(world, "alarm")[-1].text

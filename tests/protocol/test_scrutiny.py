@@ -19,8 +19,8 @@ class Trusting(World):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        note = self.invariants._note
-        self.invariants._note = lambda syncer, said: None if said.kind == "refused" else note(syncer, said)
+        note = self.invariants._watch_note
+        self.invariants._watch_note = lambda syncer, said: None if said.kind == "refused" else note(syncer, said)
 
 
 def at_work(learners: int = 3, **settings: Any) -> Trusting:

@@ -112,7 +112,7 @@ class Slotted(Uneven):
                     return
         super().carry_out_learner_effect(learner, effect)
 
-    def learner_handled(
+    def on_learner_event(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
     ) -> None:
         slots = self.slots_of(learner)
@@ -122,7 +122,7 @@ class Slotted(Uneven):
                 slots.made(event.fragment, event.t, slot, event.steps, event.tokens)
             case fx.Adopted(fragment):
                 slots.adopted(fragment)
-        super().learner_handled(learner, event, effects)
+        super().on_learner_event(learner, event, effects)
 
     def _free(self, learner: SimulatedLearner, number: int) -> None:
         if (slot := self.orders.pop((learner.name, number), None)) is not None:

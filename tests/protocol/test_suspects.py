@@ -16,8 +16,8 @@ class Watched(World):
 
     suspects: frozenset[str] = frozenset()
 
-    def merged(self, merge: fx.Merge) -> fx.SyncerEvent:
-        event = super().merged(merge)
+    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent:
+        event = super().answer_merge(merge)
         assert isinstance(event, fx.Merged)
         return replace(event, judged=tuple(self._judged(part.learner) for part in merge.parts))
 

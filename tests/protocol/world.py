@@ -15,7 +15,7 @@ from atoll.protocol.messages import Contribution
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.simulate import world as simulated
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.simulated_learner import TENSORS, SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
 from atoll.simulate.training import Payload, Training
@@ -105,7 +105,7 @@ class World(simulated.World):
         """The syncer's process is another one, with another run."""
         self._disconnect_all()
         self.begun = records.Begun(run, self.settings, {}, (), "plan")
-        self.disk = Disk(self.begun, self.random)
+        self.disk = SimulatedDisk(self.begun, self.random)
         self.disk.claim = 1
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), list(self.theta))
         self.simulated_syncers = [self.simulated_syncer]
@@ -268,25 +268,25 @@ class World(simulated.World):
     def _do(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
         super().carry_out_learner_effect(learner, effect)
 
-    def noted(self, note: fx.Note) -> None:
+    def on_note(self, note: fx.Note) -> None:
         self.notes.append((self.now, note))
 
-    def cut_complete(self, cut: fx.CompleteCut) -> None:
+    def on_cut_complete(self, cut: fx.CompleteCut) -> None:
         self.complete.append(cut)
 
-    def informed(self, learner: SimulatedLearner, progress: float) -> None:
+    def on_inform(self, learner: SimulatedLearner, progress: float) -> None:
         learner.informed.append(progress)
 
-    def stepped(self, learner: Training) -> None:
+    def on_step(self, learner: Training) -> None:
         learner.history.append(tuple(learner.theta))
 
-    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         learner.adoptions.append((learner.t, adopt.fragment, adopt.version))
-        super().adopted(learner, adopt, value, dropped)
+        super().on_adoption(learner, adopt, value, dropped)
 
-    def begin(self, syncer: SimulatedSyncer) -> None:
+    def begin_term(self, syncer: SimulatedSyncer) -> None:
         """The first to come back sets a new term going."""
 
-    def close(self, syncer: SimulatedSyncer) -> object:
+    def close_run(self, syncer: SimulatedSyncer) -> object:
         self.finished = True
         return None

@@ -20,7 +20,7 @@ from atoll.protocol.syncer.ending import RunEnd
 from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.membership import Membership
 from atoll.protocol.syncer.rounds import Rounds
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import SimulatedDisk
 
 # ---- durability ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def _any_term(plain: Plain) -> Any:
 
 
 def _unfenced(plain: Plain) -> Any:
-    def broken(self: Disk, term: int) -> bool:
+    def broken(self: SimulatedDisk, term: int) -> bool:
         claim, self.claim = self.claim, term
         try:
             return bool(plain(self, term))
@@ -108,7 +108,7 @@ def _unfenced(plain: Plain) -> Any:
 
 
 mutant("a learner heeds a term that is over", (ConnectionState, "accepts_message", _any_term))
-mutant("the store takes what a deposed syncer writes", (Disk, "end", _unfenced))
+mutant("the store takes what a deposed syncer writes", (SimulatedDisk, "end_append", _unfenced))
 
 
 def _never_fenced(plain: Plain) -> Any:

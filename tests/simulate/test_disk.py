@@ -7,13 +7,13 @@ import random
 from atoll.protocol.history import History
 from atoll.protocol.records import Begun, Ended, Joined, Merged, Passed, Reigned, Share, Started
 from atoll.protocol.settings import Settings
-from atoll.simulate.disk import Disk, Entry
+from atoll.simulate.disk import Entry, SimulatedDisk
 
 BEGUN = Begun("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
 
 
-def disk(*, every_round: bool = True, seed: int = 0) -> Disk:
-    made = Disk(BEGUN, random.Random(seed), sync_s=0.1, every_round=every_round)
+def disk(*, every_round: bool = True, seed: int = 0) -> SimulatedDisk:
+    made = SimulatedDisk(BEGUN, random.Random(seed), sync_s=0.1, every_round=every_round)
     made.claim, made.start = 1, [1.0]
     return made
 
@@ -24,17 +24,17 @@ def entries(count: int) -> list[Entry]:
 
 def test_what_is_being_written_does_not_count_yet() -> None:
     one = disk()
-    assert one.begin(1, entries(2)) == 0.1
+    assert one.begin_append(1, entries(2)) == 0.1
     assert one.journal == []
-    assert one.end(1) and len(one.journal) == 2
+    assert one.end_append(1) and len(one.journal) == 2
 
 
 def test_a_crash_in_the_middle_leaves_a_prefix() -> None:
     left = set()
     for seed in range(30):
         one = disk(seed=seed)
-        one.begin(1, entries(3))
-        one.abandon(1)
+        one.begin_append(1, entries(3))
+        one.abandon_append(1)
         assert one.journal == [record for record, _ in entries(3)][: len(one.journal)]
         left.add(len(one.journal))
     assert left == {0, 1, 2, 3}
@@ -42,16 +42,16 @@ def test_a_crash_in_the_middle_leaves_a_prefix() -> None:
 
 def test_a_term_that_was_claimed_past_writes_nothing_that_counts() -> None:
     one = disk()
-    one.begin(1, entries(1))
+    one.begin_append(1, entries(1))
     one.claim_term(History(BEGUN))
-    assert not one.end(1)
+    assert not one.end_append(1)
     assert [type(record) for record in one.journal] == [Reigned]
 
 
 def test_a_power_cut_takes_what_was_never_synced() -> None:
     one = disk(every_round=False)
     one.append(entries(2))
-    one.keep(0, History(BEGUN).state(), [1.0], place=1)
+    one.keep_cut(0, History(BEGUN).state(), [1.0], place=1)
     assert one.power_cut() == 1 and len(one.journal) == 1 and one.losses == 1
     kept = disk()
     kept.append(entries(2))
@@ -61,8 +61,8 @@ def test_a_power_cut_takes_what_was_never_synced() -> None:
 def test_the_end_of_a_run_is_synced_with_all_before_it_whatever_the_durability() -> None:
     one = disk(every_round=False)
     one.append(entries(2))
-    assert one.begin(1, [(Ended("asked to"), None)]) == one.sync_s
-    assert one.end(1)
+    assert one.begin_append(1, [(Ended("asked to"), None)]) == one.sync_s
+    assert one.end_append(1)
     assert one.power_cut() == 0 and len(one.journal) == 3
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.simulate import campaign
-from atoll.simulate.campaign import Plan
+from atoll.simulate.campaign import SeedPlan
 from atoll.simulate.faults import Fault
 from atoll.simulate.reports import explain_failure, report, shrink
 
@@ -23,7 +23,7 @@ def test_it_takes_no_more_runs_than_it_may() -> None:
     assert len(runs) == 7
 
 
-def planted(monkeypatch: pytest.MonkeyPatch) -> Plan:
+def planted(monkeypatch: pytest.MonkeyPatch) -> SeedPlan:
     """A contribution that is said twice is not known again; it takes a world in which things are said twice."""
     monkeypatch.setattr(Rounds, "has_given", lambda *arguments: False)
     faults = (
@@ -33,7 +33,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Plan:
         Fault(50.0, "kill", 2, 3.0),
     )
     plan = campaign.plan(1, 3)
-    return Plan(1, plan.options, faults)
+    return SeedPlan(1, plan.options, faults)
 
 
 def test_a_planted_fault_is_found_shrunk_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

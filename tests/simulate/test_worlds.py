@@ -44,11 +44,11 @@ def test_thousands_of_worlds(block: int) -> None:
 class EndingWorld(LinkedWorld):
     """It begins a term and comes to its end as the simulator's own does."""
 
-    def begin(self, syncer: SimulatedSyncer) -> None:
-        World.begin(self, syncer)
+    def begin_term(self, syncer: SimulatedSyncer) -> None:
+        World.begin_term(self, syncer)
 
-    def close(self, syncer: SimulatedSyncer) -> object:
-        return World.close(self, syncer)
+    def close_run(self, syncer: SimulatedSyncer) -> object:
+        return World.close_run(self, syncer)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -131,7 +131,7 @@ def test_each_fault_alone_is_lived_through(kind: str) -> None:
     plan = campaign.plan(1, 3)
     target = 1 if kind in LEARNER_FAULTS else -1
     faults = tuple(Fault(at, kind, target, 7.0, 3) for at in (9.0, 31.0))  # type: ignore[arg-type]
-    outcome = campaign.run(campaign.Plan(1, plan.options, faults))
+    outcome = campaign.run(campaign.SeedPlan(1, plan.options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 
 
@@ -156,7 +156,7 @@ def test_an_end_that_never_got_to_the_disk_is_asked_for_again() -> None:
         Fault(73.4, "interrupt", 0, 0.7, 230),
         Fault(73.8, "end"),
     )
-    outcome = campaign.run(campaign.Plan(1, options, faults))
+    outcome = campaign.run(campaign.SeedPlan(1, options, faults))
     assert not outcome.invariant, f"{outcome.invariant}: {outcome.message}"
 
 
@@ -188,7 +188,7 @@ class Watched(World):
 def test_drained_learners_come_back_with_what_they_saved_or_without_or_not_at_all(
     kind: Kind, number: int, back: list[bool]
 ) -> None:
-    plan = campaign.Plan(1, campaign.plan(1, 3).options, (Fault(20.0, kind, 1, 5.0, number),))
+    plan = campaign.SeedPlan(1, campaign.plan(1, 3).options, (Fault(20.0, kind, 1, 5.0, number),))
     world = campaign.make(plan, Watched)
     assert isinstance(world, Watched)
     world.run(60.0)

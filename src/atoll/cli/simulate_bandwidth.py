@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from atoll.cli.lists import count, counts, names, number, numbers, one_form, print_csv, print_json, significant, words
-from atoll.estimate.bandwidth import BITS, LEAST, METHODS, MOST, BandwidthAnswer, BandwidthCase, Spread, cases, profile
+from atoll.estimate.bandwidth import (
+    BITS,
+    LEAST,
+    METHODS,
+    MOST,
+    BandwidthAnswer,
+    BandwidthCase,
+    SpreadRun,
+    cases,
+    profile,
+)
 from atoll.observe.figures import table
 from atoll.protocol.errors import ConfigError
 
@@ -75,7 +85,7 @@ def bandwidth(
         draw(plot, asked, answers, chosen.provenance)
 
 
-def _changed(run: Spread, **given: Changed) -> Spread:
+def _changed(run: SpreadRun, **given: Changed) -> SpreadRun:
     """The profile's settings with those of the command line in their place."""
     changes = {name: _value(name, text) for name, text in given.items() if text is not None}
     return msgspec.structs.replace(run, **changes)

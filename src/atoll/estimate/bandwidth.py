@@ -54,7 +54,7 @@ BACKWARD = 2 / 3
 LEAST, MOST = 1e-9, 1e18
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class SpreadRun(msgspec.Struct, frozen=True, kw_only=True):
     """One model trained in several data centers: what the traffic between them depends on."""
 
     step_s: float = 1.0
@@ -133,14 +133,14 @@ class Bound(NamedTuple):
     fixed_s: float
 
 
-def data_parallel(run: Spread) -> list[Bound]:
+def data_parallel(run: SpreadRun) -> list[Bound]:
     gbit = run.gbit(GRADIENT_BITS) * run.hops / run.datacenters
     latency_s = run.hops * run.latency_s
     hidden_s = BACKWARD * run.step_s * (1 - 1 / run.layers)
     return [Bound(gbit, latency_s - hidden_s), Bound(gbit / run.layers, latency_s)]
 
 
-def decoupled(run: Spread) -> list[Bound]:
+def decoupled(run: SpreadRun) -> list[Bound]:
     rate = run.fragments / run.sync_every
     at_once = max(1.0, rate * run.overlap)
     way = under_way(run)
@@ -148,19 +148,19 @@ def decoupled(run: Spread) -> list[Bound]:
     return [wait, Bound(load_gbit(run) / run.sync_every, -run.step_s)]
 
 
-def under_way(run: Spread) -> Bound:
+def under_way(run: SpreadRun) -> Bound:
     """The time from the sending of a fragment to its return."""
     up, down = loads_gbit(run)
     gbit, hops = (up, run.hops) if run.topology == "ring" else (up + down, 2 if run.datacenters > 1 else 0)
     return Bound(gbit / run.fragments, hops * run.latency_s)
 
 
-def load_gbit(run: Spread) -> float:
+def load_gbit(run: SpreadRun) -> float:
     """What the link of a data center carries in H steps, in the direction that has more of it: f·S."""
     return max(loads_gbit(run))
 
 
-def loads_gbit(run: Spread) -> tuple[float, float]:
+def loads_gbit(run: SpreadRun) -> tuple[float, float]:
     """What the link of a data center carries in H steps: up, and down."""
     if run.datacenters > run.learners:
         raise ConfigError(
@@ -196,25 +196,25 @@ def bandwidth(bounds: Sequence[Bound], step_s: float, wanted: float) -> float:
     return max(bound.gbit / (exposed_s - bound.fixed_s) for bound in bounds)
 
 
-def effective_h(run: Spread, gbit_s: float, down_gbit_s: float | None = None) -> float:
+def effective_h(run: SpreadRun, gbit_s: float, down_gbit_s: float | None = None) -> float:
     """H where the link keeps up with it, otherwise the H that it keeps up with. `down_gbit_s`: of a link that is not as
     wide down as it is up."""
     return max([run.sync_every, *(legs_s / run.step_s for legs_s in _legs_s(run, gbit_s, down_gbit_s))])
 
 
-def away_steps(run: Spread, gbit_s: float, down_gbit_s: float | None = None) -> float:
+def away_steps(run: SpreadRun, gbit_s: float, down_gbit_s: float | None = None) -> float:
     """Steps from the sending of a fragment to its return."""
     legs = 1 if run.topology == "ring" else 2
     legs_s = sum(_legs_s(run, gbit_s, down_gbit_s)[:legs]) / run.fragments
     return (legs_s + under_way(run).fixed_s) / run.step_s
 
 
-def late_steps(run: Spread, gbit_s: float) -> float:
+def late_steps(run: SpreadRun, gbit_s: float) -> float:
     """By how many steps a fragment returns later than τ."""
     return max(0.0, away_steps(run, gbit_s) - run.overlap)
 
 
-def _legs_s(run: Spread, gbit_s: float, down_gbit_s: float | None) -> list[float]:
+def _legs_s(run: SpreadRun, gbit_s: float, down_gbit_s: float | None) -> list[float]:
     """The seconds that all fragments take up, and down."""
     widths = (gbit_s, gbit_s if down_gbit_s is None else down_gbit_s)
     return [load / width if load else 0.0 for load, width in zip(loads_gbit(run), widths, strict=True)]
@@ -245,7 +245,7 @@ class BandwidthCase(msgspec.Struct, frozen=True):
     """A method in a place."""
 
     method: Method
-    run: Spread
+    run: SpreadRun
 
     @property
     def bounds(self) -> list[Bound]:
@@ -276,7 +276,7 @@ class BandwidthCase(msgspec.Struct, frozen=True):
 
 
 def cases(
-    run: Spread, methods: Iterable[Method], codecs: Sequence[Codec], steps_s: Iterable[float], places: Iterable[int]
+    run: SpreadRun, methods: Iterable[Method], codecs: Sequence[Codec], steps_s: Iterable[float], places: Iterable[int]
 ) -> list[BandwidthCase]:
     """Every combination once, in the order of the published tables."""
     return list(
@@ -293,7 +293,7 @@ def cases(
 
 @dataclass(frozen=True, slots=True)
 class BandwidthProfile:
-    run: Spread
+    run: SpreadRun
     codecs: tuple[Codec, ...]
     """Of the fragments, where nobody says."""
     provenance: str
@@ -301,18 +301,18 @@ class BandwidthProfile:
 
 PROFILES = {
     "paper-table": BandwidthProfile(
-        Spread(sync_every=100, fragments=18, overlap=2),
+        SpreadRun(sync_every=100, fragments=18, overlap=2),
         ("bf16", "int4"),
         "H = 100, Pτ = 36 and 60 layers fit the published table (arXiv 2604.21428): a fit, not the authors' values.",
     ),
     "paper": BandwidthProfile(
-        Spread(sync_every=24, fragments=24, overlap=2),
+        SpreadRun(sync_every=24, fragments=24, overlap=2),
         ("bf16", "int4"),
         "H = P = 24 and τ = 2 as in the paper's text (arXiv 2604.21428); its table comes from other settings, "
         "see paper-table. 60 layers are a fit, not the authors' value.",
     ),
     "atoll": BandwidthProfile(
-        Spread(sync_every=24, fragments=24, overlap=2, topology="star", down=VERSIONS),
+        SpreadRun(sync_every=24, fragments=24, overlap=2, topology="star", down=VERSIONS),
         ("bf16",),
         "What this software does by default: a star through the syncer, H = P = 24, τ = 2; contributions go up as the "
         "codec says, versions come down in fp32. 60 layers for data-parallel are a fit to the published table, not the "

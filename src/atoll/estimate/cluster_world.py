@@ -136,7 +136,7 @@ class ClusterWorld(World):
         self.crash_syncer(self._profile.syncer.down_s)
         self._crash_later(dice)
 
-    def noted(self, note: fx.Note) -> None:
+    def on_note(self, note: fx.Note) -> None:
         if note.kind == "round":
             members, live = note.data["members"], note.data["live"]
             assert isinstance(members, tuple) and isinstance(live, int)

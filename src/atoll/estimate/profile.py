@@ -98,7 +98,7 @@ class Preemption(ProfilePart, frozen=True):
     """On average, exponential."""
 
 
-class Scavenged(ProfilePart, frozen=True):
+class ScavengedCompute(ProfilePart, frozen=True):
     """Learners on top of the others, which are there for some hours of every day."""
 
     learners: int = 0
@@ -140,7 +140,7 @@ class Profile(ProfilePart, frozen=True):
     racks: Racks = Racks()
     regions: Regions = Regions()
     preemption: Preemption = Preemption()
-    scavenged: Scavenged = Scavenged()
+    scavenged: ScavengedCompute = ScavengedCompute()
     syncer: SyncerOutages = SyncerOutages()
     rules: RoundRules = RoundRules()
 

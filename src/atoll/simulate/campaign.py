@@ -135,7 +135,7 @@ def _data(dice: random.Random) -> dict[str, Any]:
     return {"data": data, "epochs": dice.choice([0, 0, 0, 2]), "batch": dice.choice([1, 2, 4])}
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SeedPlan(msgspec.Struct, frozen=True):
     """All that a seed decides."""
 
     seed: int
@@ -156,16 +156,16 @@ class Outcome(msgspec.Struct, frozen=True):
     fragment: int = -1
 
 
-def plan(seed: int, learners: int | None = None) -> Plan:
+def plan(seed: int, learners: int | None = None) -> SeedPlan:
     dice = random.Random(seed)
     drawn = draw_options(dice, learners)
-    return Plan(seed, drawn, tuple(draw_faults(dice, drawn.settings.learners, drawn.faults_s)))
+    return SeedPlan(seed, drawn, tuple(draw_faults(dice, drawn.settings.learners, drawn.faults_s)))
 
 
 # ---- the run of a seed -----------------------------------------------------------------------------------------------
 
 
-def make(plan: Plan, world: type[World] = World, *, traced: bool = True) -> World:
+def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> World:
     """The world of a plan, before anything has happened in it; `traced`: with a hash of all that will."""
     drawn = plan.options
     made = world(
@@ -197,7 +197,7 @@ def _first_join(world: World, number: int, drawn: Options) -> None:
     world.network.dial_later(learner)
 
 
-def run(plan: Plan, world: World | None = None) -> Outcome:
+def run(plan: SeedPlan, world: World | None = None) -> Outcome:
     world = world or make(plan)
     try:
         _run(world, plan.options)
@@ -209,7 +209,7 @@ def run(plan: Plan, world: World | None = None) -> Outcome:
     return _outcome(plan, world)
 
 
-def _outcome(plan: Plan, world: World, *broken: Any) -> Outcome:
+def _outcome(plan: SeedPlan, world: World, *broken: Any) -> Outcome:
     trace = world.trace.hexdigest() if world.trace is not None else ""
     counted = (plan.options.settings.learners, world.events, world.syncer.committed, trace)
     return Outcome(plan.seed, *counted, *broken)
@@ -289,7 +289,7 @@ def _becomes_current(world: World) -> None:
         _until(world, world.now + LOOK_S)
     if not _is_running(world):
         return
-    world.invariants.drains.have_left()
+    world.invariants.drains.check_all_left()
     if world.syncer.committed < first + settings.sync_every and not _all_stopped(world):
         said = f"{world.syncer.committed - first} rounds since the faults stopped, not {settings.sync_every}"
         raise Violation("current within H rounds", said)

@@ -37,7 +37,7 @@ class KeptCut:
     """How many of the journal's records its history holds."""
 
 
-class Disk:
+class SimulatedDisk:
     def __init__(self, begun: Begun, dice: random.Random, *, sync_s: float = 0.0, every_round: bool = True) -> None:
         self.begun, self.random = begun, dice
         self.sync_s, self.every_round = sync_s, every_round
@@ -61,12 +61,12 @@ class Disk:
 
     # ---- appends ------------------------------------------------------------------------------------------------
 
-    def begin(self, term: int, entries: list[Entry]) -> float:
+    def begin_append(self, term: int, entries: list[Entry]) -> float:
         """Start to write; how long it takes."""
         self._writing[term] = entries
         return self.sync_s * self.slow if self._is_synced(entries) else 0.0
 
-    def end(self, term: int) -> bool:
+    def end_append(self, term: int) -> bool:
         """It is written. False: another term was claimed meanwhile, so it counts for nothing."""
         entries = self._writing.pop(term)
         if self.claim != term:
@@ -85,7 +85,7 @@ class Disk:
     def _is_synced(self, entries: Sequence[Entry]) -> bool:
         return self.every_round or must_be_synced(record for record, _ in entries)
 
-    def abandon(self, term: int) -> None:
+    def abandon_append(self, term: int) -> None:
         """The writer died: a prefix of what it was writing is there, or nothing, or all of it."""
         entries = self._writing.pop(term, None)
         if entries is not None and self.claim == term:
@@ -102,7 +102,7 @@ class Disk:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def keep(self, cut: int, history: State, theta: list[float], place: int) -> None:
+    def keep_cut(self, cut: int, history: State, theta: list[float], place: int) -> None:
         """Durable, and the journal up to it."""
         self.synced = max(self.synced, place)
         self.cuts[cut] = KeptCut(history, theta, place)
@@ -134,7 +134,7 @@ class Disk:
             theta[record.fragment] -= step * payload
         return theta
 
-    def earlier(self, restore: Restore, step: float) -> tuple[list[float], Restorable]:
+    def restore_earlier(self, restore: Restore, step: float) -> tuple[list[float], Restorable]:
         """The values after so many rounds, by the whole journal."""
         history, theta, place = History(self.begun), list[float](), 0
         while not history.started or history.committed < restore.round:

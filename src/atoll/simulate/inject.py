@@ -29,8 +29,8 @@ def schedule(world: World, faults: list[Fault]) -> None:
 def _begin(world: World, fault: Fault) -> object:
     if world.finished:
         return False
-    world.happened(fault)
-    world.invariants.drains.happened(fault)
+    world.on_fault(fault)
+    world.invariants.drains.watch_fault(fault)
     if fault.target >= 0:
         learner = world.learners.get(f"learner-{fault.target}")
         return LEARNER_FAULTS[fault.kind](world, learner, fault) if learner is not None else False
@@ -66,7 +66,7 @@ def come_back(world: World, learner: SimulatedLearner) -> object:
 def leave(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     if not learner.alive or learner.frozen:
         return False
-    world.network.leave(learner, "it was asked to go")
+    world.network.say_goodbye(learner, "it was asked to go")
     world.end_process(learner)
     mend_later(world, fault, lambda: come_back(world, learner))
     return None
@@ -178,7 +178,7 @@ def _jump(world: World, learner: SimulatedLearner, fault: Fault) -> None:
 
 
 def _reset(world: World, learner: SimulatedLearner, fault: Fault) -> None:
-    world.network.reset(learner, "connection reset")
+    world.network.reset_connection(learner, "connection reset")
 
 
 def _partition(up: bool, down: bool) -> Callable[[World, SimulatedLearner, Fault], object]:
@@ -310,7 +310,7 @@ def _bounce(world: World, name: str) -> object:
     learner = world.learners.get(name)
     if learner is None or not learner.alive or learner.frozen:
         return False
-    world.network.reset(learner, "connection reset")
+    world.network.reset_connection(learner, "connection reset")
     return None
 
 
@@ -323,7 +323,7 @@ def _stop(world: World, fault: Fault) -> bool:
     if not syncer.alive or syncer.paused:
         return False
     syncer.stop()
-    world.network.silent(syncer)
+    world.network.stop_pings(syncer)
     mend_later(world, fault, lambda: syncer.wake_up() if syncer.paused and syncer.alive else False)
     return True
 

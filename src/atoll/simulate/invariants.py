@@ -50,7 +50,7 @@ from atoll.protocol.messages import (
 )
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.learner_checks import Drains, LearnerChecks
 from atoll.simulate.oracle import Oracle, Violation
 from atoll.simulate.simulated_learner import SimulatedLearner
@@ -69,7 +69,7 @@ class Invariants:
     def __init__(
         self,
         settings: Settings,
-        disk: Disk,
+        disk: SimulatedDisk,
         syncer: SimulatedSyncer,
         learners: Mapping[str, SimulatedLearner],
         *,
@@ -82,7 +82,7 @@ class Invariants:
         self._newest = syncer
         """The syncer of the newest term."""
         self.drains = Drains(settings, learners, trip_s, syncer)
-        self.oracle = Oracle(disk, settings.fragments, outer_lr, gradient, self.drains.closed)
+        self.oracle = Oracle(disk, settings.fragments, outer_lr, gradient, self.drains.watch_closed_account)
         self.told = [-1] * settings.fragments
         """The newest version of every fragment that any learner was told of."""
         self.learner_checks = LearnerChecks(self.oracle, disk)
@@ -105,7 +105,7 @@ class Invariants:
         """Another process, which knows what is durable: nothing that was told may be missing."""
         self._newest = syncer
         oracle, machine = self.oracle, syncer.machine
-        if oracle.again():
+        if oracle.restart_if_lost():
             self.told = [min(told, kept) for told, kept in zip(self.told, oracle.versions, strict=True)]
         oracle.catch_up()
         for fragment, told in enumerate(self.told):
@@ -128,7 +128,7 @@ class Invariants:
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")
         if type(event) is fx.DrainAsked:
-            self.drains.requested(syncer, event.learner)
+            self.drains.watch_request(syncer, event.learner)
         if syncer is not self._newest:
             return
         progress = machine.progress
@@ -138,7 +138,7 @@ class Invariants:
             raise Violation("clocks", f"progress goes back from {self._progress} to {progress}")
         self._progress = progress
         self._check_step(machine)
-        self.timing.check(syncer, now, event)
+        self.timing.watch_syncer(syncer, now, event)
         if type(event) is not fx.Delivered:
             self._check_accounts(syncer)
         if machine.peers.open:
@@ -189,15 +189,15 @@ class Invariants:
         """What it does, in the order in which it is carried out."""
         match effect:
             case fx.Send(learner, message):
-                self._sent(syncer, learner, message)
+                self._watch_message(syncer, learner, message)
             case fx.Note() if syncer is self._newest:
-                self._note(syncer, effect)
+                self._watch_note(syncer, effect)
             case fx.Persist():
                 self.oracle.catch_up()
             case fx.Merge(number, fragment, parts):
-                self._merge(syncer, number, fragment, parts)
+                self._watch_merge(syncer, number, fragment, parts)
             case fx.CompleteCut():
-                self.timing.completed(effect)
+                self.timing.watch_cut(effect)
             case fx.CommitRestored(versions):
                 # Held against these versions and not the newest: a syncer that stood still since its record was
                 # written may have a successor by now.
@@ -206,11 +206,11 @@ class Invariants:
                     said = f"the run is rolled back to {syncer.restored}, it was {written} then"
                     raise Violation("Θ is the replay of the journal", said)
             case fx.Commit(number, fragment, version):
-                self._commit(syncer, number, fragment, version)
+                self._watch_commit(syncer, number, fragment, version)
             case _:
                 pass
 
-    def _sent(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
+    def _watch_message(self, syncer: SimulatedSyncer, learner: str, message: FromSyncer) -> None:
         if syncer is self._newest:
             if message.clock is not self._clock:
                 if not knows(message.clock, self._clock):
@@ -222,30 +222,30 @@ class Invariants:
             case Announce(round=number, fragment=fragment, version=version):
                 if number >= self.oracle.committed:
                     raise Violation("acknowledged = durable", f"round {number} is told, not written", learner, fragment)
-                self._telling(fragment, version, learner)
+                self._check_told(fragment, version, learner)
                 return
             case Welcome(versions=versions) | Finish(versions=versions):
                 for fragment, version in enumerate(versions):
-                    self._telling(fragment, version, learner)
+                    self._check_told(fragment, version, learner)
             case Pull():
                 if syncer is self._newest:
-                    self.timing.asked(syncer, learner, message)
-                    self.drains.asked(learner)
+                    self.timing.watch_pull(syncer, learner, message)
+                    self.drains.watch_pull(learner)
                 return
             case Help():
-                self.learner_checks.asked(message, syncer.served)  # a deposed syncer knows of nothing newer
+                self.learner_checks.watch_help(message, syncer.served)  # a deposed syncer knows of nothing newer
             case _:
                 pass
         if (wrong := unwritten(self.oracle, learner, message)) is not None:
             raise Violation("acknowledged = durable", f"{wrong}, which is not written down", learner)
 
-    def _telling(self, fragment: int, version: int, learner: str) -> None:
+    def _check_told(self, fragment: int, version: int, learner: str) -> None:
         if version > self.oracle.versions[fragment]:
             said = f"{learner} is told of version {version} of fragment {fragment}, which is not written down"
             raise Violation("acknowledged = durable", said, learner, fragment)
         self.told[fragment] = max(self.told[fragment], version)
 
-    def _merge(self, syncer: SimulatedSyncer, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
+    def _watch_merge(self, syncer: SimulatedSyncer, number: int, fragment: int, parts: tuple[fx.Part, ...]) -> None:
         if number != syncer.machine.committed:
             said = f"round {number} is merged where round {syncer.machine.committed} is due"
             raise Violation("versions +1", said, fragment=fragment)
@@ -254,7 +254,7 @@ class Invariants:
                 said = f"round {number} merges a contribution of {part.learner} that never came"
                 raise Violation("merged at most once", said, part.learner, fragment)
 
-    def _commit(self, syncer: SimulatedSyncer, number: int, fragment: int, version: int) -> None:
+    def _watch_commit(self, syncer: SimulatedSyncer, number: int, fragment: int, version: int) -> None:
         oracle, staged = self.oracle, syncer.staged[fragment][1]
         if oracle.committed <= number or oracle.values.get((fragment, version)) is None:
             raise Violation("acknowledged = durable", f"round {number} is committed, not written", fragment=fragment)
@@ -274,17 +274,17 @@ class Invariants:
 
     # ---- notes --------------------------------------------------------------------------------------------------
 
-    def _note(self, syncer: SimulatedSyncer, note: fx.Note) -> None:
+    def _watch_note(self, syncer: SimulatedSyncer, note: fx.Note) -> None:
         data: Any = note.data
-        self.drains.noted(note)
+        self.drains.watch_note(note)
         match note.kind:
             case "round":
                 for member in data["members"]:
-                    self._member(data["fragment"], data["version"], member)
-                self.timing.committed(syncer, data)
-                self._enough(syncer, len(data["members"]), data)
+                    self._check_member(data["fragment"], data["version"], member)
+                self.timing.watch_commit(syncer, data)
+                self._check_member_count(syncer, len(data["members"]), data)
             case "ending":
-                self.drains.ended(syncer, syncer.machine.state.end_reason)
+                self.drains.watch_end(syncer, syncer.machine.state.end_reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")
@@ -312,14 +312,14 @@ class Invariants:
             case _:
                 pass
 
-    def _enough(self, syncer: SimulatedSyncer, members: int, data: Any) -> None:
+    def _check_member_count(self, syncer: SimulatedSyncer, members: int, data: Any) -> None:
         machine = syncer.machine
         if machine.state.draining or machine.settings.synchronous or data["attempt"] > 1:
             return
         if not members:
             raise Violation("quorum", f"round {data['round']} is committed without a member")
 
-    def _member(self, fragment: int, version: int, member: Any) -> None:
+    def _check_member(self, fragment: int, version: int, member: Any) -> None:
         who = (member["learner"], member["incarnation"])
         if who not in self._recovered:
             said = f"{who[0]} (incarnation {who[1]}) contributes without having taken the run's parameters"
@@ -331,13 +331,13 @@ class Invariants:
 
     # ---- what learners do ---------------------------------------------------------------------------------------
 
-    def sends(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
+    def watch_contribution(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
         """A contribution leaves."""
         if learner.waits:
             said = f"{learner.name} sends a contribution while it waits for a peer's state"
             raise Violation("only the recovered contribute", said, learner.name, copy.fragment)
 
-    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def watch_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         f = adopt.fragment
         committed = self.oracle.values.get((f, adopt.version))
         if committed != value and (f, adopt.version, value) not in self.oracle.never_were:
@@ -353,7 +353,7 @@ class Invariants:
             said = f"{learner.name} adopts version {adopt.version} of fragment {f}: more was merged than was there"
             raise Violation("ledger balances", said, learner.name, f)
 
-    def blocks(self, learner: Training) -> None:
+    def watch_block(self, learner: Training) -> None:
         if not self._run_settings.synchronous:
             raise Violation("no step blocks", f"{learner.name} waits after step {learner.t}", learner.name)
 

@@ -27,7 +27,7 @@ from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
 from atoll.protocol.records import Gone
 from atoll.protocol.settings import Settings
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.faults import TO_LEAVE, Fault
 from atoll.simulate.oracle import Oracle, Violation
 from atoll.simulate.simulated_learner import SimulatedLearner
@@ -38,14 +38,14 @@ OF_VERSIONS = frozenset({fx.Arrived, fx.FetchFailed, fx.Fetched, fx.Adopted})
 
 
 class LearnerChecks:
-    def __init__(self, oracle: Oracle, disk: Disk) -> None:
+    def __init__(self, oracle: Oracle, disk: SimulatedDisk) -> None:
         self._oracle, self._disk = oracle, disk
         self._wanted: dict[str, list[int]] = {}
         """Per ticket, what was committed when its peer was asked."""
         self._told: dict[LearnerMachine, tuple[list[int], set[int]]] = {}
         """By machine: the versions that it was told of, and fragments of which it was sent one before it was told."""
 
-    def asked(self, help_: Help, versions: list[int]) -> None:
+    def watch_help(self, help_: Help, versions: list[int]) -> None:
         self._wanted[help_.ticket] = list(versions)
 
     def watch_learner(
@@ -54,28 +54,28 @@ class LearnerChecks:
         """After an event, before its effects are carried out."""
         for effect in effects:
             if type(effect) in WATCHED or (isinstance(effect, fx.Say) and isinstance(effect.message, Leave)):
-                self._does(learner, effect)
+                self._check_effect(learner, effect)
         if type(event) in OF_VERSIONS:
-            self._lacks_nothing(learner, event)
+            self._check_nothing_missing(learner, event)
         line, every_s = learner.machine._connection, learner.machine.settings.heartbeat_s
         if line.connected and learner.clock.last >= line.said_at + every_s:
             said = f"{learner.name} has said nothing for {learner.clock.last - line.said_at:.1f} s"
             raise Violation("a heartbeat", said, learner.name)
 
-    def _does(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
+    def _check_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
         match effect:
             case fx.Say(Leave(reason="the run is over")):
-                self._leaves(learner)
+                self._check_last_leave(learner)
             case fx.Upload(fragment=fragment):
-                self._contributes(learner, fragment)
+                self._check_contribution(learner, fragment)
             case fx.Give(number, ticket):
-                self._gives(learner, number, ticket)
+                self._check_given_state(learner, number, ticket)
             case fx.Supply():
-                self._is_supplied(learner, effect)
+                self._check_supply(learner, effect)
             case _:
                 pass
 
-    def _contributes(self, learner: SimulatedLearner, fragment: int) -> None:
+    def _check_contribution(self, learner: SimulatedLearner, fragment: int) -> None:
         if not any(f == fragment for f, _ in learner.copies):
             said = f"{learner.name} answers with a copy that it has dropped"
             raise Violation("Δ is the learner's own steps", said, learner.name, fragment)
@@ -83,13 +83,13 @@ class LearnerChecks:
             said = f"{learner.name} answers with versions {learner.adopted} (waits for a peer: {learner.waits})"
             raise Violation("only the recovered contribute", said, learner.name, fragment)
 
-    def _gives(self, learner: SimulatedLearner, number: int, ticket: str) -> None:
+    def _check_given_state(self, learner: SimulatedLearner, number: int, ticket: str) -> None:
         wanted, given = self._wanted.get(ticket), learner.given.get(number)
         if wanted and given and any(held < want for held, want in zip(given.held, wanted, strict=True)):
             said = f"{learner.name} gives a state of versions {given.held}, {wanted} were committed when it was asked"
             raise Violation("a state is as new as was asked", said, learner.name)
 
-    def _is_supplied(self, learner: SimulatedLearner, supply: fx.Supply) -> None:
+    def _check_supply(self, learner: SimulatedLearner, supply: fx.Supply) -> None:
         oracle, disk = self._oracle, self._disk
         life = oracle.samples.lives.get((learner.name, learner.machine.incarnation))
         if life is None or learner.leased is None or (disk.losses and learner.term < oracle.term):
@@ -100,13 +100,13 @@ class LearnerChecks:
             said = f"{learner.name} is given leases {new} after {learner.leased.newest}, {due} were granted to it"
             raise Violation("leases come in order", said, learner.name)
 
-    def _leaves(self, learner: SimulatedLearner) -> None:
+    def _check_last_leave(self, learner: SimulatedLearner) -> None:
         final = self._oracle.versions
         if any(held < version for held, version in zip(learner.adopted, final, strict=True)):
             said = f"{learner.name} leaves with versions {learner.adopted}, the run ended with {final}"
             raise Violation("the last to go has the model", said, learner.name)
 
-    def _lacks_nothing(self, learner: SimulatedLearner, event: fx.LearnerEvent) -> None:
+    def _check_nothing_missing(self, learner: SimulatedLearner, event: fx.LearnerEvent) -> None:
         machine = learner.machine
         told, ahead = self._told.setdefault(machine, ([], set()))
         match event:
@@ -158,10 +158,10 @@ class Drains:
         self._ever_to_leave: set[str] = set()
         """Sessions that the syncer of any term was asked to drain: what one sent may arrive after it has died."""
 
-    def happened(self, fault: Fault) -> None:
+    def watch_fault(self, fault: Fault) -> None:
         self._peace = self._peace and fault.kind in TO_LEAVE
 
-    def requested(self, syncer: SimulatedSyncer, name: str) -> None:
+    def watch_request(self, syncer: SimulatedSyncer, name: str) -> None:
         """The syncer has dealt with a request to drain this learner. The process that is meant is the one that has the
         name now: by the time the note of it is written down and told, another process may have taken the name."""
         learner = syncer.machine.members.learners.get(name)
@@ -170,22 +170,22 @@ class Drains:
             if syncer is self._newest:
                 self._to_leave.add(learner.session)
 
-    def begins(self, learner: SimulatedLearner) -> None:
+    def watch_leave_asked(self, learner: SimulatedLearner) -> None:
         """A training process was asked to leave."""
         self._asked.add(learner.session)
         if not learner.leaving.hurried and learner.session not in self._ever_to_leave:
             said = f"{learner.session} leaves, but the drain was meant for another process of its name"
             raise Violation("a drain is of one learner", said, learner.name)
 
-    def leaves(self, learner: SimulatedLearner) -> None:
+    def watch_left(self, learner: SimulatedLearner) -> None:
         """A training process goes."""
         if not any(learner.steps):
             self._gave_all.add((learner.name, learner.machine.incarnation, learner.leaving.why))
-        elif self._peace and not learner.leaving.hurried and self._fits(learner):
+        elif self._peace and not learner.leaving.hurried and self._had_time(learner):
             said = f"{learner.name} leaves with {learner.steps} steps per fragment that no version contains"
             raise Violation("a drain loses nothing", said, learner.name)
 
-    def _fits(self, learner: SimulatedLearner) -> bool:
+    def _had_time(self, learner: SimulatedLearner) -> bool:
         """Whether everybody could have made a cycle while it waited, and a quorum be lowered. Before its first round a
         synchronous run waits for all its learners."""
         settings = self._settings
@@ -196,14 +196,14 @@ class Drains:
         needs_s = (settings.sync_every + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
         return learner.leaving.waits_s >= needs_s
 
-    def closed(self, gone: Gone) -> None:
+    def watch_closed_account(self, gone: Gone) -> None:
         """Its last word came, and with it all its reports: nothing may be lost by them."""
         said = (gone.learner, gone.incarnation, gone.reason) in self._gave_all
         if said and any(gone.lost):
             text = f"{gone.learner} had given all its steps, {gone.lost} tokens of it are lost by the books"
             raise Violation("a drain loses nothing", text, gone.learner)
 
-    def noted(self, note: fx.Note) -> None:
+    def watch_note(self, note: fx.Note) -> None:
         name = str(note.data.get("learner", ""))
         if note.kind == "left":
             self._left.add(name)
@@ -214,7 +214,7 @@ class Drains:
         self._newest = syncer
         self._to_leave.clear()
 
-    def have_left(self) -> None:
+    def check_all_left(self) -> None:
         """Nothing hinders anybody any more."""
         for name, learner in self._learners.items():
             asked = learner.leaving.why or learner.session in self._to_leave
@@ -222,11 +222,11 @@ class Drains:
                 said = f"{name} (stopped: {learner.stopped}) has {learner.steps} steps per fragment left to give"
                 raise Violation("a drained one leaves", said, name)
 
-    def asked(self, learner: str) -> None:
+    def watch_pull(self, learner: str) -> None:
         if learner in self._left:
             raise Violation("who has left is gone", f"{learner} is asked for a contribution", learner)
 
-    def ended(self, syncer: SimulatedSyncer, reason: str) -> None:
+    def watch_end(self, syncer: SimulatedSyncer, reason: str) -> None:
         learners = syncer.machine.members.learners.values()
         if reason == "every learner has stopped" and not any(
             one.stopped and one.session not in self._asked for one in learners

@@ -116,12 +116,12 @@ class Network:
             connection.held_down.append(event)
             return None
         if isinstance(event, fx.Disconnected):
-            return self.lost(learner, event.reason)
+            return self.lose_connection(learner, event.reason)
         return learner.handle_event(event)
 
     # ---- the ends of a connection -------------------------------------------------------------------------------
 
-    def expel(self, syncer: SimulatedSyncer, name: str, reason: str) -> None:
+    def expel_learner(self, syncer: SimulatedSyncer, name: str, reason: str) -> None:
         """The syncer closes it; what it sent before still comes."""
         if (connection := syncer.channels.pop(name, None)) is not None:
             self.queue.call_later(
@@ -131,11 +131,11 @@ class Network:
                 fx.Disconnected(reason),
             )
 
-    def reset(self, learner: SimulatedLearner, reason: str) -> None:
+    def reset_connection(self, learner: SimulatedLearner, reason: str) -> None:
         """It breaks; the syncer hears of it if it can."""
         if (connection := learner.connection) is not None:
             self.closed_by(connection, reason)
-            self.lost(learner, reason)
+            self.lose_connection(learner, reason)
 
     def closed_by(self, connection: Connection, reason: str) -> None:
         """The learner's end is gone: the syncer hears of it once all that was said before has come."""
@@ -144,7 +144,7 @@ class Network:
         at = connection.at("up", now + self.delay())
         self.queue.call_later(at - now, self._come_up, connection, fx.Lost(name, reason))
 
-    def lost(self, learner: SimulatedLearner, reason: str) -> object:
+    def lose_connection(self, learner: SimulatedLearner, reason: str) -> object:
         """A learner's end is gone."""
         learner.connection = None
         learner.handle_event(fx.Disconnected(reason))
@@ -169,7 +169,7 @@ class Network:
             self.queue.call_later(0.0, learner.handle_event, fx.Disconnected(reason))
             self.dial_later(learner)
 
-    def leave(self, learner: SimulatedLearner, reason: str) -> None:
+    def say_goodbye(self, learner: SimulatedLearner, reason: str) -> None:
         """It says goodbye and closes."""
         if (connection := learner.connection) is not None:
             for word in learner.machine.make_goodbye(reason):
@@ -177,7 +177,7 @@ class Network:
             self.closed_by(connection, reason)
             learner.connection = None
 
-    def goodbye(self, learner: SimulatedLearner) -> None:
+    def close_finished(self, learner: SimulatedLearner) -> None:
         """Nothing more will be asked of it."""
         if self.redials and (connection := learner.connection) is not None:
             self.closed_by(connection, "the run is over")
@@ -223,7 +223,7 @@ class Network:
             self.queue.call_later(NOTICE_S, self._notice, connection)
             return False
         self.closed_by(connection, "ping timeout")
-        return self.lost(learner, "the syncer does not answer pings")
+        return self.lose_connection(learner, "the syncer does not answer pings")
 
     def unblock(self, learner: SimulatedLearner, *, up: bool, down: bool) -> None:
         """What was held up comes in a burst, if its connection still stands."""
@@ -235,7 +235,7 @@ class Network:
             while not learner.blocked_down and connection.held_down:
                 self._come_down(connection, connection.held_down.popleft())
 
-    def silent(self, syncer: SimulatedSyncer) -> None:
+    def stop_pings(self, syncer: SimulatedSyncer) -> None:
         """A syncer that stands still answers no pings."""
         for connection in list(syncer.channels.values()):
             self.queue.call_later(NOTICE_S * self.random.uniform(0.5, 1.0), self._notice, connection)

@@ -13,7 +13,7 @@ from math import isfinite
 from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.records import Gone, Granted, Share
-from atoll.simulate.disk import Disk
+from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.training import Payload
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
@@ -37,7 +37,7 @@ class Violation(AssertionError):
 
 
 @dataclass(slots=True)
-class Life:
+class SampleHolder:
     granted: list[Granted] = field(default_factory=list)
     merged_to: int = 0
     over: bool = False
@@ -47,22 +47,22 @@ class Samples:
     """Who holds which samples, and which are in the model, by the records alone."""
 
     def __init__(self) -> None:
-        self.lives: dict[tuple[str, int], Life] = {}
+        self.lives: dict[tuple[str, int], SampleHolder] = {}
         self._held: dict[Pass, dict[int, Piece]] = {}
         self._merged: dict[Pass, dict[int, Piece]] = {}
         """Per pass and lease: what of it is held, and what of it is in the model."""
 
-    def granted(self, lease: Granted) -> None:
+    def add_lease(self, lease: Granted) -> None:
         where = (lease.dataset, lease.epoch)
         for ranges, name in ((self._held, ONE_HOLDER), (self._merged, ISSUED_AGAIN)):
             for start, stop, who in ranges.get(where, {}).values():
                 if start < lease.stop and lease.start < stop:
                     said = f"samples {lease.start} to {lease.stop} of pass {where} go to {lease.learner}"
                     raise Violation(name, f"{said}; {start} to {stop} are {who}'s", lease.learner)
-        self.lives.setdefault((lease.learner, lease.incarnation), Life()).granted.append(lease)
+        self.lives.setdefault((lease.learner, lease.incarnation), SampleHolder()).granted.append(lease)
         self._held.setdefault(where, {})[lease.lease] = (lease.start, lease.stop, lease.learner)
 
-    def merged(self, number: int, share: Share) -> None:
+    def add_merged(self, number: int, share: Share) -> None:
         """All it had taken by then is in the model, or was dropped on the way there."""
         life = self.lives.get((share.learner, share.incarnation))
         if life is None or share.position <= life.merged_to:
@@ -76,7 +76,7 @@ class Samples:
             merged[lease.lease] = (lease.start, stop, share.learner)
         life.merged_to = share.position
 
-    def gone(self, gone: Gone) -> None:
+    def release_life(self, gone: Gone) -> None:
         life = self.lives.get((gone.learner, gone.incarnation))
         if life is None or life.over:
             return
@@ -100,7 +100,7 @@ def _between(granted: list[Granted], low: int, high: int) -> list[tuple[Granted,
 class Oracle:
     def __init__(
         self,
-        disk: Disk,
+        disk: SimulatedDisk,
         fragments: int,
         outer_lr: float,
         gradient: Callable[[int], float],
@@ -142,7 +142,7 @@ class Oracle:
     def term(self) -> int:
         return self.audit.term
 
-    def again(self) -> bool:
+    def restart_if_lost(self) -> bool:
         """Whether the disk lost records that were never synced: what they said never was."""
         if self._losses == self._disk.losses:
             return False
@@ -154,10 +154,10 @@ class Oracle:
     def catch_up(self) -> None:
         journal = self._disk.journal
         while self.place < len(journal):
-            self._take(journal[self.place])
+            self._read_record(journal[self.place])
             self.place += 1
 
-    def _take(self, record: records.AnyRecord) -> None:
+    def _read_record(self, record: records.AnyRecord) -> None:
         try:
             self.audit.take_record(record)
         except BadRun as wrong:
@@ -165,15 +165,15 @@ class Oracle:
             raise Violation("the journal's rules", str(wrong), *about) from wrong
         match record:
             case records.Merged():
-                self._merged(record)
+                self._merge(record)
             case records.Passed():
                 self._pass_round()
             case records.Restored():
-                self._restored(record)
+                self._roll_back(record)
             case records.Granted():
-                self.samples.granted(record)
+                self.samples.add_lease(record)
             case records.Gone():
-                self.samples.gone(record)
+                self.samples.release_life(record)
                 self._account_closed(record)
             case records.Started():
                 self.theta = list(self._disk.start)
@@ -186,10 +186,10 @@ class Oracle:
         self.committed += 1
         self._versions_at.append(list(self.versions))
 
-    def _merged(self, record: records.Merged) -> None:
+    def _merge(self, record: records.Merged) -> None:
         f = record.fragment
         weights = [share.weight for share in record.members]
-        deltas = [share.weight * self._share(record, share).delta for share in record.members]
+        deltas = [share.weight * self._check_share(record, share).delta for share in record.members]
         self.theta[f] -= self._outer_lr * (sum(deltas) / sum(weights))
         self.versions[f] = record.version
         self._pass_round()
@@ -197,7 +197,7 @@ class Oracle:
         if not isfinite(self.theta[f]):
             raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
 
-    def _restored(self, record: records.Restored) -> None:
+    def _roll_back(self, record: records.Restored) -> None:
         """Every fragment goes up by one and holds what it held then."""
         then = self._versions_at[record.round]
         self.theta = [self.values[f, version] for f, version in enumerate(then)]
@@ -205,7 +205,7 @@ class Oracle:
         self._versions_at[-1] = list(self.versions)
         self.values.update({(f, version): self.theta[f] for f, version in enumerate(self.versions)})
 
-    def _share(self, record: records.Merged, share: records.Share) -> Payload:
+    def _check_share(self, record: records.Merged, share: records.Share) -> Payload:
         """What really came from this member, which must be what is written of it, and new."""
         f, who = record.fragment, share.learner
         payload = self.payloads.get((self.term, who, record.round, record.attempt))
@@ -224,7 +224,7 @@ class Oracle:
             said = f"{who} contributes to fragment {f} on version {copy.base}, rolled back with {self.least[f]}"
             raise Violation("only the recovered contribute", said, who, f)
         self._steps_once(record.round, payload, who, f)
-        self.samples.merged(record.round, share)
+        self.samples.add_merged(record.round, share)
         return payload
 
     def _steps_once(self, number: int, payload: Payload, who: str, f: int) -> None:

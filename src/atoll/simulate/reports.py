@@ -15,7 +15,7 @@ import msgspec
 
 from atoll.protocol import effects as fx
 from atoll.simulate import campaign, worker_pool
-from atoll.simulate.campaign import Outcome, Plan
+from atoll.simulate.campaign import Outcome, SeedPlan
 from atoll.simulate.faults import Fault
 from atoll.simulate.simulated_learner import SimulatedLearner
 from atoll.simulate.simulated_syncer import SimulatedSyncer
@@ -51,13 +51,13 @@ class RecordingWorld(World):
     def _say(self, whom: str, text: str) -> None:
         self.lines.append((self.now, whom, text))
 
-    def happened(self, fault: Fault) -> None:
+    def on_fault(self, fault: Fault) -> None:
         self._say("", f"FAULT {fault.line()}")
 
-    def noted(self, note: fx.Note) -> None:
+    def on_note(self, note: fx.Note) -> None:
         self._say(str(note.data.get("learner", "")) or str(note.data.get("members", "")), note.text)
 
-    def syncer_handled(
+    def on_syncer_event(
         self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
     ) -> None:
         if not isinstance(event, fx.Tick):
@@ -65,13 +65,13 @@ class RecordingWorld(World):
         for effect in effects:
             if not isinstance(effect, fx.Note):
                 self._say(_whom(effect), f"{syncer.name} -> {_short(effect)}")
-        super().syncer_handled(syncer, now, event, effects)
+        super().on_syncer_event(syncer, now, event, effects)
 
-    def learner_handled(
+    def on_learner_event(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
     ) -> None:
         self._say(learner.name, f"{learner.session} <- {_short(event)}")
-        super().learner_handled(learner, event, effects)
+        super().on_learner_event(learner, event, effects)
 
     def about(self, learner: str, fragment: int, count: int = LINES) -> list[str]:
         """The last lines that concern this learner, or this fragment, or everybody."""
@@ -79,13 +79,13 @@ class RecordingWorld(World):
         return [f"{at:9.3f} {text[:WIDTH]}" for at, text in wanted[-count:]]
 
 
-def explain_failure(outcome: Outcome, plan: Plan) -> FailureReport:
+def explain_failure(outcome: Outcome, plan: SeedPlan) -> FailureReport:
     """Shrink the schedule, then run what is left once more and listen."""
 
     def fails(faults: Sequence[Fault]) -> bool:
-        return campaign.run(Plan(plan.seed, plan.options, tuple(faults))).invariant == outcome.invariant
+        return campaign.run(SeedPlan(plan.seed, plan.options, tuple(faults))).invariant == outcome.invariant
 
-    fewer = Plan(plan.seed, plan.options, tuple(shrink(plan.faults, fails)))
+    fewer = SeedPlan(plan.seed, plan.options, tuple(shrink(plan.faults, fails)))
     world = campaign.make(fewer, RecordingWorld)
     assert isinstance(world, RecordingWorld)
     last = campaign.run(fewer, world)

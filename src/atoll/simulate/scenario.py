@@ -56,7 +56,7 @@ class TapeWorld(World):
                 pass
         super().carry_out_learner_effect(learner, effect)
 
-    def learner_handled(
+    def on_learner_event(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
     ) -> None:
         match event:
@@ -69,17 +69,17 @@ class TapeWorld(World):
                 self._say(learner, tape.Took(t, ticket))
             case _:
                 pass
-        super().learner_handled(learner, event, effects)
+        super().on_learner_event(learner, event, effects)
 
-    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         assert isinstance(learner, SimulatedLearner)
         gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in learner.copies
         rule = "overwrite" if adopt.rule == "carry" and gone else adopt.rule
         copy_t = adopt.copy_t if rule == "carry" and adopt.copy_t is not None else -1
         self._say(learner, tape.Adopted(learner.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
-        super().adopted(learner, adopt, value, dropped)
+        super().on_adoption(learner, adopt, value, dropped)
 
-    def stepped(self, learner: Training) -> None:
+    def on_step(self, learner: Training) -> None:
         assert isinstance(learner, SimulatedLearner)
         if (heard := self._heard.pop(learner.session, None)) is not None:
             self._say(learner, tape.Informed(learner.t, heard.committed, heard.progress, heard.global_step))

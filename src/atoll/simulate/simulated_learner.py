@@ -48,9 +48,9 @@ class LearnerNetwork(Protocol):
 
     def disconnect(self, learner: SimulatedLearner, reason: str) -> None: ...
 
-    def leave(self, learner: SimulatedLearner, reason: str) -> None: ...
+    def say_goodbye(self, learner: SimulatedLearner, reason: str) -> None: ...
 
-    def goodbye(self, learner: SimulatedLearner) -> None: ...
+    def close_finished(self, learner: SimulatedLearner) -> None: ...
 
     def if_same(self, learner: SimulatedLearner, machine: LearnerMachine, event: fx.LearnerEvent) -> object: ...
 
@@ -66,23 +66,23 @@ class LearnerWorld(TrainingWorld, Protocol):
     @property
     def network(self) -> LearnerNetwork: ...
 
-    def learner_handled(
+    def on_learner_event(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: list[fx.LearnerEffect]
     ) -> None: ...
 
     def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None: ...
 
-    def contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None: ...
+    def on_contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None: ...
 
-    def leave_asked(self, learner: SimulatedLearner) -> None: ...
+    def on_leave_asked(self, learner: SimulatedLearner) -> None: ...
 
-    def left(self, learner: SimulatedLearner) -> None: ...
+    def on_left(self, learner: SimulatedLearner) -> None: ...
 
     def end_process(self, learner: SimulatedLearner) -> None: ...
 
-    def informed(self, learner: SimulatedLearner, progress: float) -> None: ...
+    def on_inform(self, learner: SimulatedLearner, progress: float) -> None: ...
 
-    def noted(self, note: fx.Note) -> None: ...
+    def on_note(self, note: fx.Note) -> None: ...
 
 
 class SimulatedLearner(Training):
@@ -165,7 +165,7 @@ class SimulatedLearner(Training):
         world, machine = self.world, self.machine
         now = self.clock.read(world.queue.now, least)
         effects = machine.handle(now, event)
-        world.learner_handled(self, event, effects)
+        world.on_learner_event(self, event, effects)
         for effect in effects:
             world.carry_out_learner_effect(self, effect)
         if (wake := machine.wake_at) is not None and wake < self._alarm:
@@ -227,7 +227,7 @@ class SimulatedLearner(Training):
             case fx.Say(message):
                 self._say(message)
             case fx.Inform(progress):
-                self.world.informed(self, progress)
+                self.world.on_inform(self, progress)
             case fx.Read(round=number):
                 self.reads[number] = effect
                 self.wake_soon()
@@ -269,7 +269,7 @@ class SimulatedLearner(Training):
             case fx.Drain(reason):
                 self.world.queue.call_later(self.world.courier_s, self.leave, reason)
             case fx.Note():
-                self.world.noted(effect)
+                self.world.on_note(effect)
             case _:
                 self._of_recoveries(effect)
 
@@ -304,19 +304,19 @@ class SimulatedLearner(Training):
         if super().stop(final, failed) is False:
             return False
         if self.over:
-            self.world.network.goodbye(self)
+            self.world.network.close_finished(self)
         return None
 
     def leave(self, why: str, *, hurried: bool = False) -> object:
         if super().leave(why, hurried=hurried) is False:
             return False
-        self.world.leave_asked(self)
+        self.world.on_leave_asked(self)
         return None
 
     def leave_now(self) -> None:
         self.leaving.left = True
-        self.world.left(self)
-        self.world.network.leave(self, self.leaving.why)
+        self.world.on_left(self)
+        self.world.network.say_goodbye(self, self.leaving.why)
         self.world.end_process(self)
         self.leaving.then()
 
@@ -336,7 +336,7 @@ class SimulatedLearner(Training):
         copy = max((c for (f, _), c in self.copies.items() if f == fragment), key=lambda c: c.fact.t)
         copy.sent = True
         delta = float("nan") if self.broken else copy.base - copy.value
-        self.world.contribution_sent(self, copy.fact)
+        self.world.on_contribution_sent(self, copy.fact)
         payload = Payload(self.session, self.machine.incarnation, copy.fact, delta, self.plain)
         self.world.network.upload(self, number, attempt, payload)
 

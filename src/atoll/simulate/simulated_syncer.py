@@ -14,7 +14,7 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import FromSyncer, Hello, Pull
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.disk import AGAIN_S, Disk, Entry
+from atoll.simulate.disk import AGAIN_S, Entry, SimulatedDisk
 from atoll.simulate.training import Payload
 from atoll.simulate.virtual_time import EventQueue, HostClock
 
@@ -47,7 +47,7 @@ class Connection:
 class SyncerNetwork(Protocol):
     def send_down(self, syncer: SimulatedSyncer, name: str, message: FromSyncer) -> None: ...
 
-    def expel(self, syncer: SimulatedSyncer, name: str, reason: str) -> None: ...
+    def expel_learner(self, syncer: SimulatedSyncer, name: str, reason: str) -> None: ...
 
     def close_all(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
@@ -56,7 +56,7 @@ class SyncerWorld(Protocol):
     """What a syncer needs of the world around it."""
 
     queue: EventQueue
-    disk: Disk
+    disk: SimulatedDisk
     outer_lr: float
     merge_s: float
 
@@ -65,25 +65,25 @@ class SyncerWorld(Protocol):
 
     def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]: ...
 
-    def syncer_handled(
+    def on_syncer_event(
         self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: list[fx.SyncerEffect]
     ) -> None: ...
 
     def carry_out_syncer_effect(self, syncer: SimulatedSyncer, effect: fx.SyncerEffect) -> None: ...
 
-    def payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
+    def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None: ...
 
     def syncer_failed(self, syncer: SimulatedSyncer, reason: str) -> None: ...
 
-    def finishing(self, syncer: SimulatedSyncer) -> None: ...
+    def close_later(self, syncer: SimulatedSyncer) -> None: ...
 
     def cut_s(self) -> float: ...
 
-    def merged(self, merge: fx.Merge) -> fx.SyncerEvent: ...
+    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent: ...
 
-    def noted(self, note: fx.Note) -> None: ...
+    def on_note(self, note: fx.Note) -> None: ...
 
-    def cut_complete(self, cut: fx.CompleteCut) -> None: ...
+    def on_cut_complete(self, cut: fx.CompleteCut) -> None: ...
 
 
 class SimulatedSyncer:
@@ -131,7 +131,7 @@ class SimulatedSyncer:
         world, machine = self.world, self.machine
         self.now = now = self.clock.read(world.queue.now, least)
         effects = machine.handle(now, event)
-        world.syncer_handled(self, now, event, effects)
+        world.on_syncer_event(self, now, event, effects)
         self._order.enqueue(effects)
         self.carry_out_waiting()
         if (wake := machine.wake_at) is not None and wake < self._alarm:
@@ -156,7 +156,7 @@ class SimulatedSyncer:
         """An older channel of the same learner is replaced: it is closed, and nothing more is heard of it."""
         if self.alive:
             if self.channels.get(name) is not connection:
-                self.world.network.expel(self, name, "another connection took its place")
+                self.world.network.expel_learner(self, name, "another connection took its place")
             self.channels[name] = connection
             self.world.deliver(self, fx.Greeted(hello))
 
@@ -198,7 +198,7 @@ class SimulatedSyncer:
         """The process is gone, with all it had in memory."""
         if self.alive:
             self.die()
-            self.world.disk.abandon(self.term)
+            self.world.disk.abandon_append(self.term)
             self.world.network.close_all(self, reason)
 
     def die(self) -> None:
@@ -220,7 +220,7 @@ class SimulatedSyncer:
             self.world.carry_out_syncer_effect(self, write)
             return self._end_or_go_on(fenced=self.world.disk.claim != self.term)
         entries: list[Entry] = entries_of(write, self._payload)
-        takes_s = self.world.disk.begin(self.term, entries)
+        takes_s = self.world.disk.begin_append(self.term, entries)
         if takes_s == 0.0 and not self.world.disk.full and not self.world.disk.broken:
             return self._written()
         self._writing = True
@@ -249,7 +249,7 @@ class SimulatedSyncer:
 
     def _written(self) -> bool:
         """A write ends also while the process stands still; what it writes too late counts for nothing."""
-        return self._end_or_go_on(fenced=not self.world.disk.end(self.term))
+        return self._end_or_go_on(fenced=not self.world.disk.end_append(self.term))
 
     def _end_or_go_on(self, *, fenced: bool) -> bool:
         if self._order.end_write(fenced=fenced):
@@ -268,7 +268,7 @@ class SimulatedSyncer:
             case fx.ConfirmSent(number, attempt, probed):
                 self.world.deliver(self, fx.PullsSent(number, attempt, probed))
             case fx.Note():
-                self.world.noted(effect)
+                self.world.on_note(effect)
             case fx.Discard(learner, number, attempt):
                 self._discard((learner, number, attempt))
             case fx.Persist(lines):
@@ -280,7 +280,7 @@ class SimulatedSyncer:
                 self.theta[fragment] = self.staged.pop(fragment)[1]
                 self.served[fragment] = version
             case fx.Restore():
-                self.restored, ready = self.world.disk.earlier(effect, self.world.outer_lr)
+                self.restored, ready = self.world.disk.restore_earlier(effect, self.world.outer_lr)
                 self.world.queue.call_later(self.world.cut_s(), self.world.deliver, self, ready)
             case fx.CommitRestored(versions):
                 self.theta, self.served = list(self.restored), list(versions)
@@ -289,9 +289,9 @@ class SimulatedSyncer:
             case fx.CompleteCut(cut):
                 self._complete(effect, cut)
             case fx.Expel(learner, reason):
-                self.world.network.expel(self, learner, reason)
+                self.world.network.expel_learner(self, learner, reason)
             case fx.Finished():
-                self.world.finishing(self)
+                self.world.close_later(self)
             case fx.Retune():
                 pass
 
@@ -302,7 +302,7 @@ class SimulatedSyncer:
             world.disk.start = list(self.initial)
         place = len(world.disk.journal)
         if effect.first and world.disk.claim == self.term:  # durable before anything behind it; one deposed drops it
-            world.disk.keep(0, effect.history, list(self.theta), place)
+            world.disk.keep_cut(0, effect.history, list(self.theta), place)
         world.queue.call_later(world.cut_s(), self._cut_kept, effect, list(self.theta), place)
 
     def _cut_kept(self, effect: fx.TakeCut, theta: list[float], place: int) -> object:
@@ -310,12 +310,12 @@ class SimulatedSyncer:
             return False
         reason = "input/output error" if self.world.disk.cuts_fail else ""
         if not reason and self.world.disk.claim == self.term:
-            self.world.disk.keep(effect.cut, effect.history, theta, place)
+            self.world.disk.keep_cut(effect.cut, effect.history, theta, place)
         self.world.deliver(self, fx.CutKept(effect.cut, reason))
         return None
 
     def _complete(self, effect: fx.CompleteCut, cut: int) -> None:
-        self.world.cut_complete(effect)
+        self.world.on_cut_complete(effect)
         failed = self.world.disk.cuts_fail
         answer = fx.CutKept(cut, "input/output error") if failed else fx.CutWritten(cut, "digest")
         self.world.queue.call_later(0.0, self.world.deliver, self, answer)
@@ -335,7 +335,7 @@ class SimulatedSyncer:
         if key not in self._asked or key in self.payloads:
             return False
         self.payloads[key] = payload.delta
-        self.world.payload_received(self, key, payload)
+        self.world.on_payload_received(self, key, payload)
         return True
 
     def _discard(self, key: Key) -> None:
@@ -348,5 +348,5 @@ class SimulatedSyncer:
         gradient = sum(deltas) / total
         value = self.theta[merge.fragment] - self.world.outer_lr * gradient
         self.staged[merge.fragment] = (gradient, value)
-        answer = self.world.merged(merge)
+        answer = self.world.answer_merge(merge)
         self.world.queue.call_later(self.world.merge_s, self.world.deliver, self, answer)

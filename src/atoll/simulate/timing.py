@@ -56,7 +56,7 @@ class Timing:
         """The open cut, when it was first seen, and who was to be in it."""
         self._steps: deque[float] = deque(maxlen=SAMPLES)
 
-    def check(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
+    def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
         machine = syncer.machine
         if isinstance(event, fx.StoodStill):
             self._due = {key: due + event.seconds for key, due in self._due.items()}
@@ -65,37 +65,37 @@ class Timing:
             said = f"{machine.committed} rounds are behind it, {machine.history.committed} by its records"
             raise Violation("what is decided is written", said)
         if isinstance(event, fx.Received) and isinstance(event.message, Progress):
-            self._reported(machine.members.learners[event.learner])
+            self._check_report(machine.members.learners[event.learner])
         for round_ in machine.state.open_rounds.values():
-            self._last_steps(syncer, now, event, round_)
+            self._check_last_steps(syncer, now, event, round_)
             if round_.stage == "pulling" and (round_.number, round_.attempt) > self._frozen.get(
                 round_.fragment, (-1, 0)
             ):
                 self._frozen[round_.fragment] = (round_.number, round_.attempt)
-                self._quorum(syncer, now, round_)
+                self._check_quorum(syncer, now, round_)
         if machine.cuts.open is not None and machine.cuts.open.cut != self._cut[0]:
             self._cut = (machine.cuts.open.cut, now, set(machine.cuts.open.awaited))
         if now >= self._next_look and machine.phase not in ("empty", "finished"):
             self._next_look = now + LOOK_S
-            self._look(syncer, now)
+            self._check_all(syncer, now)
 
-    def _reported(self, one: KnownLearner) -> None:
+    def _check_report(self, one: KnownLearner) -> None:
         if one.state == "training" and one.versions and min(one.versions) < 0:
             said = f"{one.name} may contribute with versions {one.versions}"
             raise Violation("only the recovered contribute", said, one.name)
 
-    def _look(self, syncer: SimulatedSyncer, now: float) -> None:
+    def _check_all(self, syncer: SimulatedSyncer, now: float) -> None:
         machine = syncer.machine
         for one in machine.members.learners.values():
-            self._learner(syncer, now, one)
+            self._check_learner(syncer, now, one)
         rounds = machine.state.open_rounds
         if len({round_.fragment for round_ in rounds.values()}) < len(rounds):
             raise Violation("versions +1", f"two rounds of a fragment are under way: {sorted(rounds)}")
         for round_ in rounds.values():
             if round_.stage == "pulling":
-                self._seats(syncer, now, round_)
+                self._check_seats(syncer, now, round_)
             elif round_.stage == "gathering":
-                self._gathers(syncer, now, round_)
+                self._check_gathering(syncer, now, round_)
         cut, since, _ = self._cut
         open_ = machine.cuts.open
         if open_ is not None and open_.cut == cut and open_.awaited and now > since + machine.settings.cut_wait_s:
@@ -103,7 +103,7 @@ class Timing:
                 "a cut never waits for the dead", f"cut {cut} waits for {sorted(open_.awaited)} for too long"
             )
 
-    def _learner(self, syncer: SimulatedSyncer, now: float, one: KnownLearner) -> None:
+    def _check_learner(self, syncer: SimulatedSyncer, now: float, one: KnownLearner) -> None:
         settings = syncer.machine.settings
         if one.connected and now >= one.last_heard + settings.lost_after_s:
             raise Violation(
@@ -123,7 +123,7 @@ class Timing:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def asked(self, syncer: SimulatedSyncer, learner: str, pull: Pull) -> None:
+    def watch_pull(self, syncer: SimulatedSyncer, learner: str, pull: Pull) -> None:
         if pull.probe:
             return
         if (key := (learner, pull.round, pull.attempt)) in self._due:
@@ -131,7 +131,7 @@ class Timing:
             raise Violation("an attempt asks once", said, learner, pull.fragment)
         self._due[key] = syncer.clock.read(syncer.world.queue.now) + pull.deadline_s
 
-    def _seats(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
+    def _check_seats(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         for seat in round_.asked:
             learner = syncer.machine.members.learners[seat.learner]
             if not learner.connected or learner.incarnation != seat.incarnation:
@@ -141,7 +141,7 @@ class Timing:
                 said = f"round {round_.number} waits for {seat.learner} past its deadline"
                 raise Violation("a member that does not answer is left out", said, seat.learner, round_.fragment)
 
-    def _last_steps(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, round_: Round) -> None:
+    def _check_last_steps(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, round_: Round) -> None:
         """Whether they are lost or dropped where they are left out depends on the rule of adoption; here it shows."""
         for seat in round_.seats.values():
             key = (seat.learner, round_.number, round_.attempt)
@@ -154,30 +154,30 @@ class Timing:
                 said = f"round {round_.number} goes on without {seat.learner} before its deadline: {seat.why_out}"
                 raise Violation("last steps are waited for", said, seat.learner, round_.fragment)
 
-    def _quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
+    def _check_quorum(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         """It asks K, or fewer once K could not be had for a while."""
         machine = syncer.machine
         gathering, settings = machine.rounds.closing, machine.settings
         if gathering.state.draining or settings.synchronous:
             return
-        least = self._least(syncer, now)
+        least = self._least_quorum(syncer, now)
         if len(round_.seats) < least:
             raise Violation("quorum", f"round {round_.number} asks {len(round_.seats)} where {least} are to be had")
 
-    def _least(self, syncer: SimulatedSyncer, now: float) -> int:
+    def _least_quorum(self, syncer: SimulatedSyncer, now: float) -> int:
         gathering, settings = syncer.machine.rounds.closing, syncer.machine.settings
         short = gathering._short_since
         if short is None or now < short + settings.patience_s:
             return settings.quorum
         return max(1, min(settings.quorum, len(syncer.machine.members.stepping_learners())))
 
-    def _gathers(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
+    def _check_gathering(self, syncer: SimulatedSyncer, now: float, round_: Round) -> None:
         rounds, settings = syncer.machine.rounds, syncer.machine.settings
         gathering, key = rounds.closing, (round_.number, round_.attempt)
         if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
         ready, live = len(gathering.ready_learners(round_)), len(syncer.machine.members.stepping_learners())
-        if ready < self._least(syncer, now):
+        if ready < self._least_quorum(syncer, now):
             self._quorum_since.pop(key, None)
             return
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
@@ -190,7 +190,7 @@ class Timing:
             )
             raise Violation("no round waits without need", said, fragment=round_.fragment)
 
-    def committed(self, syncer: SimulatedSyncer, data: Any) -> None:
+    def watch_commit(self, syncer: SimulatedSyncer, data: Any) -> None:
         """Of a round's note: steps between two syncs."""
         machine = syncer.machine
         if machine.state.draining or machine.settings.synchronous or machine.phase != "running":
@@ -203,7 +203,7 @@ class Timing:
 
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
-    def completed(self, cut: fx.CompleteCut) -> None:
+    def watch_cut(self, cut: fx.CompleteCut) -> None:
         named = {name for name, _ in (*cut.saved, *cut.left_out)}
         if cut.cut == self._cut[0] and (missing := self._cut[2] - named):
             raise Violation("a cut holds all", f"cut {cut.cut} says nothing of {sorted(missing)}", min(missing))

@@ -45,11 +45,11 @@ class TrainingWorld(Protocol):
 
     def step_s(self, learner: Training) -> float: ...
 
-    def stepped(self, learner: Training) -> None: ...
+    def on_step(self, learner: Training) -> None: ...
 
-    def blocks(self, learner: Training) -> None: ...
+    def on_block(self, learner: Training) -> None: ...
 
-    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None: ...
+    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None: ...
 
 
 class Leased:
@@ -274,7 +274,7 @@ class Training:
             return
         if min(self.adopted) >= 0 and not self.waits and self._has_data():
             self.training = True
-            self.world.stepped(self)
+            self.world.on_step(self)
             if not self._stop_if_done():
                 self._set_going()
         elif (self.done or self.leaving.why) and not self.stopped:
@@ -317,7 +317,7 @@ class Training:
         self.adopt_arrived()
         if self.holding() and not self.done and not self.leaving.why:
             self.blocked = True
-            world.blocks(self)
+            world.on_block(self)
             self.wake_soon()
         else:
             self._go_on()
@@ -325,7 +325,7 @@ class Training:
 
     def _go_on(self) -> None:
         self.blocked = False
-        self.world.stepped(self)
+        self.world.on_step(self)
         if not self._stop_if_done():
             self._set_going()
 
@@ -425,7 +425,7 @@ class Training:
             self.theta[f] = value
         counters = (self.dropped[f], self.missed[f])
         dropped, missed = after_adoption(self.tokens[f], adopt.held_tokens, tokens, *counters)
-        self.world.adopted(self, adopt, value, dropped)
+        self.world.on_adoption(self, adopt, value, dropped)
         self.dropped[f], self.missed[f] = dropped, missed
         self.base[f], self.adopted[f] = value, adopt.version
         self.steps[f], self.tokens[f] = steps, tokens

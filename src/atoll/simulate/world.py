@@ -18,7 +18,7 @@ from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.simulate.disk import AGAIN_S, Disk
+from atoll.simulate.disk import AGAIN_S, SimulatedDisk
 from atoll.simulate.faults import Fault
 from atoll.simulate.invariants import Invariants
 from atoll.simulate.network import Network
@@ -75,7 +75,7 @@ class World:
         self.processes: list[SimulatedLearner] = []
         """All that live."""
         self._sessions = 0
-        self.disk = Disk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
+        self.disk = SimulatedDisk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
         self.network = Network(self, latency_s, jitter)
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
@@ -125,7 +125,7 @@ class World:
     def deliver(self, syncer: SimulatedSyncer, event: fx.SyncerEvent, least: float = 0.0) -> list[fx.SyncerEffect]:
         return syncer.handle_event(event, least)
 
-    def syncer_handled(
+    def on_syncer_event(
         self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent, effects: Sequence[fx.SyncerEffect]
     ) -> None:
         self.events += 1
@@ -133,7 +133,7 @@ class World:
             self.trace.add(now, syncer.name, event, effects)
         self.invariants.watch_syncer(syncer, now, event)
 
-    def learner_handled(
+    def on_learner_event(
         self, learner: SimulatedLearner, event: fx.LearnerEvent, effects: Sequence[fx.LearnerEffect]
     ) -> None:
         self.events += 1
@@ -228,22 +228,22 @@ class World:
         self.simulated_syncers = [syncer for syncer in (*self.simulated_syncers, self.simulated_syncer) if syncer.alive]
         self.simulated_syncer.clock.ahead_s = before.clock.ahead_s
         self.invariants.restarted(self.simulated_syncer)
-        self.begin(self.simulated_syncer)
+        self.begin_term(self.simulated_syncer)
         return None
 
-    def begin(self, syncer: SimulatedSyncer) -> None:
+    def begin_term(self, syncer: SimulatedSyncer) -> None:
         self.deliver(syncer, fx.Tick())
         syncer.check_lease()
 
-    def finishing(self, syncer: SimulatedSyncer) -> None:
+    def close_later(self, syncer: SimulatedSyncer) -> None:
         """The committed versions are the result; whoever is still there fetches the last of them."""
-        self.queue.call_later(20 * self.network.latency_s + 2.0, self.close, syncer)
+        self.queue.call_later(20 * self.network.latency_s + 2.0, self.close_run, syncer)
 
-    def close(self, syncer: SimulatedSyncer) -> object:
+    def close_run(self, syncer: SimulatedSyncer) -> object:
         if not syncer.alive:
             return False
         if syncer.paused:
-            self.queue.call_later(1.0, self.close, syncer)
+            self.queue.call_later(1.0, self.close_run, syncer)
             return False
         self.deliver(syncer, fx.Over())
         return self._finish_when_written(syncer)
@@ -264,47 +264,47 @@ class World:
     def cut_s(self) -> float:
         return self.network.delay()
 
-    def merged(self, merge: fx.Merge) -> fx.SyncerEvent:
+    def answer_merge(self, merge: fx.Merge) -> fx.SyncerEvent:
         if (merge.round, merge.parts[0].attempt) in self.unmergeable:
             return fx.Unmergeable(merge.round, "the merged norm is absurd", reset=self.overflow)
         return fx.Merged(merge.round, "digest")
 
-    def adopted(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
+    def on_adoption(self, learner: Training, adopt: fx.Adopt, value: float, dropped: int) -> None:
         """It is about to be adopted, after which so many tokens of the fragment are dropped in all."""
-        self.invariants.adopted(learner, adopt, value, dropped)
+        self.invariants.watch_adoption(learner, adopt, value, dropped)
 
-    def payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
+    def on_payload_received(self, syncer: SimulatedSyncer, key: Key, payload: Payload) -> None:
         self.invariants.oracle.payloads[syncer.term, *key] = payload
 
-    def contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
-        self.invariants.sends(learner, copy)
+    def on_contribution_sent(self, learner: SimulatedLearner, copy: fx.Copied) -> None:
+        self.invariants.watch_contribution(learner, copy)
 
-    def leave_asked(self, learner: SimulatedLearner) -> None:
-        self.invariants.drains.begins(learner)
+    def on_leave_asked(self, learner: SimulatedLearner) -> None:
+        self.invariants.drains.watch_leave_asked(learner)
 
-    def left(self, learner: SimulatedLearner) -> None:
-        self.invariants.drains.leaves(learner)
+    def on_left(self, learner: SimulatedLearner) -> None:
+        self.invariants.drains.watch_left(learner)
 
-    def blocks(self, learner: Training) -> None:
-        self.invariants.blocks(learner)
+    def on_block(self, learner: Training) -> None:
+        self.invariants.watch_block(learner)
 
     def step_s(self, learner: Training) -> float:
         """How long the step takes that begins now."""
         return learner.step_s
 
-    def stepped(self, learner: Training) -> None:
+    def on_step(self, learner: Training) -> None:
         """A step is behind it."""
 
-    def happened(self, fault: Fault) -> None:
+    def on_fault(self, fault: Fault) -> None:
         """A fault begins."""
 
-    def noted(self, note: fx.Note) -> None:
+    def on_note(self, note: fx.Note) -> None:
         """For those that keep a story."""
 
-    def informed(self, learner: SimulatedLearner, progress: float) -> None:
+    def on_inform(self, learner: SimulatedLearner, progress: float) -> None:
         """A learner heard how far the run is."""
 
-    def cut_complete(self, cut: fx.CompleteCut) -> None:
+    def on_cut_complete(self, cut: fx.CompleteCut) -> None:
         """A cut is complete."""
 
 

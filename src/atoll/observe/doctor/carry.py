@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from atoll.estimate import bandwidth
-from atoll.estimate.bandwidth import BITS, VERSIONS, Codec, Spread, effective_h, loads_gbit
+from atoll.estimate.bandwidth import BITS, VERSIONS, Codec, SpreadRun, effective_h, loads_gbit
 from atoll.numerics.codec import make_codec
 from atoll.observe.doctor.local import Check
 from atoll.observe.figures import count, span
@@ -36,9 +36,9 @@ class LinkLoad:
     overlap: int = 2
     codec: Codec = "bf16"
 
-    def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> Spread:
+    def spread(self, codec: Codec, sync_every: int, trip_s: float = 0.0) -> SpreadRun:
         """One learner at one end of a link, the syncer at the other."""
-        return Spread(
+        return SpreadRun(
             step_s=self.step_s,
             datacenters=2,
             learners=2,
