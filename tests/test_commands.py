@@ -96,6 +96,30 @@ def test_commands_stand_in_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(f"  {one.name} " in text for one in ATOLL.commands)
 
 
+def test_options_in_the_pages_are_there() -> None:
+    """Every `atoll …` line of README and docs, of the Makefile and of the help itself names options that exist."""
+    root = Path(__file__).parents[1]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), root / "Makefile"]
+    texts = {str(page.relative_to(root)): page.read_text() for page in pages if page.name != "CHANGELOG.md"}
+    texts |= {f"atoll {name} --help": command.text for name, command in ALL.items()}
+    lines = [
+        (name, line) for name, text in texts.items() for line in re.findall(r"(?:^|\s)atoll ([a-z][^\n`|#]*)", text)
+    ]
+    unknown = [(name, line, word) for name, line in lines for word in unknown_options(line)]
+    assert len(lines) > 100 and not unknown, unknown
+
+
+def unknown_options(line: str) -> list[str]:
+    names = re.split(r" && | -- |, atoll ", line)[0].split()
+    group = ALL.get(names[0])
+    if group is None:
+        return []  # prose
+    command = ALL.get(" ".join(names[:2]), group)
+    known = {flag for one in (*group.parameters, *command.parameters) for flag in one.flags} | {"--help"}
+    words = [re.match(r"--[a-z-]+", word) for word in names]
+    return [word[0] for word in words if word and word[0] not in known]
+
+
 def test_help_shows_what_the_settings_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(monkeypatch, capsys, "train")
     assert "M: how many learners. [default: 4]" in text and Config().protocol.learners == 4
