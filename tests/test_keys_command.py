@@ -303,11 +303,13 @@ def test_a_syncer_invites_by_one_line(keys: KeyDir) -> None:
         and address.token == read_tokens(keys).named("join").secret
     )
     assert read_tokens(keys).named("operator").secret not in "".join(lines)
+    assert lines[-2] == f"  ATOLL_JOIN={lines[-1].split()[-1]} python SCRIPT"
 
 
 def test_a_syncer_says_how_an_evaluator_is_started(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = invitation(Service(), "http://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
     assert "score the model with: atoll learn SCRIPT --syncer http://127.0.0.1:7077 --evaluator" in plain
+    assert "or by plain Python: ATOLL_JOIN=http://127.0.0.1:7077 python SCRIPT" in plain
     service, url = Service(keys=str(keys.path)), "https://127.0.0.1:7077"
     before = "\n".join(invitation(service, url, "r1", Path("run"), on_terminal=True))
     assert "atoll learn SCRIPT --evaluator --join LINK" in before and "add scorer --role evaluator" in before

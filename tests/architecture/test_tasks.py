@@ -29,6 +29,7 @@ KNOWN = {
     "launch/script.py": (1, "a thread that ends its process when the supervisor is gone"),
     "learner/peer_state.py": (1, "a thread that answers whatever happens"),
     "learner/saved_state.py": (2, "a thread that answers whatever happens; the same for what is not merged"),
+    "observe/tail.py": (1, "a thread that prints who comes and goes: no run waits for it"),
     "observe/dashboard/site.py": (2, CONNECTION),
     "syncer/process.py": (4, VITAL),
     "syncer/service.py": (4, VITAL),

@@ -153,6 +153,11 @@ def test_a_run_that_was_killed_whole_and_goes_on_counts_all_its_work_and_no_time
     assert summary["resumes"] == [{"at_s": 8.0, "after": "killed"}]
 
 
+def test_the_first_start_of_a_run_that_an_earlier_version_began_by_hand_was_not_told(say: Say) -> None:
+    """Its outage counted as training time, and `resumes` was empty."""
+    assert summarise(killed_whole(say)[1:])["resumes"] == [{"at_s": 8.0, "after": "killed"}]
+
+
 def test_a_run_that_ended_went_on_and_was_killed_is_as_long_as_both(say: Say) -> None:
     before = killed_whole(say)
     summary = summarise([*before[:5], say(8, "ending"), *before[5:]])

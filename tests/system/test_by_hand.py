@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,21 @@ def test_plain_python_joins_by_a_link_and_goes_on_with_its_own_part_of_a_cut(run
     name = next(iter(members(run.events())))[0]
     run.interrupt()
     run.ended()
+    assert f"{name} joined (incarnation 1)" in run.stdout and "goes on at round" not in run.stdout
     said = learner.communicate(timeout=WAIT_S)[1]
     assert learner.returncode == 0 and f" as {name}\n" in said and "joined run " in said, said
     parts = list(Path(run.folder, "atoll-learners").glob(f"*/{name}/cut-*.safetensors"))
     assert parts, "in a folder of its own, though nobody named one"
 
-    run.start("syncer", "--resume", run.out, "--port", port)
+    run.start("syncer", "--resume", run.out)  # where it listened before: the link stays good
     again = start_script(run, str(file))
     run.until(lambda events: (name, 2) in members(events))
     run.interrupt()
     run.ended()
+    assert "goes on at round" in run.stdout and f"{name} joined (incarnation 2)" in run.stdout
+    assert [one["after"] for one in run.summary["resumes"]] == ["ended"], "as after atoll train --resume"
+    rounds = [event["at"] for event in run.events("round")]
+    outage_s = max(b - a for a, b in pairwise(rounds))
+    assert run.summary["longest_gap_s"] < outage_s and run.summary["wall_s"] < rounds[-1] - rounds[0]
     said = again.communicate(timeout=WAIT_S)[1]
     assert again.returncode == 0 and "goes on with the inner optimizer, schedules and random states of step" in said

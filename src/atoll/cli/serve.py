@@ -19,9 +19,11 @@ from atoll.cli.shared import close, document_of, setting_words, settings_of, sho
 from atoll.config import Config, Service, convert, merged, parse_settings
 from atoll.fabric.address import SCHEME, SyncerAddress, check_bind, host_port, parse_address
 from atoll.fabric.certificates import signs_itself
+from atoll.fabric.listener import check_port
 from atoll.launch.local import RUNNER, script_arguments
 from atoll.launch.resume import plan_resume, read_head
 from atoll.observe import dashboard
+from atoll.observe.tail import Comings
 from atoll.protocol.errors import ConfigError
 from atoll.store.atomic import write_atomic
 from atoll.store.keys import KeyDir, read_link
@@ -56,7 +58,7 @@ def syncer(
     words = setting_words(words, learners=learners, steps=steps, tokens=tokens, robust=robust)
     door = {
         "host": bind,
-        "port": PORT if port is None and "port" not in parse_settings(words).get("service", {}) else port,
+        "port": port,
         "keys": str(keys.absolute()) if keys is not None else None,
         "advertise": advertise or None,
         "mutual": mutual or None,
@@ -71,19 +73,23 @@ def syncer(
         if resume is not None:
             _resume(resume, door, words)
         elif standby is not None:
-            _stand_by(standby, door, words)
+            _stand_by(standby, {**door, "port": PORT if port is None else port}, words)
         return
+    if port is None and "port" not in parse_settings(words).get("service", {}):
+        door["port"] = PORT
     document = merged(settings_of(document_of(config), words, None), {"service": door})
     settings = convert(document, str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
     check_door(settings.service)
+    check_port(settings.service.host, settings.service.port)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
 
 
 def _resume(folder: Path, door: dict[str, Any], words: list[str]) -> None:
-    """Go on with a run that lies there: opened again where it had ended, with what the operator changes."""
+    """Go on with a run that lies there: opened again where it had ended, with what the operator changes. It listens
+    where it did, because learners, links and open dashboards know it by that address; what is given anew stays."""
     run_dir = RunDir.open(folder)
     if holder := syncer_holding(run_dir.journal):
         raise served(run_dir.journal, holder)
@@ -91,16 +97,29 @@ def _resume(folder: Path, door: dict[str, Any], words: list[str]) -> None:
     check_not_alive(run_dir.path)
     found = plan_resume(run_dir, tuple(words))
     document = merged(document_of(run_dir.settings), parse_settings(words))
-    asked = convert(document, str(run_dir.settings))
-    settings = convert(merged(document, {"service": door}), str(run_dir.settings))
+    asked = settings = convert(merged(document, {"service": door}), str(run_dir.settings))
+    if door["port"] is None:
+        own = msgspec.structs.replace(asked.service, port=_own_port(run_dir, asked.service))
+        settings = msgspec.structs.replace(asked, service=own)
     check_door(settings.service)
+    check_port(settings.service.host, settings.service.port)
     with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
-        if words:  # what was asked for; where it listens this time is no part of that
+        if words or any(value is not None for value in door.values()):
             write_atomic(run_dir.settings, asked.toml())
         run_dir.summary.unlink(missing_ok=True)  # of an earlier end
     if found.only_end:
         Console().print(found.remarks[0], soft_wrap=True, highlight=False)
     _serve(settings, run_dir, None, found.changes, reopen=found.reopen)
+
+
+def _own_port(run_dir: RunDir, service: Service) -> int:
+    """The one that the run was given; where that was any, the one it had last."""
+    if service.port:
+        return service.port
+    try:
+        return urlsplit(run_dir.address.read_text()).port or PORT
+    except (OSError, ValueError):
+        return PORT
 
 
 def _stand_by(folder: Path, door: dict[str, Any], words: list[str]) -> None:
@@ -131,23 +150,28 @@ def _serve(
     reopen: bool = False,
 ) -> None:
     console = Console()
+    comings = Comings(run_dir.events, console)
 
     def ready(url: str, run: str, look: str) -> None:
         console.print(f"syncer at [bold]{url}[/], run {run} in {short(run_dir.path)}", soft_wrap=True)
         console.print(f"dashboard: {look}", soft_wrap=True, highlight=False)
         for line in invitation(settings.service, url, run, short(run_dir.path), on_terminal=sys.stdout.isatty()):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+        comings.start()
 
-    code = serve(
-        settings,
-        run_dir,
-        evaluated=False,
-        changes=changes,
-        reopen=reopen,
-        standby=standby,
-        ready=ready,
-        pages=dashboard.pages,
-    )
+    try:
+        code = serve(
+            settings,
+            run_dir,
+            evaluated=False,
+            changes=changes,
+            reopen=reopen,
+            standby=standby,
+            ready=ready,
+            pages=dashboard.pages,
+        )
+    finally:
+        comings.stop()
     if code:
         raise SystemExit(code)
     close(run_dir, console, again="atoll syncer")
@@ -168,6 +192,7 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
     if not service.keys:
         return [
             f"join with: atoll learn SCRIPT --syncer {url}",
+            f"or by plain Python: ATOLL_JOIN={url} python SCRIPT",
             f"score the model with: atoll learn SCRIPT --syncer {url} --evaluator",
             f"another user of this machine joins by a link: atoll tokens link --run {folder}",
         ]
@@ -186,9 +211,16 @@ def invitation(service: Service, url: str, run: str, folder: Path, *, on_termina
         *([] if service.front or signs_itself(keys.certificate.read_bytes()) else [stays]),
         "the dashboard asks for any name, and for a token as the password (atoll tokens add NAME --role viewer)",
         *(
-            ["join with (a secret: whoever has it can join):", f"  atoll learn SCRIPT --join {join_link(last, token)}"]
+            [
+                "join with (a secret: whoever has it can join):",
+                f"  ATOLL_JOIN={(link := join_link(last, token))} python SCRIPT",
+                f"  atoll learn SCRIPT --join {link}",
+            ]
             if on_terminal
-            else [f"join with the link that this prints, a secret: atoll tokens --keys {short(keys.path)} link"]
+            else [
+                "by plain Python, with that link in a file of mode 600: ATOLL_JOIN=FILE python SCRIPT",
+                f"join with the link that this prints, a secret: atoll tokens --keys {short(keys.path)} link",
+            ]
         ),
     ]
 

@@ -254,6 +254,19 @@ def _say_plainly(sock: socket.socket) -> None:
     sock.close()
 
 
+def check_port(host: str, port: int) -> None:
+    """ConfigError where nothing can listen there just now. Nobody is let in for that."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(_unbindable(host, port, error)) from error
+
+
 def _unbindable(host: str, port: int, error: OSError | UnicodeError) -> str:
     if isinstance(error, UnicodeError):
         return one_line(f"{host!r} is no name or address of this machine: bind to one with --bind")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -204,6 +205,42 @@ class PlainLines:
 
     def _print_line(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class Comings:
+    """Says on a syncer's terminal who comes and goes, and where a run goes on. A thread of its own reads the events: a
+    terminal that is held (Ctrl-S), or a pipe that nobody reads, does not hold up the run."""
+
+    KINDS = ("joined", "lost", "left", "reigned")
+
+    def __init__(self, events: Path, console: Console, every_s: float = 0.25) -> None:
+        """What is in the events by now is of earlier sessions."""
+        self._tail, self._console, self._every_s = EventTail(events), console, every_s
+        self._tail.skip_to_end()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._follow, name="atoll-comings", daemon=True)
+        self._thread.start()
+
+    def stop(self, limit_s: float = 2.0) -> None:
+        """What is still to be said is said, unless nobody reads it."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _follow(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._say_new()
+        self._say_new()
+
+    def _say_new(self) -> None:
+        for event in self._tail.new_events():
+            kind = event["kind"]
+            if kind in self.KINDS and (kind == "joined" or not is_routine(event)):
+                text = f"goes on at round {event['round']}" if kind == "reigned" else str(event["text"])
+                self._console.print(plain(text), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def status_line(status: RunStatus) -> str:

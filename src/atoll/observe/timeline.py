@@ -67,7 +67,7 @@ class Presence:
 
 
 def starts_everything(event: Event) -> bool:
-    """A supervisor begins: one syncer that dies alone is `restarted`."""
+    """A supervisor begins, or a syncer by hand: one that dies alone under a supervisor is `restarted`."""
     return event["kind"] == "started" and event.get("process") == "syncer"
 
 
@@ -113,8 +113,15 @@ def remove_idle_time(timeline: Sequence[Event]) -> list[Event]:
 
 
 def find_session_starts(timeline: Iterable[Event]) -> list[int]:
-    """The places of the events with which everything was started again; the first start is none."""
-    return [place for place, event in enumerate(timeline) if starts_everything(event)][1:]
+    """The places of the events with which everything was started again; the first start is none. It was not told where
+    an earlier version of Atoll started a syncer by hand."""
+    starts, begun = list[int](), False
+    for place, event in enumerate(timeline):
+        if starts_everything(event):
+            starts += [place] if begun else []
+            begun = True
+        begun = begun or event["kind"] == "run"
+    return starts
 
 
 def find_ending(timeline: Sequence[Event]) -> Event:

@@ -7,6 +7,7 @@ that no evaluator is left to wait for. When standard input closes, the superviso
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import secrets
 import signal
@@ -87,7 +88,11 @@ def serve(
             disk=disk,
         )
         begin = StartOptions(
-            changes, reopen, ready or (lambda url, run, look: None), pages(out) if pages is not None else None
+            changes,
+            reopen,
+            ready or (lambda url, run, look: None),
+            pages(out) if pages is not None else None,
+            by_hand=not supervised and standby is None,
         )
         if standby is None or not _ended_well(out, run_store):
             asyncio.run(_serve(config, out, run_store, begin, evaluated, supervised))
@@ -146,6 +151,8 @@ class StartOptions:
     reopen: bool
     ready: Callable[[str, str, str], None]
     pages: LivePages | None = None
+    by_hand: bool = False
+    """Nobody else says that everything is started. A standby that takes over starts nothing: learners go on."""
 
 
 async def _serve(
@@ -153,6 +160,8 @@ async def _serve(
 ) -> None:
     with Appender(out.events) as sink:
         events = EventLog(sink)
+        if begin.by_hand:
+            events.say("started", "syncer started", {"process": "syncer", "pid": os.getpid()})
         run = ("" if run_store.recovered else _announced(out)) or secrets.token_hex(4)
         service = SyncerService(
             config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages

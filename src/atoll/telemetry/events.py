@@ -31,7 +31,7 @@ causes fills no disk: texts are clipped, and of each learner so many bytes are w
 | score | syncer | round, loss, cpu_s, sample, final; where the scorer gives them: metrics, directions, unit |
 | ending | syncer | |
 | finished | syncer | reason, learners (t, tokens, busy_s), tokens, dropped_by_cause, fates, bytes_in, bytes_out |
-| started, exited, restarted, killed | supervisor | process (and pid, code) |
+| started, exited, restarted, killed | supervisor | process (and pid, code); a syncer by hand says its own start |
 | devices | supervisor | which process has which GPUs |
 | chaos, fault, mended | chaos | fault: number, what, targets, target, seconds, size; mended: number |
 | courier, warning | learner | |

@@ -129,7 +129,7 @@ RUNS = (
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
-            option("--port", "Where to listen; 0 for any.", int, shown="7077", panel=ADDRESS),
+            option("--port", "Where to listen; 0 for any.", int, shown="7077, or the resumed run's own", panel=ADDRESS),
             option(
                 "--bind",
                 "The address to listen on; others than this machine's own need --keys.",

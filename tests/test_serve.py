@@ -1,0 +1,116 @@
+"""`atoll syncer`: where it listens, and what its terminal says."""
+
+from __future__ import annotations
+
+import io
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from atoll.cli import serve
+from atoll.config import Config, Service, load
+from atoll.observe.tail import Comings
+from atoll.store.atomic import Appender
+from atoll.store.rundir import RunDir
+from atoll.telemetry.events import EventLog
+
+from .test_cli import atoll
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """With which settings a syncer was started."""
+    found: list[Config] = []
+    monkeypatch.setattr(serve, "serve", lambda settings, *words, **more: found.append(settings) or 0)
+    monkeypatch.setattr(serve, "close", lambda *words, **more: None)
+    return found
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def make_run(folder: Path, **service: Any) -> RunDir:
+    """One that was begun by hand, and interrupted before its first learner came."""
+    run = RunDir.create(folder / "hand")
+    run.settings.write_bytes(Config(by_hand=True, service=Service(**service)).toml())
+    run.journal.mkdir()
+    return run
+
+
+def test_a_resumed_run_listens_where_it_did(
+    tmp_path: Path, port: int, served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came up on 7077, and every link and address in use was dead."""
+    run = make_run(tmp_path, port=port)
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
+    assert (served[-1].service.host, served[-1].service.port) == ("127.0.0.1", port)
+
+
+def test_a_run_on_any_port_is_resumed_on_the_one_it_had(
+    tmp_path: Path, port: int, served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, port=0)
+    run.address.write_text(f"http://127.0.0.1:{port}")
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
+    assert served[-1].service.port == port and load(run.settings).service.port == 0
+
+
+def test_another_address_that_is_given_is_the_runs_own_from_then_on(
+    tmp_path: Path, port: int, served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, port=7177)
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path), "--port", str(port), "--bind", "::1") == 0
+    assert atoll(monkeypatch, "syncer", "--resume", str(run.path)) == 0
+    assert [(one.service.host, one.service.port) for one in served] == [("::1", port)] * 2
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_touched(
+    tmp_path: Path,
+    taken: int,
+    served: list[Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(tmp_path, port=taken)
+    run.summary.write_text("of an earlier end")
+    for words in (["--resume", str(run.path)], ["--out", str(tmp_path / "new"), "--port", str(taken)]):
+        assert atoll(monkeypatch, "syncer", *words) == 2
+        said = capsys.readouterr().err
+        assert said == f"atoll: port {taken} is in use on 127.0.0.1: choose another with --port, or 0 for any\n"
+    assert served == [] and run.summary.exists() and not (tmp_path / "new").exists()
+
+
+def test_the_terminal_says_who_comes_and_goes(tmp_path: Path) -> None:
+    path, paper = tmp_path / "events.jsonl", io.StringIO()
+    with Appender(path) as sink:
+        events = EventLog(sink)
+        events.say("joined", "old joined (incarnation 1)", {"learner": "old", "incarnation": 1})
+        comings = Comings(path, Console(file=paper, width=20), every_s=0.01)
+        events.say("reigned", "run r1 goes on in term 2 at round 40: cut 3", {"round": 40})
+        events.say("joined", "anna joined (incarnation 1)", {"learner": "anna", "incarnation": 1})
+        events.say("round", "round 41", {"round": 41})
+        events.say("lost", "anna is gone: \x1b[31mher connection broke", {"learner": "anna", "incarnation": 1})
+        events.say("joined", "anna came back (incarnation 1)", {"learner": "anna", "incarnation": 1})
+        events.say("left", "anna is gone: the run is over", {"learner": "anna", "reason": "the run is over"})
+        comings.start()
+        comings.stop()
+    assert paper.getvalue().splitlines() == [
+        "goes on at round 40",
+        "anna joined (incarnation 1)",
+        "anna is gone: ·[31mher connection broke",
+        "anna came back (incarnation 1)",
+    ]
