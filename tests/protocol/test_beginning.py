@@ -17,7 +17,7 @@ def test_nobody_trains_before_all_learners_are_here() -> None:
     assert world.said("waiting")[0].text == "waiting for 1 more of 3 learners, up to 30 s; then training begins"
     world.join("learner-2")
     world.run_until(seconds=1)
-    assert world.syncer.phase == "running" and world.syncer.run_start.awaited == 0
+    assert world.syncer.phase == "running" and world.syncer.run_start.awaited_learners == 0
     world.run_until(round=1)
     assert world.members(0) == {"learner-0", "learner-1", "learner-2"}
     assert not world.said("warning")

@@ -36,9 +36,9 @@ def test_it_asks_fetches_takes_and_says_so() -> None:
     newcomer.seeking.note_outcome(2.0, fx.Taken("one", t=4))
     assert newcomer.said[1:] == [Settled(ticket="one", peer="a", size=100, t=4)]
     assert not newcomer.seeking.open
-    newcomer.seeking.conclude()
+    newcomer.seeking.tell_training()
     assert newcomer.done[-1] == fx.Begin("goes on with the inner optimizer of a")
-    newcomer.seeking.conclude()
+    newcomer.seeking.tell_training()
     assert len([effect for effect in newcomer.done if isinstance(effect, fx.Begin)]) == 1
 
 
