@@ -199,10 +199,10 @@ class Training:
                 case RunProgress():
                     self.progress.append(frame)
                 case order if isinstance(order, PeerOrder):
-                    self.peers.obey(order, self.t)
+                    self.peers.carry_out(order, self.t)
                 case _:
                     assert self.boundary is not None
-                    self.boundary.obey(frame)
+                    self.boundary.carry_out(frame)
 
     def _welcomed(self, frame: Welcomed) -> None:
         self.welcomes.append(frame)

@@ -74,10 +74,10 @@ class Place:
             self.bodies.incoming.landed.pop(event.fragment)
 
     def copy(self, fragment: int, t: int, value: float) -> None:
-        slot = self.bodies.outgoing.take(urgent=True)
+        slot = self.bodies.outgoing.take_slot(urgent=True)
         assert slot is not None
         self.box.outgoing(slot, fragment)[:] = value
-        self.bodies.outgoing.made(fragment, t, slot, 1, 1)
+        self.bodies.outgoing.add_copy(fragment, t, slot, 1, 1)
 
     async def told(self) -> fx.LearnerEvent:
         async with asyncio.timeout(10):

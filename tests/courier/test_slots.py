@@ -10,29 +10,29 @@ from atoll.courier.body import IncomingSlots, OutgoingSlots
 
 
 def made(slots: OutgoingSlots, fragment: int, t: int) -> int:
-    slot = slots.take(urgent=True)
+    slot = slots.take_slot(urgent=True)
     assert slot is not None
-    slots.made(fragment, t, slot, steps=t, tokens=10 * t)
+    slots.add_copy(fragment, t, slot, steps=t, tokens=10 * t)
     return slot
 
 
 def test_a_slot_is_given_to_one_at_a_time() -> None:
     slots = OutgoingSlots([0, 1, 2])
-    assert {slots.take(urgent=False) for _ in range(3)} == {0, 1, 2}
-    assert slots.take(urgent=True) is None
+    assert {slots.take_slot(urgent=False) for _ in range(3)} == {0, 1, 2}
+    assert slots.take_slot(urgent=True) is None
 
 
 def test_a_copy_ordered_ahead_takes_no_slot_from_one_at_hand() -> None:
     slots = OutgoingSlots([0, 1])
     made(slots, 0, 1)
     made(slots, 1, 1)
-    assert slots.take(urgent=False) is None
+    assert slots.take_slot(urgent=False) is None
     assert slots.send(0) is not None and slots.send(1) is not None
 
 
 def test_slots_are_reserved_by_need_as_long_as_there_is_memory() -> None:
     slots = OutgoingSlots([0], reserve=lambda slot: slot < 3)
-    assert [slots.take(urgent=False) for _ in range(4)] == [0, 1, 2, None]
+    assert [slots.take_slot(urgent=False) for _ in range(4)] == [0, 1, 2, None]
 
 
 def test_the_newest_copy_goes_out() -> None:
@@ -81,8 +81,8 @@ def test_where_no_slot_is_free_those_kept_for_carry_give_way_first_then_the_olde
     slots.send(1)
     slots.drop(1, 2)
     made(slots, 2, 3)
-    assert slots.take(urgent=True) == kept
-    assert slots.take(urgent=True) == oldest
+    assert slots.take_slot(urgent=True) == kept
+    assert slots.take_slot(urgent=True) == oldest
     assert slots.send(0) is None
 
 
@@ -128,8 +128,8 @@ def test_no_slot_is_ever_lost_or_given_twice(acts: list[tuple[str, int, int]]) -
 
 async def test_a_fetch_waits_for_a_slot() -> None:
     slots = IncomingSlots(1)
-    first = await slots.take()
-    waiting = asyncio.ensure_future(slots.take())
+    first = await slots.take_slot()
+    waiting = asyncio.ensure_future(slots.take_slot())
     await asyncio.sleep(0)
     assert not waiting.done()
     slots.give_back(first)
@@ -138,10 +138,10 @@ async def test_a_fetch_waits_for_a_slot() -> None:
 
 async def test_what_nobody_took_gives_its_slot_back() -> None:
     slots = IncomingSlots(1)
-    slots.landed[3] = await slots.take()
-    slots.unwanted(3)
-    slots.unwanted(3)
-    assert await slots.take() == 0
+    slots.landed[3] = await slots.take_slot()
+    slots.release_unwanted(3)
+    slots.release_unwanted(3)
+    assert await slots.take_slot() == 0
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await slots.take()
+            await slots.take_slot()

@@ -25,7 +25,7 @@ import numpy as np
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 
 from atoll.fabric.address import SyncerAddress
-from atoll.fabric.certificates import CertificatePair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.certificates import CertificateAndKey, fingerprint, make_authority, make_client, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
 from atoll.fabric.wire import FabricLimits, digest
@@ -74,13 +74,13 @@ class Fort:
         write_tokens(self.keys, JoinTokens(TOKENS.values()))
         self.pin = fingerprint(pair.certificate)
 
-    def write(self, name: str, pair: CertificatePair) -> tuple[Path, Path]:
+    def write(self, name: str, pair: CertificateAndKey) -> tuple[Path, Path]:
         certificate, key = self.keys.path / f"{name}.crt", self.keys.path / f"{name}.key"
         self.keys.write(certificate, pair.certificate)
         self.keys.write(key, pair.key)
         return certificate, key
 
-    def of_learner(self, name: str, authority: CertificatePair | None = None) -> tuple[Path, Path]:
+    def of_learner(self, name: str, authority: CertificateAndKey | None = None) -> tuple[Path, Path]:
         return self.write(name, make_client(name, 1.0, authority or self.authority))
 
     async def open(self, limits: FabricLimits = SHORT, *, mutual: bool = False) -> None:

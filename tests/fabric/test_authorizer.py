@@ -214,7 +214,7 @@ ANNA, BERT = named("anna", names=4), named("bert", names=4)
 def joins(door: TokenAuthorizer, owners: NameOwners, token: str, *names: str) -> None:
     for name in names:
         door.may_join(came_by(token, door._tokens()), name, set(), owners)
-        owners.take(name, token)
+        owners.assign_name(name, token)
 
 
 def test_a_name_belongs_to_the_token_that_it_came_by_until_that_counts_no_more() -> None:
@@ -225,7 +225,7 @@ def test_a_name_belongs_to_the_token_that_it_came_by_until_that_counts_no_more()
         joins(door, owners, "bert", "laptop")
     tokens[0] = tokens[0].without("anna")
     joins(door, owners, "bert", "laptop")
-    assert owners.of("laptop") == "bert" and (owners.names("anna"), owners.names("bert")) == (0, 1)
+    assert owners.owner_of("laptop") == "bert" and (owners.count_names("anna"), owners.count_names("bert")) == (0, 1)
 
 
 def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
@@ -247,7 +247,7 @@ def test_a_name_is_kept_for_the_token_that_is_for_it() -> None:
     joins(door, owners, "anna", "eu-anna")  # also from one that had it before there was a token for it
     joins(door, owners, "eu", "eu-bert")  # one that counts no more keeps nothing
     joins(door, owners, "join", "us-1")
-    assert [owners.of(name) for name in ("eu-anna", "eu-bert", "us-1")] == ["anna", "eu", "join"]
+    assert [owners.owner_of(name) for name in ("eu-anna", "eu-bert", "us-1")] == ["anna", "eu", "join"]
 
 
 def test_a_token_brings_so_many_names_and_no_more_also_when_they_have_left() -> None:
@@ -282,6 +282,6 @@ def test_its_owner_is_told_in_time_and_once() -> None:
 def test_where_nobody_is_asked_nothing_is_owned() -> None:
     owners = NameOwners({"laptop": "anna"})
     OpenAuthorizer().may_join(NOBODY, "laptop", set(), owners)
-    owners.take("laptop", "")
-    owners.take("another", "")
-    assert owners.of("laptop") == "anna" and owners.of("another") == "" and owners.names("") == 0
+    owners.assign_name("laptop", "")
+    owners.assign_name("another", "")
+    assert owners.owner_of("laptop") == "anna" and owners.owner_of("another") == "" and owners.count_names("") == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from atoll.fabric.control_channel import Liveness
+from atoll.fabric.control_channel import PeerPing
 
 
 class Peer:
@@ -11,7 +11,7 @@ class Peer:
 
     def __init__(self, *, answers: bool = True) -> None:
         self.pings, self.answers = 0, answers
-        self.liveness = Liveness(self.ping)
+        self.liveness = PeerPing(self.ping)
 
     async def ping(self) -> None:
         self.pings += 1
@@ -44,8 +44,8 @@ async def test_one_that_takes_no_ping_is_gone() -> None:
     async def broken() -> None:
         raise ConnectionResetError
 
-    assert not await Liveness(stuck).answers(0.02)
-    assert not await Liveness(broken).answers(0.02)
+    assert not await PeerPing(stuck).answers(0.02)
+    assert not await PeerPing(broken).answers(0.02)
 
 
 async def test_nobody_is_gone_because_this_loop_stood_still() -> None:
@@ -56,5 +56,5 @@ async def test_nobody_is_gone_because_this_loop_stood_still() -> None:
         loop.call_soon(time.sleep, 0.3)
         loop.call_later(0.25, liveness.note)
 
-    liveness = Liveness(ping)
+    liveness = PeerPing(ping)
     assert await liveness.answers(0.2)

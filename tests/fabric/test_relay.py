@@ -421,18 +421,18 @@ async def test_a_full_stream_makes_the_giver_wait_and_one_large_chunk_always_fit
     second = asyncio.create_task(stream.give(b"y" * 12))
     await asyncio.sleep(0)
     assert not second.done() and stream.most_bytes == 8
-    assert await stream.take() == b"x" * 8
+    assert await stream.take_chunk() == b"x" * 8
     await second
-    assert await stream.take() == b"y" * 12 and stream.most_bytes == 12
+    assert await stream.take_chunk() == b"y" * 12 and stream.most_bytes == 12
 
 
 async def test_what_lies_in_a_stream_goes_on_after_the_peer_and_not_after_the_newcomer() -> None:
     stream = RelayStream(0, 10, lambda: True)
     await stream.give(b"x")
     stream.close(whole=False)
-    assert (await stream.take(), await stream.take(), stream.whole) == (b"x", b"", False)
+    assert (await stream.take_chunk(), await stream.take_chunk(), stream.whole) == (b"x", b"", False)
     stream.end(409, "gone")
-    for wait in (stream.take(), stream.give(b"y"), stream.taken()):
+    for wait in (stream.take_chunk(), stream.give(b"y"), stream.taken()):
         with pytest.raises(Rejected, match="gone"):
             await wait
 

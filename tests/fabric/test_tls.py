@@ -13,7 +13,7 @@ import pytest
 
 from atoll.fabric import certificates
 from atoll.fabric.certificates import (
-    CertificatePair,
+    CertificateAndKey,
     fingerprint,
     make_authority,
     make_client,
@@ -28,8 +28,8 @@ WAIT_S = 10.0
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Callable[[str, CertificatePair], tuple[Path, Path]]:
-    def write(name: str, pair: CertificatePair) -> tuple[Path, Path]:
+def files(tmp_path: Path) -> Callable[[str, CertificateAndKey], tuple[Path, Path]]:
+    def write(name: str, pair: CertificateAndKey) -> tuple[Path, Path]:
         certificate, key = tmp_path / f"{name}.crt", tmp_path / f"{name}.key"
         certificate.write_bytes(pair.certificate)
         key.write_bytes(pair.key)
@@ -38,7 +38,7 @@ def files(tmp_path: Path) -> Callable[[str, CertificatePair], tuple[Path, Path]]
     return write
 
 
-Files = Callable[[str, CertificatePair], tuple[Path, Path]]
+Files = Callable[[str, CertificateAndKey], tuple[Path, Path]]
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def refused(port: int, context: ssl.SSLContext, host: str = "localhost") -
     return str(caught.value)
 
 
-def aged(monkeypatch: pytest.MonkeyPatch, by: timedelta) -> CertificatePair:
+def aged(monkeypatch: pytest.MonkeyPatch, by: timedelta) -> CertificateAndKey:
     """As if it had been made so long ago, or were to be made then."""
 
     class Then(datetime):
@@ -231,12 +231,12 @@ def test_a_key_with_a_password_asks_nobody_for_it(files: Files, tmp_path: Path) 
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
     )
     with pytest.raises(ConfigError, match="the key has a password"):
-        server_context(*files("syncer", CertificatePair(pair.certificate, locked)))
+        server_context(*files("syncer", CertificateAndKey(pair.certificate, locked)))
 
 
 def test_text_may_stand_before_a_certificate(files: Files) -> None:
     pair = make_server(HOSTS, 1.0)
-    server_context(*files("syncer", CertificatePair(b"Certificate:\n    Data: ...\n" + pair.certificate, pair.key)))
+    server_context(*files("syncer", CertificateAndKey(b"Certificate:\n    Data: ...\n" + pair.certificate, pair.key)))
 
 
 def bare_server(certificate: Path, key: Path) -> ssl.SSLContext:

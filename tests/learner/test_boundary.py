@@ -33,10 +33,10 @@ class Place:
     def adopts(self, fragment: int, version: int, value: float, slot: int = 0, **order: object) -> None:
         self.box.incoming(slot, fragment)[:] = value
         base: dict[str, object] = {"round": 0, "rule": "overwrite", "blend": 0.5, "step": 0}
-        self.boundary.obey(AdoptOrder(slot, fragment, version, **{**base, **order}))  # type: ignore[arg-type]
+        self.boundary.carry_out(AdoptOrder(slot, fragment, version, **{**base, **order}))  # type: ignore[arg-type]
 
     def reads(self, slot: int, round: int, step: int) -> None:
-        self.boundary.obey(ReadOrder(slot, round, round % 2, step))
+        self.boundary.carry_out(ReadOrder(slot, round, round % 2, step))
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def test_steps_and_tokens_count_for_every_fragment(place: Place) -> None:
 
 def test_owning_makes_the_base_version_0_and_keeps_the_counters(place: Place) -> None:
     place.step()
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     assert place.boundary.recovered
     assert counters(place.box) == ([1, 1], [10, 10], [0, 0])
 
 
 def test_a_copy_is_made_at_its_step_and_says_what_it_holds(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.reads(slot=3, round=1, step=2)
     place.step(change=0.5)
     assert place.courier.told() == []
@@ -85,7 +85,7 @@ def test_an_order_that_comes_late_is_served_at_the_next_boundary(place: Place) -
 
 
 def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.reads(slot=1, round=0, step=1)
     place.adopts(0, version=4, value=9.0)
     place.step(change=1.0)
@@ -96,7 +96,7 @@ def test_adoption_comes_before_the_copy_of_the_same_boundary(place: Place) -> No
 
 
 def test_adoption_resets_the_counters_of_its_fragment_alone(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.step()
     place.adopts(1, version=1, value=7.0)
     place.step()
@@ -120,7 +120,7 @@ def test_blend_follows_the_orders_share(place: Place) -> None:
 
 
 def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.reads(slot=2, round=0, step=1)
     place.step(change=1.0)  # w0 = 2, copied
     place.step(change=1.0)  # w0 = 3
@@ -133,7 +133,7 @@ def test_carry_subtracts_the_copy_and_keeps_the_steps_since(place: Place) -> Non
 
 
 def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.step(change=1.0)
     place.adopts(0, version=1, value=10.0, rule="carry", minus=BASE)
     place.step(change=1.0)
@@ -142,7 +142,7 @@ def test_carry_without_a_copy_subtracts_the_base_and_keeps_every_step(place: Pla
 
 
 def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> None:
-    place.boundary.obey(HoldOrder(round=2, fragment=0, step=2))
+    place.boundary.carry_out(HoldOrder(round=2, fragment=0, step=2))
     place.step()
     assert not place.boundary.held(place.t)
     place.step()
@@ -159,18 +159,18 @@ def test_a_hold_waits_from_its_step_until_its_round_is_adopted(place: Place) -> 
 
 
 def test_letting_go_ends_a_hold(place: Place) -> None:
-    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.carry_out(HoldOrder(round=0, fragment=0, step=1))
     place.step()
-    place.boundary.obey(fx.LetGo(0))
-    place.boundary.obey(fx.LetGo(5))
+    place.boundary.carry_out(fx.LetGo(0))
+    place.boundary.carry_out(fx.LetGo(5))
     assert not place.boundary.held(place.t)
 
 
 def test_a_cancelled_order_frees_its_slot_and_leaves_the_others(place: Place) -> None:
     place.reads(slot=0, round=0, step=1)
     place.reads(slot=1, round=1, step=1)
-    place.boundary.obey(fx.CancelRead(1))
-    place.boundary.obey(fx.CancelRead(7))
+    place.boundary.carry_out(fx.CancelRead(1))
+    place.boundary.carry_out(fx.CancelRead(7))
     assert place.courier.told() == [SlotFreed(1, incoming=False)]
     place.step()
     [copy] = place.courier.told()
@@ -191,12 +191,12 @@ def test_a_second_order_for_the_same_round_frees_the_slot_of_the_first(place: Pl
 
 
 def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.step()
     place.reads(slot=1, round=0, step=9)
     place.adopts(1, version=3, value=5.0, slot=2, step=9)
-    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
-    place.boundary.obey(ForgetOrder(epoch=1, reset=False))
+    place.boundary.carry_out(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.carry_out(ForgetOrder(epoch=1, reset=False))
     assert place.courier.told() == [SlotFreed(1, incoming=False), SlotFreed(2, incoming=True)]
     assert counters(place.box) == ([0, 0], [0, 0], [-1, -1]), "they belong to the life before"
     assert not place.boundary.held(place.t)
@@ -207,17 +207,17 @@ def test_forgetting_drops_orders_versions_and_counters(place: Place) -> None:
 
 def test_broken_numbers_are_gone_the_moment_it_forgets_them(place: Place) -> None:
     place.w["w0"].fill_(float("nan"))
-    place.boundary.obey(ForgetOrder(epoch=1, reset=True))
+    place.boundary.carry_out(ForgetOrder(epoch=1, reset=True))
     assert [float(w) for w in place.w.values()] == [1.0, 2.0], "the base, at once: one more step would spread them"
     assert not place.boundary.recovered, "but what it holds is no version of the run"
 
 
 def test_orders_of_a_dead_courier_are_dropped_without_a_word_to_the_next(place: Place) -> None:
-    place.boundary.obey(ForgetOrder(epoch=3, reset=False))
+    place.boundary.carry_out(ForgetOrder(epoch=3, reset=False))
     place.courier.told()
     place.reads(slot=0, round=0, step=1)
     place.adopts(1, version=1, value=5.0, step=9)
-    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.carry_out(HoldOrder(round=0, fragment=0, step=1))
     place.boundary.drop_orders()
     place.step()
     assert place.courier.told() == []
@@ -248,10 +248,10 @@ def test_a_copy_is_told_once_it_is_in_host_memory_and_in_order(place: Place, mon
     place.reads(slot=1, round=1, step=1)
     place.step()
     transfers[1].over = True
-    place.boundary.settle_done()
+    place.boundary.send_finished_copies()
     assert place.courier.told() == []
     transfers[0].over = True
-    place.boundary.settle_done()
+    place.boundary.send_finished_copies()
     assert [frame.round for frame in place.courier.told() if isinstance(frame, CopyMade)] == [0, 1]
 
 
@@ -275,13 +275,13 @@ def test_a_version_that_is_not_there_yet_is_taken_later_unless_a_hold_waits_for_
     place.adopts(0, version=1, value=7.0)
     place.step()
     assert place.w["w0"].tolist() == [1.0] and not transfer.waited
-    place.boundary.obey(HoldOrder(round=0, fragment=0, step=1))
+    place.boundary.carry_out(HoldOrder(round=0, fragment=0, step=1))
     place.boundary.adopt_ready(place.t)
     assert place.w["w0"].tolist() == [7.0] and transfer.waited
 
 
 def test_while_idle_everything_is_served_at_once(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.step()
     place.adopts(1, version=1, value=5.0, step=50)
     place.reads(slot=1, round=0, step=50)
@@ -291,7 +291,7 @@ def test_while_idle_everything_is_served_at_once(place: Place) -> None:
 
 
 def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.step()
     place.reads(slot=0, round=0, step=2)
     place.boundary.idle(over=True)
@@ -306,7 +306,7 @@ def test_while_idle_the_same_values_are_not_copied_again_and_again(place: Place)
 
 def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
     """Synchronous orders come before the run's parameters are all adopted; a copy at step 0 would hold nothing."""
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.reads(slot=0, round=0, step=1)
     place.boundary.idle()
     assert place.courier.told() == []
@@ -315,18 +315,18 @@ def test_before_the_first_step_a_copy_waits_for_its_step(place: Place) -> None:
 
 
 def test_a_finished_run_leaves_its_own_values_in_the_model(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     place.box.base_version[:] = [3, -1]
     place.box.base(0)[:] = 8.0
     place.box.base(1)[:] = 8.0
     place.step(change=1.0)
-    place.boundary.take_base()
+    place.boundary.load_base()
     assert place.w["w0"].tolist() == [8.0]
     assert place.w["w1"].tolist() == [3.0], "a base that is being written is nobody's value"
 
 
 def test_what_an_adoption_drops_is_told_by_cause(place: Place) -> None:
-    place.boundary.obey(fx.Own())
+    place.boundary.carry_out(fx.Own())
     for _ in range(3):
         place.step()
     place.adopts(0, version=1, value=9.0, held_tokens=20)
@@ -341,10 +341,10 @@ def test_a_buffer_is_taken_as_it_is_whatever_the_rule() -> None:
     tensors = {"buffers/mean/norm.running_var": torch.tensor([100.0]), "w": torch.tensor([1.0])}
     box, settings = boxed(tensors, 1)
     boundary = Boundary(box, settings, tensors, Remembers())  # type: ignore[arg-type]
-    boundary.obey(fx.Own())
+    boundary.carry_out(fx.Own())
     for tensor, value in zip(tensors.values(), (60.0, 3.0), strict=True):
         tensor.fill_(value)
     box.incoming(0, 0)[:] = [20.0, 5.0]
-    boundary.obey(AdoptOrder(0, 0, 1, round=0, rule="carry", blend=0.5, step=0, minus=BASE))
+    boundary.carry_out(AdoptOrder(0, 0, 1, round=0, rule="carry", blend=0.5, step=0, minus=BASE))
     boundary.adopt_ready(1)
     assert [tensor.item() for tensor in tensors.values()] == [20.0, 5.0 + (3.0 - 1.0)]

@@ -102,14 +102,14 @@ def samples(dataset: int, start: int, stop: int, epoch: int = 0) -> list[int]:
 
 def leased(*ranges: Range, batch: int = 4, over: bool = False) -> LeasedSamples:
     leased = LeasedSamples(LENGTHS, batch, seed=7)
-    leased.supply(ranges, over)
+    leased.add_leases(ranges, over)
     return leased
 
 
 def taken(leased: LeasedSamples) -> list[tuple[int, list[int]]]:
     """All batches there are."""
     batches = []
-    while (batch := leased.take()) is not None:
+    while (batch := leased.draw_batch()) is not None:
         leased.stepped()
         batches.append((batch[0], batch[1].tolist()))
     return batches
@@ -163,9 +163,9 @@ def test_a_short_batch_ends_the_data() -> None:
 
 def test_samples_count_as_taken_when_their_step_is_done() -> None:
     source = leased(Range(0, 0, 0, 0, 20))
-    source.take()
+    source.draw_batch()
     assert source.position == 0
-    source.take()
+    source.draw_batch()
     source.stepped()
     assert source.position == 8, "two batches to one step"
     source.stepped()
@@ -174,8 +174,8 @@ def test_samples_count_as_taken_when_their_step_is_done() -> None:
 
 def test_a_lease_that_comes_twice_is_taken_once() -> None:
     source = leased(Range(0, 0, 0, 0, 8), Range(1, 0, 0, 8, 12))
-    source.take()
-    source.supply([Range(0, 0, 0, 0, 8), Range(1, 0, 0, 8, 12), Range(2, 0, 0, 40, 44)], over=False)
+    source.draw_batch()
+    source.add_leases([Range(0, 0, 0, 0, 8), Range(1, 0, 0, 8, 12), Range(2, 0, 0, 40, 44)], over=False)
     assert [sample for _, batch in taken(source) for sample in batch] == [*samples(0, 4, 12), *samples(0, 40, 44)]
 
 
@@ -183,19 +183,19 @@ def test_in_another_run_a_lease_of_the_same_number_is_another() -> None:
     source = leased(Range(0, 0, 0, 0, 8))
     taken(source)
     source.forget()
-    source.supply([Range(0, 0, 0, 40, 48)], over=False)
+    source.add_leases([Range(0, 0, 0, 40, 48)], over=False)
     assert [sample for _, batch in taken(source) for sample in batch] == samples(0, 40, 48)
 
 
 def test_the_end_of_the_data_is_not_taken_back() -> None:
     source = leased(Range(0, 0, 0, 0, 8), over=True)
-    source.supply([], over=False)
+    source.add_leases([], over=False)
     assert source.over
 
 
 def test_without_a_lease_there_is_no_batch_and_nothing_to_repeat() -> None:
     source = leased()
-    assert source.empty and source.take() is None and source.repeat() is None
+    assert source.empty and source.draw_batch() is None and source.repeat_batch() is None
 
 
 def test_when_leases_run_out_the_last_is_gone_through_again_and_counts_for_nothing() -> None:
@@ -203,33 +203,33 @@ def test_when_leases_run_out_the_last_is_gone_through_again_and_counts_for_nothi
     taken(source)
     again = []
     for _ in range(3):
-        batch = source.repeat()
+        batch = source.repeat_batch()
         assert batch is not None and batch[0] == 1
         again += batch[1].tolist()
         source.stepped()
     assert again == samples(1, 10, 16) * 2, "round and round"
     assert source.position == 14
-    source.supply([Range(2, 0, 0, 8, 12)], over=False)
+    source.add_leases([Range(2, 0, 0, 8, 12)], over=False)
     assert taken(source) == [(0, samples(0, 8, 12))] and source.position == 18
 
 
 def test_in_another_life_nothing_is_left_of_the_one_before() -> None:
     source = leased(Range(4, 0, 0, 0, 20), over=True)
-    source.take()
+    source.draw_batch()
     source.stepped()
-    source.take()
+    source.draw_batch()
     source.forget()
     assert (source.position, source.empty, source.over) == (0, True, False)
     source.stepped()
     assert source.position == 0, "nor of what was handed out"
-    source.supply([Range(5, 0, 0, 20, 24)], over=False)
+    source.add_leases([Range(5, 0, 0, 20, 24)], over=False)
     assert taken(source) == [(0, samples(0, 20, 24))] and source.position == 4
 
 
 def test_in_another_run_leases_are_numbered_anew() -> None:
     source = leased(*[Range(lease, 0, 0, 4 * lease, 4 * lease + 4) for lease in range(10)])
     source.forget()
-    source.supply([Range(0, 0, 0, 8, 12)], over=False)
+    source.add_leases([Range(0, 0, 0, 8, 12)], over=False)
     assert taken(source) == [(0, samples(0, 8, 12))]
 
 
@@ -245,13 +245,13 @@ def test_out_of_a_cut_it_goes_on_with_the_next_sample(batches: int) -> None:
     ranges = (Range(3, 0, 0, 0, 10), Range(4, 1, 0, 0, 5), Range(5, 1, 0, 5, 9))
     straight, source = leased(*ranges, over=True), leased(*ranges, over=True)
     for _ in range(batches):
-        straight.take()
+        straight.draw_batch()
         straight.stepped()
-        source.take()
+        source.draw_batch()
         source.stepped()
     again = through_json(source)
     assert (again.position, again.over) == (straight.position, True)
-    again.supply(ranges, over=False)
+    again.add_leases(ranges, over=False)
     assert taken(again) == taken(straight), "and takes nothing twice that comes again"
     assert again.position == straight.position == 19
 
@@ -260,12 +260,12 @@ def test_out_of_a_cut_it_goes_on_with_the_next_sample(batches: int) -> None:
 def test_a_batch_that_was_handed_out_and_not_stepped_on_is_taken_again_out_of_a_cut(batches: int) -> None:
     ranges = (Range(3, 0, 0, 0, 6), Range(4, 0, 0, 6, 30))
     straight, source = leased(*ranges), leased(*ranges)
-    straight.take()
+    straight.draw_batch()
     straight.stepped()
-    source.take()
+    source.draw_batch()
     source.stepped()
     for _ in range(batches):
-        source.take()
+        source.draw_batch()
     again = through_json(source)
     assert again.position == 4
     assert taken(again) == taken(straight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner.saved_state import OwnState, RunPlace, Saver, find_earlier_state, part_name
+from atoll.learner.saved_state import OwnState, RunPlace, Saver, find_saved_part, part_name
 from atoll.learner.script import FILE
 from atoll.learner.snapshot import Snapshot, write
 
@@ -25,14 +25,14 @@ def kept(path: Path, value: float) -> Path:
 
 
 def test_without_a_word_there_is_nothing(tmp_path: Path) -> None:
-    assert find_earlier_state(None) is None
-    assert find_earlier_state(tmp_path) is None
+    assert find_saved_part(None) is None
+    assert find_saved_part(tmp_path) is None
 
 
 def test_what_a_preempted_learner_left_comes_first_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
     kept(tmp_path / FILE, 2.0)
-    first, second = find_earlier_state(tmp_path), find_earlier_state(tmp_path)
+    first, second = find_saved_part(tmp_path), find_saved_part(tmp_path)
     assert first is not None and second is not None
     assert (first.file, first.snapshot.tensors["weight"][0]) == (FILE, 2.0)
     assert (second.file, second.snapshot.tensors["weight"][0]) == ("cut-000001.safetensors", 1.0)
@@ -42,7 +42,7 @@ def test_exactly_is_from_the_cut_whatever_was_left(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ATOLL_STATE", str(kept(tmp_path / "cut-000001.safetensors", 1.0)))
     monkeypatch.setenv("ATOLL_EXACT", "1")
     kept(tmp_path / FILE, 2.0)
-    found = find_earlier_state(tmp_path)
+    found = find_saved_part(tmp_path)
     assert found is not None and found.exact and found.snapshot.tensors["weight"][0] == 1.0
     assert (tmp_path / FILE).exists()
 
@@ -54,26 +54,26 @@ def test_by_hand_it_goes_on_from_the_newest_part_of_its_own_that_can_be_read(
     for cut in (9, 10):
         kept(tmp_path / part_name(cut), float(cut))
     (tmp_path / part_name(11)).write_bytes(b"cut off")
-    found = find_earlier_state(tmp_path)
+    found = find_saved_part(tmp_path)
     assert found is not None and (found.file, found.run, found.exact) == (part_name(10), "r1", False)
-    assert find_earlier_state(tmp_path, "r1") is not None
-    assert find_earlier_state(tmp_path, "r2") is None, "the link names another run"
+    assert find_saved_part(tmp_path, "r1") is not None
+    assert find_saved_part(tmp_path, "r2") is None, "the link names another run"
     monkeypatch.setenv("ATOLL_STATE", "")
-    assert find_earlier_state(tmp_path) is None, "a supervisor says that it is to take none"
+    assert find_saved_part(tmp_path) is None, "a supervisor says that it is to take none"
 
 
 def test_what_was_left_in_another_run_is_told_by_the_folder(tmp_path: Path) -> None:
     """A syncer's address names a folder too: another run may have been there before."""
     Saver(tmp_path).enter_run("r1")
     kept(tmp_path / FILE, 2.0)
-    assert find_earlier_state(tmp_path, "r2") is None and (tmp_path / FILE).exists()
-    found = find_earlier_state(tmp_path)
+    assert find_saved_part(tmp_path, "r2") is None and (tmp_path / FILE).exists()
+    found = find_saved_part(tmp_path)
     assert found is not None and (found.file, found.run) == (FILE, "r1")
 
 
 def test_parts_of_nobody_knows_which_run_are_left_alone(tmp_path: Path) -> None:
     kept(tmp_path / part_name(9), 1.0)
-    assert find_earlier_state(tmp_path) is None
+    assert find_saved_part(tmp_path) is None
 
 
 def test_parameters_come_back_only_exactly_and_chance_only_in_the_end() -> None:
@@ -83,7 +83,7 @@ def test_parameters_come_back_only_exactly_and_chance_only_in_the_end() -> None:
     weight, next_value = model.weight.detach().clone(), torch.rand(1)
     with torch.no_grad():
         model.weight += 1
-    assert own.put_back(saved) == {"t": 7}
+    assert own.restore_saved(saved) == {"t": 7}
     assert torch.rand(1) == next_value and torch.equal(model.weight, weight + 1)
-    assert own.stand_where(saved) == {"t": 7}
+    assert own.restore_exactly(saved) == {"t": 7}
     assert torch.rand(1) != next_value and torch.equal(model.weight, weight)

@@ -56,8 +56,8 @@ class Script:
         assert len(self.waits) < 100, "it waits for ever"
         self.meanwhile()
 
-    def supply(self, *ranges: Range, over: bool = False, own: str = "") -> Script:
-        self.feed.supplied(ranges, over, own)
+    def add_leases(self, *ranges: Range, over: bool = False, own: str = "") -> Script:
+        self.feed.take_leases(ranges, over, own)
         return self
 
     def take(self, batches: int) -> list[list[int]]:
@@ -88,7 +88,7 @@ def test_before_data_is_leased_there_is_no_position() -> None:
     script = Script()
     assert script.feed.position == -1
     script.feed.stepped()
-    script.feed.supplied((Range(0, 0, 0, 0, 8),), False, "")
+    script.feed.take_leases((Range(0, 0, 0, 0, 8),), False, "")
     assert script.feed.position == -1
     script.begin()
     assert script.feed.position == 0
@@ -98,7 +98,7 @@ def test_before_data_is_leased_there_is_no_position() -> None:
 
 
 def test_batches_are_what_was_leased_in_that_order() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 8), Range(1, 0, 0, 40, 44))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 8), Range(1, 0, 0, 40, 44))
     assert script.take(3) == [samples(0, 4), samples(4, 8), samples(40, 44)]
     assert script.feed.position == 12 and script.waits == []
 
@@ -108,7 +108,7 @@ def test_before_the_first_batch_it_waits_for_its_first_lease() -> None:
 
     def late() -> None:
         if len(script.waits) == 3:
-            script.supply(Range(0, 0, 0, 0, 8))
+            script.add_leases(Range(0, 0, 0, 0, 8))
 
     script.meanwhile = late
     assert script.take(1) == [samples(0, 4)]
@@ -116,38 +116,38 @@ def test_before_the_first_batch_it_waits_for_its_first_lease() -> None:
 
 
 def test_later_it_never_waits_when_leases_do_not_come_the_last_is_gone_through_again() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 8))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 8))
     script.meanwhile = lambda: nobody_waits(0)
     assert script.take(5) == [samples(0, 4), samples(4, 8)] * 2 + [samples(0, 4)]
     assert script.feed.position == 8, "what is taken again is not leased"
-    script.supply(Range(1, 0, 0, 8, 12))
+    script.add_leases(Range(1, 0, 0, 8, 12))
     assert script.take(1) == [samples(8, 12)] and script.feed.position == 12
 
 
 def test_a_loader_that_draws_further_ahead_than_is_leased_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 100), Range(1, 0, 1, 0, 100), Range(2, 0, 2, 0, 100))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 100), Range(1, 0, 1, 0, 100), Range(2, 0, 2, 0, 100))
     draws = script.feed.draw_leased(script.found, 4, lambda: False, nobody_waits, 60.0)
     assert len(list(islice(draws, 80))) == 80
     said = capsys.readouterr().err
     assert said.count("draws 75 batches ahead of the steps on them, more than are leased") == said.count("\n") == 1
-    script.supply(Range(3, 0, 3, 0, 100))
+    script.add_leases(Range(3, 0, 3, 0, 100))
     script.take(30)
     assert capsys.readouterr().err == "", "leases that come late are nobody's mistake"
 
 
 def test_at_the_end_of_the_data_the_batches_end() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 6), over=True)
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 6), over=True)
     assert script.take(10) == [samples(0, 4), samples(4, 6)]
     assert script.feed.position == 6
 
 
 def test_one_that_comes_when_the_data_is_used_up_has_no_batch() -> None:
-    script = Script().begin().supply(over=True)
+    script = Script().begin().add_leases(over=True)
     assert script.take(1) == [] and script.waits == []
 
 
 def test_when_the_run_is_done_the_batches_end() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 40))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 40))
     assert len(script.take(2)) == 2
     script.done = True
     assert script.take(5) == []
@@ -164,7 +164,7 @@ def test_a_run_that_ends_while_the_first_lease_is_awaited_ends_the_wait() -> Non
 
 
 def test_samples_count_when_their_step_is_done() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 40))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 40))
     batches = script.feed.draw_leased(script.found, 4, lambda: False, nobody_waits, 60.0)
     next(batches)
     next(batches)
@@ -174,7 +174,7 @@ def test_samples_count_when_their_step_is_done() -> None:
 
 
 def test_several_datasets_come_as_they_were_leased() -> None:
-    script = Script(text=TEXT, code=CODE).begin().supply(Range(0, 1, 0, 0, 4), Range(1, 0, 0, 0, 4))
+    script = Script(text=TEXT, code=CODE).begin().add_leases(Range(0, 1, 0, 0, 4), Range(1, 0, 0, 0, 4))
     first, second = script.take(2)
     assert min(first) >= 1000 and second == samples(0, 4)
 
@@ -189,7 +189,7 @@ def own(feed: Feed, found: tuple[NamedDataset, ...], passes: int | None = 1, inc
 def test_one_whose_data_is_not_the_runs_is_told_why_and_trains_on_it_in_its_own_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    script = Script().begin().supply(own="dataset 'text' is 7 samples here")
+    script = Script().begin().add_leases(own="dataset 'text' is 7 samples here")
     batches = script.take(50)
     assert sorted(sample for batch in batches[:25] for sample in batch) == TEXT.tolist(), "a whole pass"
     assert script.feed.position == -1 and script.feed.registered is None
@@ -202,7 +202,7 @@ def test_when_no_lease_comes_in_time_it_goes_on_in_its_own_order(capsys: pytest.
     assert len(script.take(3)) == 3
     assert script.waits == [] and script.feed.position == -1
     assert "no data was leased by the syncer" in capsys.readouterr().err
-    script.supply(Range(0, 0, 0, 0, 8))
+    script.add_leases(Range(0, 0, 0, 0, 8))
     assert script.feed.position == -1, "and stays with it"
 
 
@@ -238,22 +238,22 @@ def test_alone_it_knows_how_much_of_the_pass_is_done() -> None:
 
 
 def test_in_another_life_its_position_begins_anew() -> None:
-    script = Script().begin().supply(Range(3, 0, 0, 0, 40))
+    script = Script().begin().add_leases(Range(3, 0, 0, 0, 40))
     script.take(3)
     script.feed.forget()
     assert script.feed.position == 0
-    script.supply(Range(9, 0, 0, 60, 64))
+    script.add_leases(Range(9, 0, 0, 60, 64))
     assert script.take(1) == [samples(60, 64)] and script.feed.position == 4
 
 
 def test_out_of_a_cut_it_goes_on_with_the_next_sample() -> None:
-    straight = Script().begin().supply(Range(3, 0, 0, 0, 40))
+    straight = Script().begin().add_leases(Range(3, 0, 0, 0, 40))
     straight.take(3)
     again = Script()
     again.feed.load(straight.feed.state())
     again.begin()
     assert again.feed.position == straight.feed.position == 12
-    again.supply(Range(3, 0, 0, 0, 40))
+    again.add_leases(Range(3, 0, 0, 0, 40))
     assert again.take(7) == straight.take(7)
     assert again.waits == [], "what it holds it need not be told again"
 
@@ -266,7 +266,7 @@ def test_a_cut_of_one_without_leases_carries_nothing() -> None:
 
 
 def test_a_second_loop_over_the_batches_goes_on_where_the_first_was_left() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 40))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 40))
     script.take(2)
     script.begin()
     assert script.feed.position == 8
@@ -275,7 +275,7 @@ def test_a_second_loop_over_the_batches_goes_on_where_the_first_was_left() -> No
 
 
 def test_a_second_loop_may_take_larger_batches() -> None:
-    script = Script().begin().supply(Range(0, 0, 0, 0, 40))
+    script = Script().begin().add_leases(Range(0, 0, 0, 0, 40))
     script.take(1)
     asked = script.feed.ask(script.found, 6, 0, seed=7)
     assert asked.batch == 6
@@ -284,7 +284,7 @@ def test_a_second_loop_may_take_larger_batches() -> None:
 
 
 def test_a_second_loop_does_not_take_the_cut_up_once_more() -> None:
-    before = Script().begin().supply(Range(0, 0, 0, 0, 40))
+    before = Script().begin().add_leases(Range(0, 0, 0, 0, 40))
     before.take(2)
     script = Script()
     script.feed.load(before.feed.state())

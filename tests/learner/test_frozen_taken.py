@@ -15,7 +15,7 @@ from torch import nn
 from atoll.learner.peer_state import PeerStates
 from atoll.learner.snapshot import write
 from atoll.learner.unmerged import FrozenRule, UnmergedTensors
-from atoll.mailbox.channel import StateCopy, TakeOrder
+from atoll.mailbox.channel import StateCopyMade, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
 from atoll.store.rundir import UNMERGED
@@ -36,18 +36,18 @@ class Process:
         whole = (self.model, self.optimizer, {}, self.post)
         self.peers = PeerStates(*whole, None, None, self.unmerged)  # type: ignore[arg-type]
 
-    def gives(self) -> StateCopy:
-        self.peers.obey(fx.Capture(1, frozen=True), t=7)
+    def gives(self) -> StateCopyMade:
+        self.peers.carry_out(fx.Capture(1, frozen=True), t=7)
         if self.peers._thread is not None:
             self.peers._thread.join(20)
             self.peers.settle()
-        copy: StateCopy = self.post.sent[-1]
+        copy: StateCopyMade = self.post.sent[-1]
         return copy
 
     def takes(self, peer: Process) -> fx.Taken:
         copy = peer.gives()
         self.post.next = peer.post.descriptors[-1]
-        self.peers.obey(TakeOrder("ticket", copy.size), t=0)
+        self.peers.carry_out(TakeOrder("ticket", copy.size), t=0)
         taken: fx.Taken = self.post.sent[-1]
         return taken
 
@@ -60,7 +60,7 @@ def test_a_newcomer_takes_the_runs_frozen_parameters_and_buffers() -> None:
     assert newcomer.unmerged.lacking and newcomer.takes(first).reason == ""
     assert torch.equal(newcomer.model[0].weight, first.model[0].weight) and not newcomer.model[0].weight.requires_grad
     assert torch.equal(newcomer.model.scale, first.model.scale) and not newcomer.unmerged.lacking
-    newcomer.peers.obey(fx.Begin("goes on"), t=0)
+    newcomer.peers.carry_out(fx.Begin("goes on"), t=0)
     assert Process(2).unmerged.digest != newcomer.unmerged.digest == first.unmerged.digest
 
 
@@ -91,13 +91,13 @@ def test_when_nobody_can_give_them_the_learner_is_refused() -> None:
     newcomer = Process(1)
     newcomer.unmerged.compare(Process(0).unmerged.digest)
     with pytest.raises(ConfigError, match="are not those of the run's first learner"):
-        newcomer.peers.obey(fx.Begin("no peer is there"), t=0)
+        newcomer.peers.carry_out(fx.Begin("no peer is there"), t=0)
 
 
 def test_a_first_learner_that_goes_on_has_its_own_again(tmp_path: Path) -> None:
     first, again = Process(0), Process(1)
     write(tmp_path / UNMERGED, first.unmerged.capture())
-    again.unmerged.put_back(tmp_path / UNMERGED)
+    again.unmerged.restore_saved(tmp_path / UNMERGED)
     again.unmerged.describe()
     assert again.unmerged.digest == first.unmerged.digest
 

@@ -22,7 +22,7 @@ def test_one_that_leaves_early_goes_once_its_steps_are_merged_or_its_patience_en
     assert not leaving.may_go(10.0, 10.0, replay=False) and leaving.may_go(10.1, 10.0, replay=False)
     leaving.look(2.0, ending=False, unmerged=False)
     assert leaving.may_go(2.0, 10.0, replay=False)
-    assert leaving.goodbye("", saved=False) == "it left before the run ended"
+    assert leaving.goodbye_reason("", saved=False) == "it left before the run ended"
 
 
 def test_a_signal_shortens_the_wait_that_a_drain_began() -> None:
@@ -37,7 +37,7 @@ def test_a_run_that_ends_meanwhile_is_waited_for_even_with_nothing_to_merge() ->
     assert not leaving.may_go(9.0 + END_WAIT_S, 10.0, replay=False) and leaving.may_go(
         9.1 + END_WAIT_S, 10.0, replay=False
     )
-    assert leaving.goodbye("", saved=False) == "the end of the run did not come"
+    assert leaving.goodbye_reason("", saved=False) == "the end of the run did not come"
 
 
 def test_no_clock_ends_a_replay() -> None:
@@ -49,9 +49,9 @@ def test_no_clock_ends_a_replay() -> None:
 
 
 def test_whoever_was_asked_to_go_says_why_and_what_became_of_its_state() -> None:
-    assert early().goodbye("it was drained: x", saved=True) == "it was drained: x; its state is saved"
+    assert early().goodbye_reason("it was drained: x", saved=True) == "it was drained: x; its state is saved"
     said = "it was drained: x; its state is not saved: it has no folder"
-    assert early().goodbye("it was drained: x", saved=False) == said
+    assert early().goodbye_reason("it was drained: x", saved=False) == said
 
 
 def test_a_script_that_failed_is_told_of_by_the_kind_of_its_error() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from atoll.learner import peer_state as module
 from atoll.learner.peer_state import PeerStates
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import StateCopy, TakeOrder, ToCourier
+from atoll.mailbox.channel import StateCopyMade, TakeOrder, ToCourier
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import PeerError
 
@@ -62,16 +62,16 @@ class Process:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def gives(self, number: int = 1) -> tuple[StateCopy, int]:
-        self.peers.obey(fx.Capture(number), t=7)
+    def gives(self, number: int = 1) -> tuple[StateCopyMade, int]:
+        self.peers.carry_out(fx.Capture(number), t=7)
         assert self.peers._thread is not None
         self.peers._thread.join(20)
         self.peers.settle()
         return self.post.sent[-1], self.post.descriptors[-1]
 
-    def takes(self, frame: StateCopy, fd: int) -> fx.Taken:
+    def takes(self, frame: StateCopyMade, fd: int) -> fx.Taken:
         self.post.next = fd
-        self.peers.obey(TakeOrder("ticket", frame.size), t=3)
+        self.peers.carry_out(TakeOrder("ticket", frame.size), t=3)
         taken: fx.Taken = self.post.sent[-1]
         return taken
 
@@ -107,7 +107,7 @@ def test_the_copy_says_what_it_is() -> None:
 def test_what_is_given_is_the_state_at_the_boundary_whatever_comes_after() -> None:
     peer, newcomer = Process(steps=3), Process()
     then = peer.moments()
-    peer.peers.obey(fx.Capture(1), t=7)
+    peer.peers.carry_out(fx.Capture(1), t=7)
     peer.step()
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
@@ -139,12 +139,12 @@ def test_bytes_that_are_no_state_are_named_too() -> None:
     newcomer = Process()
     fd = reserve(64, "a test")
     os.pwrite(fd, b"nonsense" * 8, 0)
-    assert "damaged" in newcomer.takes(StateCopy(1, 0, 64), fd).reason
+    assert "damaged" in newcomer.takes(StateCopyMade(1, 0, 64), fd).reason
 
 
 def test_a_memory_shorter_than_it_was_said_to_be_is_refused() -> None:
     newcomer = Process()
-    assert "came for" in newcomer.takes(StateCopy(1, 0, 1 << 20), reserve(64, "a test")).reason
+    assert "came for" in newcomer.takes(StateCopyMade(1, 0, 1 << 20), reserve(64, "a test")).reason
 
 
 def test_no_descriptor_is_left_open() -> None:
@@ -158,9 +158,9 @@ def test_no_descriptor_is_left_open() -> None:
 def test_what_cannot_be_captured_is_declined_with_the_reason() -> None:
     peer = Process(steps=1)
     peer.counter.count = lambda: 1  # type: ignore[assignment]
-    peer.peers.obey(fx.Capture(1), t=7)
+    peer.peers.carry_out(fx.Capture(1), t=7)
     [frame] = peer.post.sent
-    assert isinstance(frame, StateCopy) and "extra/counter" in frame.reason and peer.post.descriptors == []
+    assert isinstance(frame, StateCopyMade) and "extra/counter" in frame.reason and peer.post.descriptors == []
 
 
 def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "reserve", full)
     peer = Process(steps=1)
-    peer.peers.obey(fx.Capture(1), t=7)
+    peer.peers.carry_out(fx.Capture(1), t=7)
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
     peer.peers.settle()
@@ -179,7 +179,7 @@ def test_too_little_memory_is_a_reason_not_a_crash(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_dead_courier_had_ordered_is_not_for_the_next() -> None:
     peer = Process(steps=1)
-    peer.peers.obey(fx.Capture(1), t=7)
+    peer.peers.carry_out(fx.Capture(1), t=7)
     assert peer.peers._thread is not None
     peer.peers._thread.join(20)
     peer.peers.courier_died()
@@ -193,9 +193,9 @@ def test_what_a_dead_courier_had_ordered_is_not_for_the_next() -> None:
 def test_it_waits_from_the_search_to_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
     newcomer = Process()
     assert not newcomer.peers.waits
-    newcomer.peers.obey(fx.Await(), t=0)
+    newcomer.peers.carry_out(fx.Await(), t=0)
     assert newcomer.peers.waits
-    newcomer.peers.obey(fx.Begin("goes on with the inner optimizer of a"), t=0)
+    newcomer.peers.carry_out(fx.Begin("goes on with the inner optimizer of a"), t=0)
     assert not newcomer.peers.waits
     assert capsys.readouterr().err == "atoll: goes on with the inner optimizer of a\n"
 

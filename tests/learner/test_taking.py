@@ -16,7 +16,7 @@ from atoll.learner.peer_state import PeerStates, StateSpec, expected_layout, fit
 from atoll.learner.snapshot import Snapshot, encode, ranged
 from atoll.learner.state import capture
 from atoll.mailbox.box import reserve
-from atoll.mailbox.channel import StateCopy
+from atoll.mailbox.channel import StateCopyMade
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import LINE
@@ -24,7 +24,7 @@ from atoll.protocol.limits import LINE
 Lie = Callable[[dict[str, Any]], None]
 
 
-def served(peer: Process, lie: Lie) -> tuple[StateCopy, int]:
+def served(peer: Process, lie: Lie) -> tuple[StateCopyMade, int]:
     """The peer's own copy of its optimizer's state, changed by its owner before it is given away."""
     honest = capture(peer.model, peer.optimizer, {"counter": peer.counter}, parameters=False, rng=False)
     saved = Unpacking(honest.tensors).unpack(honest.states["optimizer"])
@@ -37,7 +37,7 @@ def served(peer: Process, lie: Lie) -> tuple[StateCopy, int]:
     fd = reserve(size, "a test")
     with open(fd, "wb", closefd=False) as memory:
         memory.writelines(pieces)
-    return StateCopy(1, 0, size), fd
+    return StateCopyMade(1, 0, size), fd
 
 
 def set_option(name: str, value: object) -> Lie:

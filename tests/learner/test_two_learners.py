@@ -257,20 +257,20 @@ def test_one_stays_while_others_leave_early_are_interrupted_and_are_killed(place
     interrupted, killed = place.learner("learner-2"), place.learner("learner-3")
     result = place.result(early, "learner-1")
     assert not result["done"] and result["steps"] == 30
-    assert "it left before the run ended" in goodbye(out, "learner-1")
+    assert "it left before the run ended" in goodbye_reason(out, "learner-1")
 
     until(lambda: contributions(out, "learner-2") >= 2, "learner-2 contributes")
     interrupted.send_signal(signal.SIGINT)
     assert place.result(interrupted, "learner-2")["done"], "its training loop was told"
     assert "Ctrl-C again ends it at once" in place.log("learner-2") and "Traceback" not in place.log("learner-2")
-    assert "it was interrupted (Ctrl-C); its state is saved" in goodbye(out, "learner-2")
+    assert "it was interrupted (Ctrl-C); its state is saved" in goodbye_reason(out, "learner-2")
     assert [e["unmerged_tokens"] for e in events(out, "left") if e["learner"] == "learner-2"] == [0], "nothing is lost"
 
     until(lambda: contributions(out, "learner-3") >= 2, "learner-3 contributes")
     courier = courier_of(killed)
     killed.kill()
     killed.wait()
-    assert "its training process died" in goodbye(out, "learner-3")
+    assert "its training process died" in goodbye_reason(out, "learner-3")
     until(lambda: not Path(f"/proc/{courier}").exists() or _is_zombie(courier), "the courier ends")
 
     place.processes[0].send_signal(signal.SIGTERM)
@@ -290,7 +290,7 @@ def test_the_second_interrupt_ends_a_learner_at_once(place: Place) -> None:
     assert "Traceback" not in place.log("learner-0")
 
 
-def goodbye(out: RunDir, learner: str) -> str:
+def goodbye_reason(out: RunDir, learner: str) -> str:
     """What the syncer says of a learner that left."""
     left = until(lambda: [e for e in events(out, "left") if e["learner"] == learner], f"{learner} says goodbye")
     return str(left[0]["text"])

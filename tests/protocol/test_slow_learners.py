@@ -99,7 +99,7 @@ class Slotted(Uneven):
         match effect:
             case fx.Read(round=number, step=step):
                 self._free(learner, number)
-                if (slot := slots.take(urgent=step <= learner.machine.t)) is None:
+                if (slot := slots.take_slot(urgent=step <= learner.machine.t)) is None:
                     return
                 self.orders[learner.name, number] = slot
             case fx.CancelRead(number):
@@ -119,7 +119,7 @@ class Slotted(Uneven):
         match event:
             case fx.Copied():
                 slot = self.orders.pop((learner.name, event.round))
-                slots.made(event.fragment, event.t, slot, event.steps, event.tokens)
+                slots.add_copy(event.fragment, event.t, slot, event.steps, event.tokens)
             case fx.Adopted(fragment):
                 slots.adopted(fragment)
         super().on_learner_event(learner, event, effects)

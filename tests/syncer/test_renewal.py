@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.fabric.test_tls import aged, heard
 
-from atoll.fabric.certificates import CertificatePair, fingerprint, make_authority, make_client, make_server
+from atoll.fabric.certificates import CertificateAndKey, fingerprint, make_authority, make_client, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
 from atoll.protocol.errors import ConfigError
@@ -40,7 +40,7 @@ class Watched:
             days=lambda der: self.days,
         )
 
-    def put(self, pair: CertificatePair | None = None, *, key: bytes | None = None) -> CertificatePair:
+    def put(self, pair: CertificateAndKey | None = None, *, key: bytes | None = None) -> CertificateAndKey:
         pair = pair or make_server(HOSTS, 30.0, self.authority)
         self.keys.write(self.keys.key, key or pair.key)
         self.keys.write(self.keys.certificate, pair.certificate)
@@ -50,7 +50,7 @@ class Watched:
         self.now += seconds
         return self.tls()
 
-    async def shows(self, pair: CertificatePair) -> bool:
+    async def shows(self, pair: CertificateAndKey) -> bool:
         """Whether the next handshake is made with this certificate."""
         server = await asyncio.start_server(_greet, "127.0.0.1", 0, ssl=self.tls())
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -162,7 +162,7 @@ async def test_a_pair_that_changes_while_it_is_read_is_read_again(
     from atoll.syncer import renewal
 
     new, read = watched.put(), renewal.read_pair
-    newest: list[CertificatePair] = []
+    newest: list[CertificateAndKey] = []
 
     def slowly(keys: KeyDir, *, mutual: bool) -> renewal.CertificatePair:
         found = read(keys, mutual=mutual)

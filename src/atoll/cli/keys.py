@@ -13,7 +13,7 @@ from rich.console import Console
 from atoll.cli.shared import OPERATOR, short
 from atoll.fabric.address import BY_AUTHORITY, SyncerAddress
 from atoll.fabric.certificates import (
-    CertificatePair,
+    CertificateAndKey,
     fingerprint,
     hosts_of,
     is_host,
@@ -213,7 +213,7 @@ def _renew(keys: KeyDir, hosts: list[str], days: float, force: bool, console: Co
     console.print("links that end with ca stay good; of those with a fingerprint there are new: atoll tokens link")
 
 
-def _successor(keys: KeyDir, hosts: list[str], days: float) -> CertificatePair:
+def _successor(keys: KeyDir, hosts: list[str], days: float) -> CertificateAndKey:
     """For the names and addresses of the one that is there, and more."""
     before, authority = keys.certificate.read_bytes(), None
     if not signs_itself(before):
@@ -221,21 +221,21 @@ def _successor(keys: KeyDir, hosts: list[str], days: float) -> CertificatePair:
             raise ConfigError(
                 f"{short(keys.certificate)} is of an authority that is not here: put another of it there, with its key"
             )
-        authority = CertificatePair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
+        authority = CertificateAndKey(keys.authority.read_bytes(), keys.authority_key.read_bytes())
     return make_server(list(dict.fromkeys([*hosts_of(before), *hosts])), days, authority)
 
 
 def _certify(keys: KeyDir, learner: str, days: float, console: Console) -> None:
     if not keys.authority_key.is_file():
         raise ConfigError(f"{short(keys.path)} has no authority to sign with: make it with `atoll cert --ca`")
-    authority = CertificatePair(keys.authority.read_bytes(), keys.authority_key.read_bytes())
+    authority = CertificateAndKey(keys.authority.read_bytes(), keys.authority_key.read_bytes())
     certificate, key = keys.of_learner(learner)
     _write(keys, certificate, key, make_client(learner, days, authority))
     files = f"{short(certificate)} and {short(key)}"
     console.print(f"{files}: give both to {learner}, for atoll learn --cert and --key")
 
 
-def _write(keys: KeyDir, certificate: Path, key: Path, pair: CertificatePair) -> None:
+def _write(keys: KeyDir, certificate: Path, key: Path, pair: CertificateAndKey) -> None:
     keys.write(key, pair.key)
     keys.write(certificate, pair.certificate)
 

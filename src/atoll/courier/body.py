@@ -145,7 +145,7 @@ class FragmentTransfers:
         self._spawn(self._fetch(fragment))
 
     async def _fetch(self, fragment: int) -> None:
-        slot = await self.incoming.take()
+        slot = await self.incoming.take_slot()
         values = self._box.incoming(slot, fragment)
         try:
             version, _, _ = await self._link.get_fragment(fragment, values.view(np.uint8).data, BODY_S)
@@ -158,7 +158,7 @@ class FragmentTransfers:
         as_held(self._box.plan.fragments[fragment], values)
         self.incoming.landed[fragment] = slot
         self._tell(fx.Fetched(fragment, version))
-        self.incoming.unwanted(fragment)
+        self.incoming.release_unwanted(fragment)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(work)
@@ -190,7 +190,7 @@ class OutgoingSlots:
     def __post_init__(self) -> None:
         self.count = len(self.free)
 
-    def take(self, *, urgent: bool) -> int | None:
+    def take_slot(self, *, urgent: bool) -> int | None:
         """A free slot, or a new one. Where there is none and a pull waits for the copy (`urgent`), the oldest copy
         gives way, first of those that were only kept for carry."""
         if not self.free and self.reserve(self.count):
@@ -202,7 +202,7 @@ class OutgoingSlots:
             self._release(min(kept or may_go, key=lambda key: key[1]))
         return self.free.pop() if self.free else None
 
-    def made(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
+    def add_copy(self, fragment: int, t: int, slot: int, steps: int, tokens: int) -> None:
         if (fragment, t) in self.copies:
             self._release((fragment, t))
         self.copies[fragment, t] = slot
@@ -266,7 +266,7 @@ class IncomingSlots:
         for slot in range(count):
             self._free.put_nowait(slot)
 
-    async def take(self) -> int:
+    async def take_slot(self) -> int:
         if self._free.empty() and self._reserve(self._count):
             self._count += 1
             return self._count - 1
@@ -275,7 +275,7 @@ class IncomingSlots:
     def give_back(self, slot: int) -> None:
         self._free.put_nowait(slot)
 
-    def unwanted(self, fragment: int) -> None:
+    def release_unwanted(self, fragment: int) -> None:
         """What has arrived of this fragment, if nobody took it, gives its slot back."""
         if (slot := self.landed.pop(fragment, None)) is not None:
             self.give_back(slot)

@@ -35,7 +35,7 @@ from atoll.mailbox.channel import (
     RunProgress,
     SlotFreed,
     Start,
-    StateCopy,
+    StateCopyMade,
     StepReport,
     StopOrder,
     ToCourier,
@@ -159,7 +159,7 @@ class Courier:
             case SlotFreed(slot, incoming):
                 assert self._bodies is not None
                 self._bodies.freed(slot, incoming)
-            case StateCopy():
+            case StateCopyMade():
                 assert self._states is not None
                 self._states.copied(frame)
             case Goodbye(reason):
@@ -217,7 +217,7 @@ class Courier:
         if frame.epoch != self._epoch:
             self._bodies.freed(frame.slot, incoming=False)
             return
-        self._bodies.outgoing.made(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
+        self._bodies.outgoing.add_copy(frame.fragment, frame.t, frame.slot, frame.steps, frame.tokens)
         counters = (frame.t, frame.steps, frame.tokens, frame.base, frame.total, frame.position)
         self._handle(fx.Copied(frame.round, frame.fragment, *counters))
 
@@ -320,7 +320,7 @@ class Courier:
         match effect:
             case fx.Read(number, fragment, step):
                 urgent = settings.synchronous or step <= self._machine.t
-                if (slot := bodies.outgoing.take(urgent=urgent)) is not None:
+                if (slot := bodies.outgoing.take_slot(urgent=urgent)) is not None:
                     send(ReadOrder(slot, number, fragment, step))
             case fx.CancelRead() | fx.LetGo():
                 send(effect)

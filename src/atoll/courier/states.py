@@ -20,7 +20,7 @@ from typing import Any
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.host import StateHost
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import CourierChannel, Start, StateCopy, TakeOrder
+from atoll.mailbox.channel import CourierChannel, Start, StateCopyMade, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 
@@ -104,7 +104,7 @@ class StateTransfers:
 
     # ---- ours ---------------------------------------------------------------------------------------------------
 
-    def copied(self, frame: StateCopy) -> None:
+    def copied(self, frame: StateCopyMade) -> None:
         """The training process has made a copy; or it has not, and says why."""
         if frame.reason:
             self._tell(fx.Captured(frame.number, reason=frame.reason))
@@ -116,7 +116,7 @@ class StateTransfers:
             os.close(fd)
         self._spawn(self._announce(frame))
 
-    async def _announce(self, frame: StateCopy) -> None:
+    async def _announce(self, frame: StateCopyMade) -> None:
         direct = await self._address()
         self._tell(fx.Captured(frame.number, frame.t, frame.size, frame.digest, direct))
 

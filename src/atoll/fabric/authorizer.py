@@ -179,9 +179,9 @@ class TokenAuthorizer:
             raise PeerError(f"the token {token.id!r} is for {token.learner}, not for {learner}")
         if token.most and learner not in there and len(there) >= token.most:
             raise PeerError(f"the token {token.id!r} is for {token.most} learners at once, and they are there already")
-        if (owner := owners.of(learner)) != token.id:
+        if (owner := owners.owner_of(learner)) != token.id:
             self._not_anothers(token, learner, owner)
-            self._one_name_more(token, owners.names(token.id) + 1)
+            self._one_name_more(token, owners.count_names(token.id) + 1)
 
     def _not_anothers(self, token: JoinToken, learner: str, owner: str) -> None:
         """A name is kept for the token that is most closely for it, and is otherwise its first holder's."""

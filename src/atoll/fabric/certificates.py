@@ -28,25 +28,25 @@ FEW_DAYS = 14.0
 
 
 @dataclass(frozen=True, slots=True)
-class CertificatePair:
+class CertificateAndKey:
     """A certificate and its key."""
 
     certificate: bytes
     key: bytes
 
 
-def make_server(hosts: Sequence[str], days: float, authority: CertificatePair | None = None) -> CertificatePair:
+def make_server(hosts: Sequence[str], days: float, authority: CertificateAndKey | None = None) -> CertificateAndKey:
     """For a syncer that is reached under these names and addresses."""
     names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
     return _made("atoll syncer", days, authority, [(names, False), (_usage(ExtendedKeyUsageOID.SERVER_AUTH), False)])
 
 
-def make_client(name: str, days: float, authority: CertificatePair) -> CertificatePair:
+def make_client(name: str, days: float, authority: CertificateAndKey) -> CertificateAndKey:
     """For one learner."""
     return _made(name, days, authority, [(_usage(ExtendedKeyUsageOID.CLIENT_AUTH), False)])
 
 
-def make_authority(days: float) -> CertificatePair:
+def make_authority(days: float) -> CertificateAndKey:
     return _made("atoll authority", days, None, [], signs=True)
 
 
@@ -100,11 +100,11 @@ def days_left(der: bytes, now: datetime | None = None) -> float:
 def _made(
     name: str,
     days: float,
-    authority: CertificatePair | None,
+    authority: CertificateAndKey | None,
     extensions: list[tuple[x509.ExtensionType, bool]],
     *,
     signs: bool = False,
-) -> CertificatePair:
+) -> CertificateAndKey:
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signer = (subject, key) if authority is None else _signer(authority)
@@ -124,13 +124,13 @@ def _made(
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical)
     made = builder.sign(signer, hashes.SHA256())
-    return CertificatePair(
+    return CertificateAndKey(
         made.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
 
 
-def _signer(authority: CertificatePair) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
+def _signer(authority: CertificateAndKey) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
     key = serialization.load_pem_private_key(authority.key, None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError("the authority's key is of another kind than atoll cert --ca makes")

@@ -26,7 +26,7 @@ from typing import cast
 from aiohttp import WSMessage, WSMsgType, web
 
 from atoll.fabric.authorizer import VISITOR, Authorizer, OpenAuthorizer, Rejected, Visitor
-from atoll.fabric.control_channel import ControlChannel, Liveness, SendQueue, SequenceNumbers, ServerSocket, unnumbered
+from atoll.fabric.control_channel import ControlChannel, PeerPing, SendQueue, SequenceNumbers, ServerSocket, unnumbered
 from atoll.fabric.handlers import Handlers
 from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.wire import PROTOCOL_HEADER, FabricLimits, check_hello, decode_from_learner, encode, one_line
@@ -110,7 +110,7 @@ class ControlServer:
             mark=request[VISITOR].mark,
             protocol=hello.protocol,
             holder=Holder.of(hello, request.remote or ""),
-            liveness=Liveness(socket.ping),
+            liveness=PeerPing(socket.ping),
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(socket, channel, outbox))
@@ -141,7 +141,7 @@ class ControlServer:
             self._reject(channel, error)
         if channel.closing:
             return False
-        self._owners.take(channel.learner, channel.token)
+        self._owners.assign_name(channel.learner, channel.token)
         self._sequences.note(channel, hello)
         older = self._channels.get(channel.learner)
         self._channels[channel.learner] = channel
@@ -225,7 +225,7 @@ class ControlServer:
             raise PeerError(f"no hello within {self._limits.hello_s:g} s") from None
 
     async def _frame(
-        self, socket: web.WebSocketResponse, flood: MessageRate | None = None, liveness: Liveness | None = None
+        self, socket: web.WebSocketResponse, flood: MessageRate | None = None, liveness: PeerPing | None = None
     ) -> bytes:
         """The next frame that says something; `_Gone` when there will be none. Pings notice a dead peer.
 
@@ -233,14 +233,14 @@ class ControlServer:
         """
         while (frame := await _receive(socket, liveness)).type in (WSMsgType.PING, WSMsgType.PONG):
             if flood is not None:
-                flood.one_more()
+                flood.count_message()
             if frame.type is WSMsgType.PING:
                 await self._pong(socket, cast(bytes, frame.data))
         if frame.type is WSMsgType.BINARY:
             data = cast(bytes, frame.data)
             self.bytes_in += len(data)
             if flood is not None:
-                flood.one_more(len(data))
+                flood.count_message(len(data))
             return data
         if frame.type is WSMsgType.TEXT:
             raise PeerError("a text frame: control messages are binary")
@@ -270,7 +270,7 @@ class MessageRate:
         self._messages = Budget(BURST_S * limits.messages_rate, limits.messages_rate, clock())
         self._bytes = Budget(BURST_S * limits.control_rate, limits.control_rate, clock())
 
-    def one_more(self, size: int = 0) -> None:
+    def count_message(self, size: int = 0) -> None:
         now = self._clock()
         if not self._messages.take(now, 1):
             raise PeerError(f"more than {self._limits.messages_rate:g} messages a second: this is a flood")
@@ -282,7 +282,7 @@ class _Gone(Exception):
     """No more frames will come."""
 
 
-async def _receive(socket: web.WebSocketResponse, liveness: Liveness | None) -> WSMessage:
+async def _receive(socket: web.WebSocketResponse, liveness: PeerPing | None) -> WSMessage:
     frame = await socket.receive()
     if liveness is not None:
         liveness.note()

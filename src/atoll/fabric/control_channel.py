@@ -45,7 +45,7 @@ class ControlChannel:
         mark: str = "",
         protocol: int = PROTOCOL,
         holder: Holder | None = None,
-        liveness: Liveness | None = None,
+        liveness: PeerPing | None = None,
     ) -> None:
         self.learner = learner
         self.session = session
@@ -130,7 +130,7 @@ LOOKS = 4
 """A wait is made of so many parts: a loop that stood still uses up one of them, and reads the answer in the next."""
 
 
-class Liveness:
+class PeerPing:
     def __init__(self, ping: Callable[[], Awaitable[None]]) -> None:
         self._ping = ping
         self._heard = asyncio.Event()

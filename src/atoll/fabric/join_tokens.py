@@ -167,17 +167,17 @@ class NameOwners:
         self._token_of = dict(known or {})
         self._names = Counter(self._token_of.values())
 
-    def of(self, learner: str) -> str:
+    def owner_of(self, learner: str) -> str:
         """The token that a name belongs to; empty: nobody's yet."""
         return self._token_of.get(learner, "")
 
-    def names(self, token: str) -> int:
+    def count_names(self, token: str) -> int:
         """How many it has brought so far, those that have left included."""
         return self._names[token]
 
-    def take(self, learner: str, token: str) -> None:
+    def assign_name(self, learner: str, token: str) -> None:
         """Nothing is owned where nobody is asked for a token."""
-        if not token or (before := self.of(learner)) == token:
+        if not token or (before := self.owner_of(learner)) == token:
             return
         self._token_of[learner] = token
         self._names[token] += 1

@@ -148,7 +148,7 @@ class Listener:
         if (dropped := self.places.one_to_drop(loop.time())) is not None:
             self.turned_away += 1
             self._drop(self._entries[dropped])
-        entry = IncomingConnection(self.places.take(address))
+        entry = IncomingConnection(self.places.take_place(address))
         self._entries[entry.place] = entry
         entry.timer = loop.call_later(self._limits.header_s, self._drop, entry)
         entry.task = start_for_connection(partial(self._enter, entry, sock), partial(self._drop, entry), self._mistakes)
@@ -327,7 +327,7 @@ class ConnectionPlaces:
         limits = self._limits
         return self._taken < limits.connections and self._addresses[address] < limits.address_connections
 
-    def take(self, address: str) -> ConnectionPlace:
+    def take_place(self, address: str) -> ConnectionPlace:
         place = ConnectionPlace(address)
         self.strangers[place] = None
         self._waiting.setdefault(address, {stage: {} for stage in Stage})[place.stage][place] = None

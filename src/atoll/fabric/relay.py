@@ -76,7 +76,7 @@ class RelayStream:
         assert self.state is not None
         return self.state
 
-    async def take(self) -> bytes:
+    async def take_chunk(self) -> bytes:
         """The next chunk; empty when no more will come, and then `whole` says whether it was all."""
         await self._until(lambda: bool(self._chunks) or self._closed)
         if not self._chunks:
@@ -179,7 +179,7 @@ class StateRelay:
         response, pace = state_response(state), BodyPace(self._limits)
         try:
             await response.prepare(request)
-            while chunk := await stream.take():
+            while chunk := await stream.take_chunk():
                 pace.bytes += len(chunk)
                 await pace.wait(response.write(chunk), self._limits.send_s)
                 self.bytes_out += len(chunk)

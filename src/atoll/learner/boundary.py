@@ -85,7 +85,7 @@ class Boundary:
     def recovered(self) -> bool:
         return bool((self._box.adopted >= 0).all())
 
-    def obey(self, frame: ToTraining) -> None:
+    def carry_out(self, frame: ToTraining) -> None:
         match frame:
             case ReadOrder():
                 self._read(frame)
@@ -103,14 +103,14 @@ class Boundary:
             case ForgetOrder(epoch, reset):
                 self._forget(epoch)
                 if reset:
-                    self._heal()
+                    self._reset_to_base()
 
-    def stand(self, t: int, total: int, position: int) -> None:
+    def continue_from(self, t: int, total: int, position: int) -> None:
         """Go on after this step."""
         self._t, self._total, self._position = t, total, position
 
     def count(self, t: int, tokens: int, total: int = 0, position: int = -1) -> None:
-        self.stand(t, total, position)
+        self.continue_from(t, total, position)
         self._steps += 1
         self._tokens += tokens
 
@@ -128,7 +128,7 @@ class Boundary:
         self._t = t
         for round in [r for r, order in self._reads.items() if order.step <= t]:
             self._copy(self._reads.pop(round), t)
-        self.settle_done()
+        self.send_finished_copies()
 
     def _copy(self, order: ReadOrder, t: int) -> None:
         f, version = order.fragment, int(self._box.adopted[order.fragment])
@@ -137,7 +137,7 @@ class Boundary:
         self._copying.append((self._offload.read(f, order.slot), made))
         self._copied[f] = (t, version)
 
-    def settle_done(self) -> None:
+    def send_finished_copies(self) -> None:
         """Tell the courier of copies that have reached host memory."""
         while self._copying and self._copying[0][0].done():
             self._courier.send(self._copying.pop(0)[1])
@@ -146,7 +146,7 @@ class Boundary:
         """The same, waiting for those under way."""
         for transfer, _ in self._copying:
             transfer.wait()
-        self.settle_done()
+        self.send_finished_copies()
 
     # ---- adoptions ----------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Boundary:
         """Whether another copy would hold what the last one does."""
         return self._copied.get(fragment) == (self._t, int(self._box.adopted[fragment]))
 
-    def take_base(self) -> None:
+    def load_base(self) -> None:
         """The run's own values, with no steps of this learner's on top: what a finished run leaves in the model."""
         for fragment, own in enumerate(self._own):
             if self._box.base_version[fragment] >= 0:
@@ -229,7 +229,7 @@ class Boundary:
             self._courier.send(SlotFreed(order.slot, incoming=True))
         self._arriving, self._holds = [], {}
 
-    def _heal(self) -> None:
+    def _reset_to_base(self) -> None:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
         for fragment, own in enumerate(self._own):
             adopt(own, self._offload.base(fragment), "overwrite")
@@ -280,7 +280,7 @@ class SharedMailbox:
         """ConfigError: this model cannot take part."""
         self.tensors = describe(self._model, self._buffers)
 
-    def welcomed(self, frame: Welcomed) -> bool:
+    def apply_welcome(self, frame: Welcomed) -> bool:
         """The run's settings are known: cut the model as they say. True: the courier is to get other memory."""
         self._newest, self.index = frame.versions, frame.index
         plan = make_plan(self.tensors, frame.settings.fragments, frame.settings.plan)
@@ -296,12 +296,12 @@ class SharedMailbox:
         box.set_count("incarnation", frame.incarnation)
         return True
 
-    def stand(self, place: dict[str, Any]) -> None:
+    def continue_from(self, place: dict[str, Any]) -> None:
         """As it was when this place (saved_state.py) was saved."""
         settings, self.index = settings_of(place), place.get("index", -1)
         box, boundary = self._make(make_plan(self.tensors, settings.fragments, settings.plan), settings)
         fill_box(box, place, os.environ.get("ATOLL_RUN", ""))
-        boundary.stand(place["t"], place["total"], place["feed"].get("position", -1))
+        boundary.continue_from(place["t"], place["total"], place["feed"].get("position", -1))
 
     def _make(self, plan: FragmentPlan, settings: Settings) -> tuple[Mailbox, Boundary]:
         self.box = Mailbox.create(plan, settings)
@@ -309,7 +309,7 @@ class SharedMailbox:
         self.boundary = Boundary(self.box, settings, taking_part, self._courier, self._tape)
         return self.box, self.boundary
 
-    def hand_over(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:
+    def hand_to_courier(self, stepped: Stepped, *, sure: bool = False, waits: bool = False) -> None:
         """To the courier, if there is anything yet."""
         if self.box is not None and self.boundary is not None:
             self._courier.send(MailboxReady(self.boundary.settings, stepped, sure, waits=waits), self.box.fd)

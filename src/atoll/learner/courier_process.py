@@ -73,7 +73,7 @@ class CourierProcess:
             raise RunFailed("the replay that this training process belongs to is gone")
         now = time.monotonic()
         if self._process is not None:
-            self._bury(now)
+            self._reap_courier(now)
         if now < self._retry_at:
             return False
         self.restarts += 1
@@ -124,7 +124,7 @@ class CourierProcess:
                 self._process.wait()
             self._process = None
 
-    def _bury(self, now: float) -> None:
+    def _reap_courier(self, now: float) -> None:
         assert self._process is not None
         if self._channel is not None:
             self._channel.close()
@@ -151,7 +151,7 @@ class TapeRecorder:
             self._courier.send(fx.Told(first, entries))
             self._said = self._entries.end
 
-    def tell_again(self) -> None:
+    def send_all_entries(self) -> None:
         """To a new courier, all that is kept: it passes over what the syncer has."""
         self._said = 0
         self.tell()

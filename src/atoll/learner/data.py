@@ -96,7 +96,7 @@ class LeasedSamples:
         """Samples whose steps are done."""
         self.over = False
 
-    def supply(self, ranges: Sequence[Range], over: bool) -> None:
+    def add_leases(self, ranges: Sequence[Range], over: bool) -> None:
         for one in ranges:
             if one.lease > self._newest:
                 self._newest = one.lease
@@ -137,7 +137,7 @@ class LeasedSamples:
         """There is nothing left to draw."""
         return self._at + self._ahead >= sum(map(_length, self._ranges))
 
-    def take(self) -> tuple[int, Indices] | None:
+    def draw_batch(self) -> tuple[int, Indices] | None:
         """The next batch: its dataset and the indices of its samples. None when there is none."""
         behind, wanted, parts = self._at + self._ahead, self.batch_size, []
         dataset = -1
@@ -157,7 +157,7 @@ class LeasedSamples:
         self._ahead += len(indices)
         return dataset, indices
 
-    def repeat(self) -> tuple[int, Indices] | None:
+    def repeat_batch(self) -> tuple[int, Indices] | None:
         """A batch of the last lease once more: counted, not leased."""
         last = self._last
         if last is None:
@@ -265,12 +265,12 @@ class Feed:
         if self._leased is not None:
             self._leased.stepped(used)
 
-    def supplied(self, ranges: tuple[Range, ...], over: bool, own: str) -> None:
+    def take_leases(self, ranges: tuple[Range, ...], over: bool, own: str) -> None:
         if own:
             say(f"this learner's data is its own, counted but not leased: {own}")
             self._leased = self.registered = None
         elif self._leased is not None:
-            self._leased.supply(ranges, over)
+            self._leased.add_leases(ranges, over)
 
     def forget(self) -> None:
         """Another life: what was leased to the one before goes to whoever gets it next."""
@@ -314,12 +314,12 @@ class Feed:
     ) -> Iterator[Drawn]:
         self._await_first(done, wait, patience_s)
         while not done() and (leased := self._leased) is not None:
-            batch = leased.take()
+            batch = leased.draw_batch()
             if batch is None and leased.over:
                 return
             if batch is None:
                 self._say_if_too_far_ahead(leased.waiting)
-            batch = batch or leased.repeat()
+            batch = batch or leased.repeat_batch()
             if batch is None:
                 self._await_first(done, wait, patience_s)
                 continue

@@ -48,7 +48,7 @@ from atoll.learner.state import (
 )
 from atoll.learner.unmerged import UnmergedTensors
 from atoll.mailbox.box import mapped, reserve
-from atoll.mailbox.channel import StateCopy, TakeOrder
+from atoll.mailbox.channel import StateCopyMade, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import MOST, clipped
@@ -76,12 +76,12 @@ class PeerStates:
         self._unmerged = unmerged or UnmergedTensors(model, buffers, "mine")
         self.waits = False
         """A peer's state is on its way, or sought."""
-        self._made: SimpleQueue[tuple[int, StateCopy, int | None]] = SimpleQueue()
+        self._made: SimpleQueue[tuple[int, StateCopyMade, int | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._couriers = 0
         """That died; what one of them had ordered is not for the next."""
 
-    def obey(self, order: PeerOrder, t: int) -> None:
+    def carry_out(self, order: PeerOrder, t: int) -> None:
         """Between two steps."""
         match order:
             case fx.Capture(number, frozen):
@@ -129,7 +129,7 @@ class PeerStates:
             if frozen:
                 copied = self._unmerged.add_frozen(copied)
         except AtollError as error:
-            self._courier.send(StateCopy(number, t, reason=str(error)))
+            self._courier.send(StateCopyMade(number, t, reason=str(error)))
             return
         self._tape.add(Gave(t))
         # Not a daemon: torch's memory must not go while it is read.
@@ -141,7 +141,7 @@ class PeerStates:
         try:
             self._made.put((courier, *_in_memory(number, t, copied)))
         except Exception as error:  # whatever it is: the courier waits for an answer
-            self._made.put((courier, StateCopy(number, t, reason=f"its state could not be copied: {error}"), None))
+            self._made.put((courier, StateCopyMade(number, t, reason=f"its state could not be copied: {error}"), None))
 
     # ---- a peer's -----------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class PeerStates:
         return "", False
 
 
-def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopy, int]:
+def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopyMade, int]:
     header, parts = encode(copied)
     length, hashed = size(header, parts), hashlib.blake2b(digest_size=16)
     fd = reserve(length, "a copy of its state")
@@ -173,7 +173,7 @@ def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopy, int]:
     except OSError:
         os.close(fd)
         raise
-    return StateCopy(number, t, length, hashed.hexdigest()), fd
+    return StateCopyMade(number, t, length, hashed.hexdigest()), fd
 
 
 # ---- checking a peer's state ----------------------------------------------------------------------------------------

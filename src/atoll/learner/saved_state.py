@@ -278,7 +278,7 @@ PLACE = "atoll"
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierState:
+class SavedPart:
     """What an earlier life left."""
 
     snapshot: Snapshot
@@ -289,7 +289,7 @@ class EarlierState:
     """Of what nobody named: the run that it has to be of, where its folder says so."""
 
 
-def find_earlier_state(folder: Path | None, run: str = "") -> EarlierState | None:
+def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
     """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
     its link says so."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
@@ -298,19 +298,19 @@ def find_earlier_state(folder: Path | None, run: str = "") -> EarlierState | Non
     if folder is not None and not exact and not other and (left := folder / FILE).exists():
         snapshot = read(left)
         left.unlink()  # once: the next cut is newer
-        return EarlierState(snapshot, False, left.name, run=of)
+        return SavedPart(snapshot, False, left.name, run=of)
     if path:
-        return EarlierState(read(Path(path)), exact, Path(path).name)
+        return SavedPart(read(Path(path)), exact, Path(path).name)
     if path is None and folder is not None and of and not other:
         return _find_own_part(folder, of)
     return None
 
 
-def _find_own_part(folder: Path, run: str) -> EarlierState | None:
+def _find_own_part(folder: Path, run: str) -> SavedPart | None:
     """The newest that can be read; None: there is none."""
     for part in reversed(list_parts(folder)):
         with suppress(AtollError, OSError):
-            return EarlierState(read(part), False, part.name, run=run)
+            return SavedPart(read(part), False, part.name, run=run)
     return None
 
 
@@ -324,14 +324,14 @@ class OwnState:
     def capture(self, place: RunPlace) -> Snapshot:
         return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
 
-    def stand_where(self, saved: Snapshot) -> dict[str, Any]:
+    def restore_exactly(self, saved: Snapshot) -> dict[str, Any]:
         """All but chance is as it was; the place it was saved at."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}
         restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
         return place.state
 
-    def put_back(self, saved: Snapshot) -> dict[str, Any]:
+    def restore_saved(self, saved: Snapshot) -> dict[str, Any]:
         """What the run does not know: optimizer, schedules, chance. The place it was saved at."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}

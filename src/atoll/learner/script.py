@@ -142,7 +142,7 @@ class LeaveWait:
         until = self._since + (patience_s if self._early else END_WAIT_S)
         return self._nothing_left or (now > until and not replay)
 
-    def goodbye(self, asked: str, *, saved: bool) -> str:
+    def goodbye_reason(self, asked: str, *, saved: bool) -> str:
         """For the run's events. `asked`: why somebody wanted it to go; empty: nobody did."""
         if asked:
             return f"{asked}; its state is {'saved' if saved else 'not saved: it has no folder'}"

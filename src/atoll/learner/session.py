@@ -23,7 +23,7 @@ from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe
 from atoll.learner.data import Feed, NamedDataset
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state import PeerOrder, PeerStates
-from atoll.learner.saved_state import EarlierState, OwnState, Saver, describe_place, find_earlier_state
+from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
 from atoll.learner.script import LeaveRequest, LeaveWait, broken_off, patience_s, say
 from atoll.learner.snapshot import Snapshot
 from atoll.learner.state import Optimizers, Stateful, optimizers_by_path
@@ -134,15 +134,15 @@ class RunSession:
         self.shared.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
-        earlier = find_earlier_state(self._folder, self._named_run())
+        earlier = find_saved_part(self._folder, self._named_run())
         self._kept = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
         if earlier is not None and self._folder is not None:
-            self._unmerged.put_back(self._folder / UNMERGED)
+            self._unmerged.restore_saved(self._folder / UNMERGED)
         self._unmerged.describe()
         if earlier is not None and earlier.exact:
-            self._stand_where(earlier.snapshot)
+            self._restore_exactly(earlier.snapshot)
         self._courier.start()
         self._tape.add(self._began(earlier))
         self._introduce(sure=earlier is not None and earlier.exact)
@@ -154,12 +154,12 @@ class RunSession:
         self._look_up()
         self._preemption.begun = True
 
-    def _put_back(self, earlier: EarlierState) -> None:
+    def _put_back(self, earlier: SavedPart) -> None:
         if earlier.run and self._run and self._run != earlier.run:
             say(f"{earlier.file} in {self._folder} is of run {earlier.run}: the inner optimizer begins afresh")
             return
         try:
-            place = self._own.put_back(earlier.snapshot)
+            place = self._own.restore_saved(earlier.snapshot)
         except ConfigError as error:
             if not earlier.run:  # somebody asked for it
                 raise
@@ -183,17 +183,17 @@ class RunSession:
             self._saver.enter_run(self._run)
             say(f"joined run {self._run} as {self._joining.name}")
 
-    def _stand_where(self, saved: Snapshot) -> None:
+    def _restore_exactly(self, saved: Snapshot) -> None:
         """The same incarnation goes on: the courier finds its place in the shared memory, as if another had died."""
-        place = self._own.stand_where(saved)
+        place = self._own.restore_exactly(saved)
         if place["learner"] != self._joining.name:
             raise ConfigError(f"the saved state is of {place['learner']}, this is {self._joining.name}")
         self._session = place["session"]
-        self._tally.stand(place)
-        self.shared.stand(place)
+        self._tally.continue_from(place)
+        self.shared.continue_from(place)
         self._feed.load(place["feed"])
 
-    def _began(self, earlier: EarlierState | None) -> Began:
+    def _began(self, earlier: SavedPart | None) -> Began:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
         return describe_machine(self._tally.t, device, file, exact)
@@ -205,10 +205,10 @@ class RunSession:
         known = (who.data, self._kept, who.tokens_per_step, who.host, who.pid, who.proof, *unmerged)
         start = Start(who.name, self._session, who.url, self.shared.tensors, boxed, *known)
         self._courier.send(start)
-        self.shared.hand_over(self._counted(), sure=sure, waits=self._peers.waits)
+        self.shared.hand_to_courier(self._counted(), sure=sure, waits=self._peers.waits)
         if self._feed.registered is not None:
             self._courier.send(self._feed.registered)
-        self._tape.tell_again()
+        self._tape.send_all_entries()
 
     def _join(self) -> None:
         """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
@@ -325,23 +325,23 @@ class RunSession:
             self._introduce()
             self._report()
         for frame in self._courier.receive():
-            self._obey(frame)
+            self._carry_out(frame)
         for saved in self._saver.results():
             self._courier.send(saved)
         self._peers.settle()
         if self.shared.boundary is not None:
-            self.shared.boundary.settle_done()
+            self.shared.boundary.send_finished_copies()
 
-    def _obey(self, frame: ToTraining) -> None:
+    def _carry_out(self, frame: ToTraining) -> None:
         t = self._tally.t
         if isinstance(frame, PeerOrder):
-            self._peers.obey(frame, t)
+            self._peers.carry_out(frame, t)
             return
         match frame:
             case Welcomed():
                 self._unmerged.compare(frame.frozen)
-                if self.shared.welcomed(frame):
-                    self.shared.hand_over(self._counted())
+                if self.shared.apply_welcome(frame):
+                    self.shared.hand_to_courier(self._counted())
             case RunProgress():
                 self._told = frame
             case DialFailed(reason):
@@ -357,10 +357,10 @@ class RunSession:
                 self._saver.take_part(cut, t, self._captured, kept)
             case fx.Supply(ranges, over, own):
                 self._tape.add(Supplied(t, tuple(one.lease for one in ranges), over, bool(own)))
-                self._feed.supplied(ranges, over, own)
+                self._feed.take_leases(ranges, over, own)
             case _:
                 assert self.shared.boundary is not None
-                self.shared.boundary.obey(frame)
+                self.shared.boundary.carry_out(frame)
                 if isinstance(frame, ForgetOrder):
                     self._forget(frame.reset)
                 elif isinstance(frame, fx.Own):
@@ -413,9 +413,9 @@ class RunSession:
         if not self._final:
             asked = self._preemption.why
             saved = bool(asked) and boundary is not None and self._saver.save_for_later(self._captured)
-            self._courier.send(Goodbye(leaving.goodbye(asked, saved=saved)))
+            self._courier.send(Goodbye(leaving.goodbye_reason(asked, saved=saved)))
         elif boundary is not None:
-            boundary.take_base()
+            boundary.load_base()
 
     def _await_the_end(self) -> LeaveWait:
         """The run's, or that of what keeps this learner in it."""

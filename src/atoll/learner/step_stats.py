@@ -49,7 +49,7 @@ class StepCounter:
     def add_loss(self, loss: torch.Tensor | float | None) -> None:
         self._losses.add(loss)
 
-    def stand(self, place: dict[str, Any]) -> None:
+    def continue_from(self, place: dict[str, Any]) -> None:
         """Go on after the step at which this place (saved_state.py) was saved."""
         self.t, self.tokens, self.busy_s = place["t"], place["total"], place["busy_s"]
 

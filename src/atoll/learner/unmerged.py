@@ -94,7 +94,7 @@ class UnmergedTensors:
         return sum(parameter.nbytes for parameter in frozen_parameters(self._model).values())
 
     @torch.no_grad()
-    def put_back(self, path: Path) -> None:
+    def restore_saved(self, path: Path) -> None:
         """What this learner kept when it began the run, if it was the first and takes the run's."""
         if self.takes and path.exists():
             held = read(path).tensors

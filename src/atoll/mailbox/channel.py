@@ -111,7 +111,7 @@ class SlotFreed(Frame, frozen=True):
     incoming: bool
 
 
-class StateCopy(Frame, frozen=True):
+class StateCopyMade(Frame, frozen=True):
     """The training process's state for newcomers, or the reason why there is none. Its memory comes with this frame."""
 
     number: int
@@ -222,7 +222,7 @@ ToCourier = (
     | VersionTaken
     | SlotFreed
     | fx.Saved
-    | StateCopy
+    | StateCopyMade
     | fx.Taken
     | Goodbye
 )

@@ -31,7 +31,7 @@ from atoll.mailbox.channel import (
     ReadOrder,
     RunProgress,
     Start,
-    StateCopy,
+    StateCopyMade,
     StepReport,
     StopOrder,
     TakeOrder,
@@ -311,7 +311,7 @@ class ReplayedProcess:
                 self._take_copy(frame)
             case VersionTaken(_, adopted):
                 self._take_answer(adopted.fragment, adopted.version)
-            case StateCopy(size=size, reason=reason):
+            case StateCopyMade(size=size, reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
                 self._house.lent(self.part, frame.t, SharedState(self.channel.take_descriptor(), size))
