@@ -19,7 +19,7 @@ from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.export import export_run
-from atoll.syncer.recovery import EarlierState, read_earlier
+from atoll.syncer.recovery import RollbackState, read_earlier
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "_datasync", lambda descriptor: None)
 
 
-def earlier(run: WrittenRun, to: int, *without: tuple[int, int]) -> EarlierState:
+def earlier(run: WrittenRun, to: int, *without: tuple[int, int]) -> RollbackState:
     return read_earlier(run.dir, Restore(to, without), disk=LocalDisk())
 
 

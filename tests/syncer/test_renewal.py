@@ -164,7 +164,7 @@ async def test_a_pair_that_changes_while_it_is_read_is_read_again(
     new, read = watched.put(), renewal.read_pair
     newest: list[CertificateAndKey] = []
 
-    def slowly(keys: KeyDir, *, mutual: bool) -> renewal.CertificatePair:
+    def slowly(keys: KeyDir, *, mutual: bool) -> renewal.LoadedPair:
         found = read(keys, mutual=mutual)
         newest.append(watched.put())
         return found

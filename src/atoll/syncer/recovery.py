@@ -171,13 +171,13 @@ def _torn(tail: TornTail) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierState:
+class RollbackState:
     packed: ByteArray
     """As `Parameters.pack_state` gives it."""
     told: Restorable
 
 
-def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> EarlierState:
+def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> RollbackState:
     """The state after round `restore.round`, or at the newest cut before it. BadCut: neither can be read."""
     reasons: list[str] = []
     for cut in [cut for cut in known_cuts(out.cuts) if cut <= restore.round]:
@@ -188,14 +188,14 @@ def read_earlier(out: RunDir, restore: Restore, *, disk: Disk) -> EarlierState:
     raise BadCut("; ".join(reasons) or f"no cut of round {restore.round} or before is there any more")
 
 
-def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> EarlierState:
+def _earlier(cut: int, restore: Restore, out: RunDir, disk: Disk) -> RollbackState:
     found = _reached(cut, restore, out, disk) or read_cut_state(out.cuts, cut)
     assert found.parameters is not None, "a cut holds parameters"
     history = found.history
     lines = (record for _, record in read(out.journal, start=found.start, disk=disk))
     told = undone(lines, history.committed, len(history.versions))
     ready = Restorable(history.committed, found.parameters.digests(), told)
-    return EarlierState(found.parameters.pack_state(), ready)
+    return RollbackState(found.parameters.pack_state(), ready)
 
 
 def _reached(cut: int, restore: Restore, out: RunDir, disk: Disk) -> Recovered | None:

@@ -26,7 +26,7 @@ DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class CertificatePair:
+class LoadedPair:
     """A certificate and its key, checked and loaded."""
 
     context: ssl.SSLContext
@@ -42,12 +42,12 @@ def ends_soon(days: float) -> str:
     return f"the syncer's certificate {when}: renew it (docs/security.md, atoll cert --renew)"
 
 
-def read_pair(keys: KeyDir, *, mutual: bool) -> CertificatePair:
+def read_pair(keys: KeyDir, *, mutual: bool) -> LoadedPair:
     """Load the pair. ConfigError: it cannot be used."""
     check_private(keys.key)
     context = server_context(keys.certificate, keys.key, keys.authority if mutual else None)
     try:
-        return CertificatePair(context, first_certificate(keys.certificate))
+        return LoadedPair(context, first_certificate(keys.certificate))
     except (OSError, ValueError) as error:  # it was deleted or rewritten since it was read a moment ago
         raise ConfigError(f"{keys.certificate} cannot be read: {error}") from error
 

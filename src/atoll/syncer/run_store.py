@@ -49,7 +49,7 @@ from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease
 from atoll.syncer.parameters import Buffer, Parameters
-from atoll.syncer.recovery import EarlierState, Recovered, read_earlier, recover
+from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
 
@@ -195,7 +195,7 @@ class RunStore:
         if self._lease.fenced():
             raise Deposed
 
-    def read_earlier(self, restore: Restore) -> EarlierState:
+    def read_earlier(self, restore: Restore) -> RollbackState:
         """In a thread. BadCut or Corrupt: that state cannot be restored."""
         with self._writing:  # meanwhile nothing is trimmed, and no append is half written
             return read_earlier(self._out, restore, disk=self._disk)
