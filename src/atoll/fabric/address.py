@@ -1,4 +1,4 @@
-"""The way to a syncer: addresses, and what is shown and asked for at the door. One line of text, the join link.
+"""A syncer's address: where it is reached, and what a client shows and checks there. One line of text, the join link.
 
     atoll://TOKEN@HOST:PORT,HOST:PORT/RUN/FINGERPRINT     TLS 1.3, by the fingerprint of its certificate
     atoll://TOKEN@HOST:PORT/RUN/FINGERPRINT,FINGERPRINT   the same, by that of the one that follows it too
@@ -6,7 +6,7 @@
     atoll://HOST:PORT/RUN                                 in the clear: this machine alone
     http://HOST:PORT,http://HOST:PORT                     the same, without a run
 
-A way without a token shows the secret that a syncer of the same user has published for its port (`nearby`).
+An address without a token shows the secret that a syncer of the same user published for its port (`local_secrets`).
 Nothing in it means a thing to a shell or a chat. Beside it, the environment may name files and an HTTP proxy. ATOLL_CA,
 ATOLL_CERT and ATOLL_KEY (mutual TLS); ATOLL_PROXY, without it HTTPS_PROXY, for what is not this machine and not in
 NO_PROXY. A proxy is only asked to pass TLS on: what goes in the clear never goes there, nor a token.
@@ -102,7 +102,7 @@ class SyncerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_address(text: str, env: Mapping[str, str] = os.environ) -> SyncerAddress:
-    """The way that a link, or plain addresses with commas between them, name."""
+    """What a join link, or plain addresses with commas between them, name."""
     text = text.strip()
     if text == SCHEME:  # see `entry`: it was on a command line, where everybody could read it
         text = env.get("ATOLL_LINK", "").strip()

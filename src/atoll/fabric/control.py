@@ -1,15 +1,15 @@
 """Control channels: one WebSocket per learner, binary frames, opened by a Hello.
 
 Rules:
-- one live channel per learner: a newer one that the desk accepts replaces it, and the desk hears nothing more of the
-  replaced one; a newer one that the desk refuses changes nothing;
+- one live channel per learner: a newer one that the service accepts replaces it, and the service hears no more of the
+  replaced one; a newer one that the service refuses changes nothing;
 - another process has the name of a live channel only if it proves to be the successor, or if whoever is there answers
   no ping; otherwise it is refused, and nobody else notices (see `protocol.succession`);
 - a bad frame costs its sender the channel: Refused with one line, then closed; one over 4 MiB is closed unread (1009);
-- a name belongs to the token that it first came by, also for the next syncer (see `owners`); whose token counts no
+- a name belongs to the token that it first came by, also for the next syncer (see `join_tokens`); whose token counts no
   more is sent away within a second;
-- what is not above the last sequence number of its (learner, session) was said before: refused, and the desk does not
-  hear of it (see `sequence`);
+- what is not above the last sequence number of its (learner, session) was said before: refused, and the
+  service does not hear of it (see `control_channel`);
 - the hello must come within 5 s, whatever comes before it; a silent peer is pinged and lost after 9 s; a slow one after
   1024 waiting messages; one that sends more than 1000 frames a second, pings too, or 2 MiB, after a few seconds;
 - to read a hello costs as much as it is long: of one token at one address so many bytes of them are read, and so many a

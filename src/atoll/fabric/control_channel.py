@@ -203,7 +203,7 @@ class SequenceNumbers:
 
 
 def unnumbered(message: M) -> M:
-    """As the desk hears it: numbers belong to the wire."""
+    """As the service gets it: numbers belong to the wire."""
     return replace(message, seq=0)
 
 

@@ -4,7 +4,7 @@
 
 Rules:
 - beyond this machine only with TLS and tokens (`authorizer`); connections as `listener` lets them in;
-- asked by a name that is not its own, it answers nothing else (`hostnames`);
+- asked by a name that is not its own, it answers nothing else (`authorizer`);
 - every error is {"error": "one line"};
 - a web page (an Origin header) is refused, unless the port says that it may read;
 - only what is on offer is given, under a ticket that the syncer made and nobody can guess; nothing can be written;

@@ -127,7 +127,7 @@ class RelayStream:
 
 
 class StateRelay:
-    """Every stream of a syncer, by ticket. Who may ask and who may send, the desk knows."""
+    """Every stream of a syncer, by ticket. Who may ask and who may send, the service decides."""
 
     def __init__(self, handlers: Handlers, limits: FabricLimits, relay_limits: RelayLimits) -> None:
         self.bytes_in = 0

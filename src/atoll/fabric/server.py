@@ -1,4 +1,4 @@
-"""The syncer's side of the fabric: one port, control channels and bodies. Knows no rule of rounds; the desk does.
+"""The syncer's side of the fabric: one port, control channels and bodies. The rules of rounds are the service's.
 
     GET  /v1/control                                   WebSocket, binary frames, opens with Hello
     PUT  /v1/contributions/{learner}/{round}/{attempt} a body; headers Atoll-Session, Atoll-Digest
@@ -6,12 +6,12 @@
     GET  /v1/fragments/{fragment}                      a body; headers Atoll-Version, Atoll-Round, Atoll-Digest
     GET, PUT /v1/relay/{ticket}                        a peer's state for a newcomer, passed on (see `relay`)
     GET  /v1/status, /v1/manifest     POST /v1/scores, /v1/settings, /v1/drain  JSON
-    POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `browser`)
-    GET, PUT /v1/probe/{bytes}                         worth nothing: how fast the link is (see `probe`)
+    POST /v1/codes, GET /enter/{code}                  how a browser gets in (see `authorizer`)
+    GET, PUT /v1/probe/{bytes}                         how fast the link is (see `intake`)
     and whatever `pages` bring, which only read
 
 Rules:
-- whoever asks anything has been let in by the guard (tokens), and asks by a name of this syncer (`hostnames`), before
+- whoever asks anything has been let in by the authorizer (join tokens, and a host name of this syncer), before
   it is looked at;
 - only a learner whose channel is open, under that channel's session, may send a body, or ask for a peer's state;
 - a bad frame costs its sender the channel (see `control`), a bad request gets {"error": "one line"};

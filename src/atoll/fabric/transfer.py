@@ -1,7 +1,7 @@
 """Bodies and small JSON on plain HTTP requests: what a courier and an evaluator ask of a syncer.
 
 Rules: the caller's deadline covers the whole of a request; redirects are not followed and no proxy is asked but the one
-that the way to the syncer names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
+that the syncer's address names; a body goes straight between the caller's buffer and the socket, 1 MiB at a time; a
 fragment of another length or digest than the syncer named is a PeerError. `Unreachable` is worth another try, a
 PeerError is the syncer's considered answer.
 """

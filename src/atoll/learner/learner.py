@@ -297,10 +297,10 @@ class Learner:
         if error is not None and kind is None:
             raise error
 
-    def _leave(self, stay: RunSession, error: BaseException | None) -> None:
+    def _leave(self, session: RunSession, error: BaseException | None) -> None:
         """Errors that are for the operator end the script here."""
         self._inside, self._left = False, True
-        stay.end(error)
+        session.end(error)
         self._folder.release()
         if isinstance(error, AtollError):
             end_script(str(error), error.exit_code, error)
