@@ -1,4 +1,4 @@
-"""A run under a plan, and, where the verdict needs it, the same run in peace beside it."""
+"""Run a plan of faults against a local run and judge it; the verdict may need the same run without faults."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class LocalRun:
     evaluator: bool = True
     kills: tuple[Kill, ...] = ()
     resume: Resume | None = None
-    """A run that lies there already is gone on with."""
+    """Set: continue the run that is in the folder."""
     watch: Callable[[RunStatus | None], None] = lambda status: None
     """Called a few times a second with the newest status."""
     pages: str = ""
@@ -106,11 +106,11 @@ class LocalRun:
     listens: Callable[[str], None] = lambda link: None
     """Called with a link to the dashboard that opens it once, as soon as the syncer listens."""
     route: Callable[[str], Awaitable[dict[str, str]]] | None = None
-    """Told the syncer's address once it has one: where each learner dials instead."""
+    """Called with the syncer's address; returns the address that each learner dials instead."""
     beside: Callable[[], Coroutine[Any, Any, None]] | None = None
-    """Goes on beside the run from the start of the learners to the end."""
+    """Runs beside the run, from the start of the learners to the end."""
     syncer_words: tuple[str, ...] = ()
-    """More that the syncer is started with."""
+    """More arguments for the syncer's command."""
     max_restarts: int = LIMIT
     """How often in a row a learner or the evaluator is started again."""
     devices: Assignment | None = None
@@ -288,7 +288,7 @@ class LocalRun:
             self._failed[child.name] = self._read_last_words(child) or describe_exit(code)
 
     def _show_status(self, status: RunStatus | None) -> None:
-        """What cannot be shown is said, once, and ends no run."""
+        """A failing screen is logged once and never ends the run."""
         try:
             self.watch(status)
         except Exception as error:  # of whatever kind: it only shows

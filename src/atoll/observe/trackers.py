@@ -1,8 +1,8 @@
 """A run's figures for TensorBoard and Weights & Biases, while it goes on: what the screen is told, told on.
 
-`Tracking` folds statuses and events into named numbers at a round; a `Tracker` writes them somewhere. The packages are
-optional (`pip install 'atoll[tracking]'`) and imported when they are asked for. A tracker that fails on the way is left
-out from then on, with a word at the end: training never stops for a picture of it.
+`Tracking` turns statuses and events into named numbers at a round; a `Tracker` writes them somewhere. The packages are
+optional (`pip install 'atoll[tracking]'`) and imported when asked for. A tracker that fails is dropped and named at the
+end: it never stops training.
 
 | name | what |
 | --- | --- |

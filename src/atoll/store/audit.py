@@ -89,11 +89,11 @@ class JournalAudit:
         self.untaped = 0
         """Entries that are missing in learners' tapes."""
         self.rounds = [-1] * self.fragments
-        """Per fragment, the round that made its version."""
+        """Per fragment, the round that made its current version."""
 
     @classmethod
     def restore_from_cut(cls, cut: CutState, *, under_way: bool) -> JournalAudit:
-        """Of a run whose records begin with what a cut holds; `under_way`: or of which no older one is there."""
+        """Start from a cut. `under_way`: older records are missing, so rounds may hold members that are not known."""
         audit = cls(cut.history.begun, cut.position.term)
         audit.history = History.restore(cut.history)
         audit.members = MemberAudit.restore_from_state(cut.history, under_way=under_way)
@@ -102,7 +102,7 @@ class JournalAudit:
         return audit
 
     def take_record(self, record: AnyRecord) -> None:
-        """Wrong says what is not right with it."""
+        """Check one record and fold it. BadRun says what is wrong with it."""
         self._check_record(record)
         try:
             self.history.apply(record)
@@ -284,7 +284,7 @@ class JournalAudit:
             raise BadRun(f"the ledger says {totals.merged} tokens are merged, the members make {self.members.merged}")
 
     def check_alarms(self) -> None:
-        """What learners reported is in no record, but that it did not fit is."""
+        """Reports are in no record, but the syncer's alarm about one is."""
         if self.alarms:
             more = f" ({self.alarms - 1} more like it)" if self.alarms > 1 else ""
             raise BadRun(f"the ledger does not balance: {self.alarm}{more}; the syncer said so while the run went on")
@@ -298,7 +298,7 @@ class JournalAudit:
     # ---- cuts ---------------------------------------------------------------------------------------------------
 
     def check_cut(self, cut: CutState) -> None:
-        """Wrong says what a cut holds that the records up to here do not give."""
+        """BadRun says where a cut differs from the records up to here."""
         ours, theirs = self.history.state(), cut.history
         for name in PLAIN_FIELDS:
             if (found := getattr(theirs, name)) != (due := getattr(ours, name)):
@@ -395,7 +395,7 @@ class RecentRounds:
         return {fragment: mark for since, fragment, mark in self._digests if since <= rounds}
 
     def check_rollback(self, record: Restored) -> None:
-        """Wrong says what it rolls back to, or undoes, that the records before it do not give."""
+        """BadRun says what the rollback restores or undoes that the records before it do not give."""
         if record.round >= self._since:
             held = self._digests_at(record.round)
             differ = [f for f, mark in enumerate(record.digests) if held.get(f, mark) != mark]

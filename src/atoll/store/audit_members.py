@@ -29,7 +29,7 @@ from atoll.protocol.syncer.weights import weight as weigh_plainly
 
 
 class BadRun(AtollError):
-    """Something in a run's files that cannot be; the text names it and its place."""
+    """Something in a run's files breaks a rule; the text names it and its place."""
 
 
 LastMerged = tuple[int, int]
@@ -44,9 +44,9 @@ class IncarnationTally:
     last: list[LastMerged | None]
     merged: list[int]
     total: int = 0
-    """Tokens of its process that are known of."""
+    """Tokens its process trained on, as far as known."""
     over_by: int | None = None
-    """It is over, and in no round from this one on."""
+    """It ended; no round from this one on may have it as a member."""
     again_from: int = -1
     """Leased samples from this position on were issued again."""
 
@@ -129,7 +129,7 @@ class MemberAudit:
                 )
 
     def forget_before(self, committed: int) -> None:
-        """Those that no round can hold any more."""
+        """Drop incarnations that no later round can have as a member."""
         while self._over and self._over[0][0] <= committed:
             del self._known[self._over.popleft()[1]]
 

@@ -1,13 +1,13 @@
-"""What the journal asks of a disk, and how a disk may answer.
+"""What the journal asks of a disk, and how a disk may fail.
 
-The journal writes and reads through a `Disk`, so that tests can hand it one that runs full, breaks or loses power
-(tests/store/faulty.py). These calls raise OSError like the system calls they stand for; the journal makes of it
+The journal writes and reads through a `Disk`, so that tests can give it one that runs full, breaks or loses power
+(tests/store/faulty.py). These calls raise OSError like the system calls they stand for; the journal turns it into
 
-    NoRoom       the disk is full: nothing was written, and the same may be tried again once there is room
-    DiskFailed   anything else: what is on the disk is not known any more, so nothing more is written to it
+    NoRoom       the disk is full: nothing was written, and the same append may be retried once there is room
+    DiskFailed   anything else: the state of the disk is unknown, so nothing more is written to it
     Corrupt      what was read is not what was written
 
-A failed datasync is never tried again: the kernel may have dropped the pages it could not write and report success the
+A failed datasync is never retried: the kernel may have dropped the pages it could not write, and report success the
 next time.
 """
 
@@ -33,11 +33,11 @@ _datasync = getattr(os, "fdatasync", os.fsync)
 
 
 class NoRoom(AtollError):
-    """The disk is full; all is as it was before, and a new try is clean."""
+    """The disk is full; nothing changed, and the append may be retried."""
 
 
 class DiskFailed(AtollError):
-    """The disk did not do what it was asked: no more is written."""
+    """A write or sync failed: nothing more is written."""
 
     exit_code = 4
 
@@ -55,7 +55,7 @@ class AppendFile(Protocol):
         """Append; how many bytes it took, which may be fewer than asked."""
 
     def datasync(self) -> None:
-        """All that was written is durable once this returns."""
+        """Everything written so far is durable once this returns."""
 
     def truncate(self, size: int) -> None: ...
 
@@ -128,7 +128,7 @@ class LocalDisk:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What the operator is told when something cannot be read."""
+    """Turn an OSError into the error that the operator sees."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def failed(error: OSError, doing: str, path: Path) -> DiskFailed:
 
 
 def not_written(error: OSError, path: Path) -> NoRoom | DiskFailed:
-    """What it means that a file could not be made or did not take all its bytes."""
+    """The error for a file that could not be created or did not take all its bytes."""
     if error.errno in _FULL:
         return NoRoom(f"no room for {path}: {error.strerror or error}; make room on that disk, nothing is lost yet")
     return failed(error, "write", path)
@@ -192,11 +192,11 @@ class GrowingFile:
         self._durable = self.size
 
     def mark_kept(self) -> None:
-        """All of it counts now."""
+        """Everything written so far is kept by `cut_back`."""
         self._kept = self.size
 
     def cut_back(self) -> None:
-        """To what counts; durably, so that a crash in the next try does not find a mixture of two appends."""
+        """Truncate to what was kept. Durable, so that a crash during the retry leaves no mixture of two appends."""
         if self.size == self._kept:
             return
         try:

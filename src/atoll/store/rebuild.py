@@ -33,7 +33,7 @@ from atoll.store.rundir import RunDir
 from atoll.store.verify_cuts import Findings
 
 TRIES = 5
-"""A living run may take a cut and trim its payloads while it is being read: then it is read again."""
+"""A live run may take a cut and trim its payloads while it is read: then it is read again."""
 
 
 class NotKept(AtollError):
@@ -214,7 +214,7 @@ def load_at_cut(run: RunDir, number: int) -> ModelHead:
 
 
 def _check_run(run: RunDir, cut: StoredCut) -> None:
-    """A cut that was copied here from elsewhere would go unnoticed where no round lies behind it."""
+    """Without this check a cut copied from another run would go unnoticed if no round follows it."""
     first = next(read(run.journal, disk=LocalDisk()), None)
     if first is not None and first[1] != cut.state.history.begun:
         raise BadCut(f"{cut.path} is of another run: {cut.part.run}")

@@ -42,18 +42,18 @@ from atoll.store.writer_lease import unclaimed_terms
 EVERY = 10_000
 """Records between two words of progress."""
 TRIES = 3
-"""A run that goes on removes old cuts and payloads: if it did while they were being read, all is read again."""
+"""A live run removes old cuts and payloads. If it did so while they were read, everything is read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     ok: bool
     problem: str
-    """The first thing that is wrong, and where; empty when nothing is."""
+    """The first problem and its place; empty: there is none."""
     facts: dict[str, Any]
     """What was counted, up to there."""
     remarks: tuple[str, ...] = ()
-    """What is no mistake and still worth a word."""
+    """Not wrong, but worth knowing."""
 
     def document(self) -> dict[str, Any]:
         """All of it, for --json."""
@@ -116,7 +116,7 @@ class RunVerification:
         self._check_best(history.begun)
 
     def has_grown(self) -> bool:
-        """Whether the run has written more since it was read: what lies beside the journal may be newer."""
+        """Whether the run has written more since it was read: its other files may be newer than what was read."""
         return self._cuts.has_grown() or (self._read_whole and self._journal_grew())
 
     def _journal_grew(self) -> bool:
@@ -222,7 +222,8 @@ class RunVerification:
         return self._walk.model
 
     def _check_model(self, audit: JournalAudit, model: RebuiltModel | None) -> None:
-        """Whenever it is there, it is the head: it is removed before the first round after an end is durable."""
+        """If the model file is there it must be the head. The syncer removes it before the first round after an end is
+        durable, so that an old model never lies beside a newer journal."""
         path, history = self._run.model, audit.history
         if model is None:
             return

@@ -47,7 +47,7 @@ def _to_nobody(what: str, number: int) -> None:
 class Findings:
     progress: Progress = _to_nobody
     remarks: list[str] = field(default_factory=list)
-    """What is no mistake and still worth a word."""
+    """Not wrong, but worth knowing."""
 
     def add_remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -78,7 +78,7 @@ class CutVerifier:
         return bool(self._stored or self._unreadable)
 
     def list_usable(self) -> list[StoredCut]:
-        """Those that nothing is wrong with, the oldest first."""
+        """Cuts without a problem, the oldest first."""
         return [self._stored[number] for number in sorted(self._met & self._stored.keys())]
 
     # ---- while the journal is read ------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""One training process of a replay: started like in the run, then told at every step what its part says.
+"""One training process of a replay: started as in the run, then given the recorded actions step by step.
 
-It stands in for the courier: it speaks the same frames over the same kind of socket and shares the same memory. The
-training process trains until the step of its next act and waits there; what it waits for may be a version that others
-have to bring about first.
+This code takes the courier's place: it sends the same frames over the same kind of socket and shares the same memory.
+The process trains up to the step of its next action and waits there, perhaps for a version that others must make first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a journal says is to be played: the decisions of the syncer in their order, and every training process's part.
+"""What a journal recorded: the syncer's decisions in order, and the actions of every training process.
 
-A part is what its tape says it was told, with the copies that rounds were made of put where they were made: after the
-adoption that gave them their base, before the one that would have taken it away.
+A process's actions are the entries of its tape, with the copies that rounds merged put where they were made: after the
+adoption that gave them their base, before the one that replaced it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class DashboardHistory:
     # ---- what is heard ----------------------------------------------------------------------------------------------
 
     def take_events(self, events: Iterable[Event]) -> None:
-        """An event that is not as this version writes it is left out."""
+        """Events that this version cannot read are skipped."""
         for event in events:
             with suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
                 self._take_event(event)
