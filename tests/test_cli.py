@@ -85,6 +85,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("train --fragments 4", "atoll train has no option --fragments: it is a setting, --set fragments=VALUE"),
         ("train --depth 4", "atoll train has no option --depth: it is a setting, --set workload.depth=VALUE"),
+        (
+            "train script.py --lr 0.1 --batch 64",
+            "workload.lr is for the built-in GPT; options of your script go after --: "
+            "atoll train script.py -- --lr 0.1\n",
+        ),
+        ("train --lr=0.1 script.py", "options of your script go after --: atoll train script.py -- --lr=0.1\n"),
+        (
+            "train script.py --epochs 3",
+            "did you mean --steps? If not, options of your script go after --: atoll train script.py -- --epochs 3\n",
+        ),
+        ("train script.py --mine", "atoll train has no option --mine: options of your script go after --: "),
+        ("train script.py --fragments 4", "atoll train has no option --fragments: it is a setting, --set fragments="),
+        ("learn script.py --epochs --mine", "go after --: atoll learn script.py -- --epochs\n"),
+        ("chaos plan.toml script.py --lr 1", "go after --: atoll chaos PLAN script.py -- --lr 1\n"),
+        (
+            "train script.py --set workload.weight_decay=0.1",
+            "workload.weight_decay is for the built-in GPT; options of your script go after --: "
+            "atoll train script.py -- --weight-decay 0.1\n",
+        ),
         ("train --learner 4", "atoll train has no option --learner: did you mean --learners"),
         ("train --learners", "--learners needs a value: --learners N"),
         ("train --learners four", "--learners four: 'four' is not a whole number"),

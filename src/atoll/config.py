@@ -4,7 +4,7 @@ seed, init   chance; pretrained weights to begin with; script: what learners run
 [protocol]   the rules: protocol.settings.Settings
 [outer]      merge and outer optimizer
 [service]    where the syncer listens, how often the model is scored
-[workload]   what the built-in workload trains; a user's own script may read what it likes from it
+[workload]   what the built-in GPT trains; a script may read keys of its own from it
 
 On a command line every setting is a word `key=value`: `atoll train --set quorum=2`, `atoll set RUN quorum=2`. Keys are
 those of the file; of [outer], lr, momentum and optimizer are written outer_lr, outer_momentum and outer_optimizer; what

@@ -120,8 +120,9 @@ class Command:
     """What follows `--` goes to a script: the function's `arguments`."""
     commands: tuple[Command, ...] = ()
     """Its own, of a group. They also take the group's options, before or behind their name."""
-    suggest: Callable[[str], str] | None = None
-    """What to do instead of an option that is not there; empty: nothing is known."""
+    suggest: Callable[[str, str], str] | None = None
+    """What to do instead of an option that is not there, and, where a script is named, how that would get the option;
+    empty: nothing is known."""
     appendix: Callable[[], tuple[str, list[tuple[str, str]]]] | None = None
     """A last table of its help: the heading, and rows."""
 
@@ -177,7 +178,8 @@ def _parse(
             if command.commands:  # the rest is that command's own
                 loose += rest
         elif (one := by_flag.get(name)) is None:
-            raise ConfigError(_unknown_option(command, path, name, by_flag))
+            for_script = _script_option(command, path, words, word, next(rest, "")) if command.script else ""
+            raise ConfigError(_unknown_option(command, path, name, by_flag, for_script))
         elif one.flag:
             if equals:
                 raise ConfigError(f"{name} takes no value: write it alone")
@@ -223,11 +225,20 @@ def _value(one: Parameter, words: list[str] | None) -> Any:
     return [one.convert(word) for word in words] if one.many else one.convert(words[-1])
 
 
-def _unknown_option(command: Command, path: str, name: str, known: Iterable[str]) -> str:
-    suggested = command.suggest(name) if command.suggest is not None else ""
+def _unknown_option(command: Command, path: str, name: str, known: Iterable[str], for_script: str) -> str:
+    suggested = command.suggest(name, for_script) if command.suggest is not None else ""
     near = difflib.get_close_matches(name, [*known, *HELP], n=3, cutoff=0.6)
-    instead = suggested or (f"did you mean {' or '.join(near)}?" if near else f"see {path} --help")
-    return f"{path} has no option {name}: {instead}"
+    meant = f"did you mean {' or '.join(near)}?" if near else ""
+    both = f"{meant} If not, {for_script}" if meant and for_script else meant or for_script
+    return f"{path} has no option {name}: {suggested or both or f'see {path} --help'}"
+
+
+def _script_option(command: Command, path: str, words: list[str], word: str, following: str) -> str:
+    """How the script that the words name would get this option; empty: they name none."""
+    script = next((one for one in words if one.endswith(".py")), "")
+    value = f" {following}" if following and "=" not in word and not following.startswith("-") else ""
+    before = "".join(f"{one.title} " for one in command.parameters if one.required and one.name != "script")
+    return f"options of your script go after --: {path} {before}{script} -- {word}{value}" if script else ""
 
 
 def _subcommand(group: Command, path: str, name: str) -> Command:

@@ -104,6 +104,7 @@ def train(
         raise ConfigError(f"--algorithm data-parallel trains the built-in workload only: leave {script} out")
     command = script_arguments(script, arguments) if script is not None else list(WORKLOAD)
     if script is not None:
+        _check_for_script(words, script)
         settings = msgspec.structs.replace(settings, script=(str(script.absolute()), *arguments))
     kills = tuple(_kill(text, settings) for text in kill) or ((DEMO_KILL,) if demo else ())
     if tape is not None:
@@ -182,6 +183,18 @@ def _go_on(
         return
     arguments = list(settings.script) or list(WORKLOAD)
     _train(settings, run_dir, console, arguments, (), as_json, found, targets, options=options)
+
+
+def _check_for_script(words: list[str], script: Path) -> None:
+    """A script of the user's own reads none of the built-in GPT's settings: to set one would do nothing."""
+    for word in words:
+        key, _, value = word.partition("=")
+        name = key.removeprefix("workload.")
+        if name != key and name in WorkloadSettings.__struct_fields__:
+            raise ConfigError(
+                f"{key} is for the built-in GPT; options of your script go after --: "
+                f"atoll train {script} -- --{name.replace('_', '-')} {value}"
+            )
 
 
 def _is_by_hand(folder: Path) -> bool:

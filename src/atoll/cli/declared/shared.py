@@ -47,11 +47,14 @@ def describe_choices() -> tuple[str, list[tuple[str, str]]]:
     return "Settings that are a choice", rows
 
 
-def suggest_setting(flag: str) -> str:
-    """An option that is not there may be meant as a setting."""
+def suggest_setting(flag: str, for_script: str) -> str:
+    """An option that is not there may be meant as a setting; those of the built-in GPT do nothing for a script.
+    `for_script`: how the script would get it, where one is named."""
     from atoll.config import known_settings
     from atoll.workloads.settings import WorkloadSettings
 
     key, known = flag.lstrip("-").replace("-", "_"), known_settings(WorkloadSettings)
     found = [name for name in (key, f"workload.{key}") if name in known]
+    if for_script and found == [f"workload.{key}"]:
+        return f"{found[0]} is for the built-in GPT; {for_script}"
     return f"it is a setting, --set {' or '.join(f'{name}=VALUE' for name in found)}" if found else ""
