@@ -32,7 +32,7 @@ from atoll.config import Config, Outer
 from atoll.numerics import kernels
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import Begun, Merged, Share
+from atoll.protocol.records import BegunRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
 from atoll.store.journal import Entry
 from atoll.store.rundir import RunDir
@@ -135,7 +135,9 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
     plan = make_plan(tensors, settings.fragments, settings.plan)
     parameters = Parameters(plan, Outer())
     run_store = RunStore(RunDir.create(scratch / "run"), acquire(scratch / "run" / "journal"))
-    run_store.append([(Begun("benchmark", settings, msgspec.to_builtins(Outer()), tensors, plan.fingerprint), None)])
+    run_store.append(
+        [(BegunRecord("benchmark", settings, msgspec.to_builtins(Outer()), tensors, plan.fingerprint), None)]
+    )
     dice = np.random.default_rng(0)
     deltas = [dice.standard_normal(size, dtype=np.float32) for _ in range(members)]
     shares = tuple(Share(f"learner-{n}", 1, 24, 24, 12288, 6291456.0, 0, 12288) for n in range(members))
@@ -143,7 +145,7 @@ def back_to_back(scratch: Path, rounds: int, size: int = 16 * MIB, members: int 
     def turn(number: int, keep: Callable[[Sequence[Entry]], None]) -> float:
         began, fragment = time.perf_counter(), number % 2
         mark = parameters.stage_merge(fragment, deltas, [share.weight for share in shares])
-        record = Merged(number, fragment, number // 2 + 1, 1, "all live learners reported", shares, mark)
+        record = MergedRecord(number, fragment, number // 2 + 1, 1, "all live learners reported", shares, mark)
         keep([(record, parameters.outer_gradient(fragment).view(np.uint8).data)])
         parameters.commit_version(fragment, number // 2 + 1, number)
         return time.perf_counter() - began

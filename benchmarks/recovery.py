@@ -28,7 +28,16 @@ from atoll.numerics.fragments import make_plan
 from atoll.protocol.effects import CompleteCut
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import AnyRecord, Begun, CutDone, Joined, Merged, Share, Sources, Started
+from atoll.protocol.records import (
+    AnyRecord,
+    BegunRecord,
+    CutDoneRecord,
+    JoinedRecord,
+    MergedRecord,
+    Share,
+    SourcesRecord,
+    StartedRecord,
+)
 from atoll.protocol.settings import Settings
 from atoll.store.disk import LocalDisk
 from atoll.store.rundir import RunDir
@@ -55,7 +64,7 @@ class WrittenRun:
         self.run_store = RunStore(self.out, acquire(self.out.journal), every_round=False)
         settings = Settings(learners=len(MEMBERS), cut_every=CUT_EVERY).resolved(FRAGMENTS)
         plan = make_plan(TENSORS, settings.fragments, settings.plan)
-        begun = Begun("benchmark", settings, msgspec.to_builtins(Outer()), TENSORS, plan.fingerprint)
+        begun = BegunRecord("benchmark", settings, msgspec.to_builtins(Outer()), TENSORS, plan.fingerprint)
         self.parameters = Parameters(plan, Outer())
         self.history = History(begun, self.run_store.term)
         self.run_store.append([(begun, None)])
@@ -66,13 +75,13 @@ class WrittenRun:
 
     def _begin(self) -> None:
         for name in MEMBERS:
-            self.write(Joined(name, 1, f"session-of-{name}", 0))
+            self.write(JoinedRecord(name, 1, f"session-of-{name}", 0))
         for fragment in range(FRAGMENTS):
             self.parameters.check_initial(fragment, "")
         self.parameters.commit_initial()
         self.cut()
-        self.write(Started(MEMBERS[0]))
-        self.write(Sources((("text", 1_000_000, 1.0),), 0))
+        self.write(StartedRecord(MEMBERS[0]))
+        self.write(SourcesRecord((("text", 1_000_000, 1.0),), 0))
 
     def write(self, record: AnyRecord, gradient: memoryview | None = None) -> None:
         self.run_store.append([(record, gradient)])
@@ -88,7 +97,7 @@ class WrittenRun:
         version = self.history.versions[fragment] + 1
         reason = f"all {len(MEMBERS)} live learners reported"
         gradient = self.parameters.outer_gradient(fragment).view(np.uint8).data
-        self.write(Merged(number, fragment, version, 1, reason, shares, mark), gradient)
+        self.write(MergedRecord(number, fragment, version, 1, reason, shares, mark), gradient)
         self.parameters.commit_version(fragment, version, number)
         self.base[fragment], self.given_at[fragment] = version, number + 1
         if self.history.committed % CUT_EVERY == 0:
@@ -119,7 +128,7 @@ class WrittenRun:
             buffer.readers -= 1
         mark = self.run_store.complete_cut(self.history.run, CompleteCut(cut, (), ()))
         if cut:
-            self.write(CutDone(cut, cut, (), mark))
+            self.write(CutDoneRecord(cut, cut, (), mark))
 
 
 def write_runs(scratch: Path) -> dict[int, Path]:

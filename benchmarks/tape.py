@@ -61,8 +61,8 @@ def sizes(folder: Path) -> dict[str, float]:
     for _, record in read(folder / "journal", disk=LocalDisk()):
         size = len(records.encode(record)) + FRAME_BYTES
         whole += size
-        tape += size if isinstance(record, records.Played | records.Lent) else 0
-        rounds += isinstance(record, records.Merged)
+        tape += size if isinstance(record, records.PlayedRecord | records.LentRecord) else 0
+        rounds += isinstance(record, records.MergedRecord)
     return {"rounds": rounds, "tape_bytes_per_round": tape / rounds, "record_bytes_per_round": whole / rounds}
 
 

@@ -126,7 +126,7 @@ class Training:
         self.boundary: Boundary | None = None
         self.welcomes: list[Welcomed] = []
         self.stops: list[StopOrder] = []
-        self.drains: list[fx.Drain] = []
+        self.drains: list[fx.AskToLeave] = []
         self.progress: list[RunProgress] = []
         self.done = False
         self.direct = direct
@@ -194,7 +194,7 @@ class Training:
                     self.stops.append(frame)
                 case fx.Save(cut):
                     self.send(Saved(cut, self.t, reason="it has no folder"))
-                case fx.Drain():
+                case fx.AskToLeave():
                     self.drains.append(frame)
                 case RunProgress():
                     self.progress.append(frame)

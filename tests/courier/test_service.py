@@ -70,7 +70,7 @@ async def test_a_training_process_that_reads_nothing_is_told_the_newest_only(sta
     courier = Courier(CourierChannel(theirs))
     courier._machine = LearnerMachine("learner-0", "session", ())
     while not courier._channel.clogged:
-        courier._channel.send(fx.Drain("x" * 10_000))
+        courier._channel.send(fx.AskToLeave("x" * 10_000))
     waiting = len(courier._channel._waiting)
     for committed in range(1, 1000):
         courier._carry_out(fx.Inform(committed / 1000, 2 * committed, committed))

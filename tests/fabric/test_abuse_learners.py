@@ -39,10 +39,10 @@ from atoll.protocol.messages import (
     TensorSpec,
     Welcome,
 )
-from atoll.protocol.records import Begun, Joined, Owned, Reset
+from atoll.protocol.records import BegunRecord, JoinedRecord, OwnedRecord, ResetRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.outbox import TAPE_BYTES
-from atoll.protocol.tape import Began, Informed
+from atoll.protocol.tape import BeganEntry, InformedEntry
 from atoll.store.writer_lease import acquire
 from atoll.syncer.credentials import write_tokens
 from atoll.syncer.run_store import RunStore
@@ -308,11 +308,11 @@ async def test_ever_new_names_on_one_token(fort: Fort) -> None:
 async def test_another_tokens_name_after_the_syncer_was_replaced(fort: Fort) -> None:
     """Nobody has used it since; its owner is known from the journal."""
     settings = Settings(learners=2, fragments=2, sync_every=4, overlap=1, codec="fp32", quorum=2)
-    begun = Begun("r1", settings, {}, TENSORS, plan().fingerprint)
+    begun = BegunRecord("r1", settings, {}, TENSORS, plan().fingerprint)
     names = (("desk", "boss"), ("left", "gone"), ("older", ""))
-    records = [Joined(name, 1, f"session-of-{name}", 0) for name, _ in names]
+    records = [JoinedRecord(name, 1, f"session-of-{name}", 0) for name, _ in names]
     earlier = RunStore(fort.stage.out, acquire(fort.stage.out.journal))
-    owned = [Owned(name, token) for name, token in names if token]
+    owned = [OwnedRecord(name, token) for name, token in names if token]
     earlier.append([(record, None) for record in (begun, *records, *owned)])
     earlier.close()
     await fort.open()
@@ -447,7 +447,7 @@ async def ping_flood(fort: Fort) -> str:
     return reason
 
 
-def taped(*entries: Began | Informed, incarnation: int = 1, taped: int = 0, seq: int = 6) -> Progress:
+def taped(*entries: BeganEntry | InformedEntry, incarnation: int = 1, taped: int = 0, seq: int = 6) -> Progress:
     """A report that says more of a tape than of anything else."""
     said: dict[str, Any] = {"t": 0, "steps": (), "tokens": (), "versions": (), "incarnation": incarnation}
     return Progress(**said, taped=taped, tape=entries, seq=seq)
@@ -469,7 +469,7 @@ TALK: dict[str, tuple[Case, str]] = {
         "could not be read: Expected `str` of length <= 1000",
     ),
     "a tape with endless words": (
-        sends(encode(taped(Began(0, 1, "x" * 900_000, "", "", False)))),
+        sends(encode(taped(BeganEntry(0, 1, "x" * 900_000, "", "", False)))),
         "could not be read: Expected `str` of length <= 1000",
     ),
     "a counter that nothing holds": (
@@ -610,7 +610,7 @@ async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> No
     await rogue.begin()
     await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
     before = await fort.digest()
-    assert rogue.link.send(taped(Informed(0, 0), incarnation=99, seq=0))
+    assert rogue.link.send(taped(InformedEntry(0, 0), incarnation=99, seq=0))
     lost = await fort.stage.until("lost")
     assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
     assert not fort.machine.state.out.taping.take()
@@ -623,11 +623,11 @@ async def test_a_tape_without_end_fills_no_disk_and_no_memory(fort: Fort) -> Non
     rogue = fort.join("eu-1", "eu")
     await rogue.begin()
     await fort.until(lambda: fort.machine.members.learners["eu-1"].recovered)
-    bytes_before, entry = written(fort), Began(0, 1, "x" * 1000, "x" * 1000, "x" * 1000, False)
+    bytes_before, entry = written(fort), BeganEntry(0, 1, "x" * 1000, "x" * 1000, "x" * 1000, False)
     for number in range(40):
         rogue.link.send(taped(*[entry] * 100, incarnation=0, taped=100 * number, seq=0))
         await asyncio.sleep(0.01)
-        fort.machine.state.out.persist(Reset(0, "a test"))
+        fort.machine.state.out.persist(ResetRecord(0, "a test"))
     lost = await fort.stage.until("lost")
     assert lost["text"] == "eu-1 is gone: it said more of its tape than a learner keeps"
     assert written(fort) - bytes_before < 2 * TAPE_BYTES

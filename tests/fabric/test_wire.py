@@ -45,7 +45,7 @@ from atoll.protocol.messages import (
     Welcome,
 )
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Began
+from atoll.protocol.tape import BeganEntry
 
 number = st.integers(0, 2**48 - 1)
 numbers = st.lists(number, max_size=4).map(tuple)
@@ -289,7 +289,7 @@ def test_only_a_hello_may_be_large() -> None:
         Hello(protocol=PROTOCOL, learner="a", session="s", data="x" * 1001),
         Heartbeat(clock={"x" * 65: 1}),
         Register(datasets=(("x" * 1001, 1, 1.0),), epochs=1, batch=1),
-        Progress(t=0, steps=(), tokens=(), versions=(), tape=(Began(0, 1, "x" * 1001, "", "", True),)),
+        Progress(t=0, steps=(), tokens=(), versions=(), tape=(BeganEntry(0, 1, "x" * 1001, "", "", True),)),
     ],
 )
 def test_what_may_be_long_has_a_bound(message: FromLearner) -> None:

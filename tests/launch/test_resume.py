@@ -14,7 +14,7 @@ from tests.store.written import WrittenRun, begun, cut_run, flip, with_rounds
 
 from atoll.launch.resume import Resume, from_cut, plan_resume
 from atoll.protocol.errors import AtollError, ConfigError
-from atoll.protocol.records import Begun, Changed, Ended, Reigned
+from atoll.protocol.records import BegunRecord, ChangedRecord, EndedRecord, TermRecord
 from atoll.store import disk as disk_module
 from atoll.store.cuts import (
     BadCut,
@@ -134,7 +134,7 @@ def test_a_run_without_parameters_goes_on_from_its_beginning(tmp_path: Path) -> 
     found = plan_resume(run.dir, ("steps=9",))
     assert (found.cut, found.run, found.reopen, found.changes) == (None, "small", False, ("steps=9",))
     assert found.remarks == ("the run has no parameters yet: it goes on from its beginning",)
-    run.write(Ended("the operator asked for it", final=True))
+    run.write(EndedRecord("the operator asked for it", final=True))
     assert plan_resume(run.dir).reopen
 
 
@@ -191,7 +191,7 @@ def test_a_cut_of_a_syncer_that_was_replaced_is_passed_over(tmp_path: Path) -> N
         old.round()
     old.cut()
     heir.journal = Journal.begin(old.dir.journal, 2, after=end, disk=LocalDisk())
-    heir.write(Reigned(2, end.offset, end.hash, heir.history.committed))
+    heir.write(TermRecord(2, end.offset, end.hash, heir.history.committed))
     heir.round()
     found = plan_resume(heir.dir)
     assert found.cut == 2 and found.remarks[0].startswith("cut 5 is passed over: ")
@@ -244,7 +244,7 @@ def test_without_all_its_learners_a_cut_is_not_exact(tmp_path: Path) -> None:
 
 
 def with_budget(run: WrittenRun, **budget: int) -> WrittenRun:
-    run.write(Changed(replace(run.history.settings, **budget), dict(run.history.outer), "a budget"))
+    run.write(ChangedRecord(replace(run.history.settings, **budget), dict(run.history.outer), "a budget"))
     return run
 
 
@@ -288,7 +288,7 @@ def test_a_spent_run_whose_end_was_cut_off_is_brought_to_its_end(tmp_path: Path)
     run = with_budget(cut_run(tmp_path / "run"), steps=8)
     found = plan_resume(run.dir)
     assert found.only_end and not found.reopen and "its end was cut off" in found.remarks[0]
-    run.write(Ended("8 steps are done"))
+    run.write(EndedRecord("8 steps are done"))
     found = plan_resume(run.dir)
     assert found.only_end and not found.reopen and "is done (8 steps are done)" in found.remarks[0]
     assert plan_resume(run.dir, ("steps=99",)).reopen, "with more budget it goes on"
@@ -320,7 +320,7 @@ def test_a_run_that_had_ended_is_opened_again(tmp_path: Path) -> None:
 
 def test_an_end_that_was_only_begun_is_opened_again_too(tmp_path: Path) -> None:
     run = cut_run(tmp_path / "run")
-    run.write(Ended("the operator asked for it"))
+    run.write(EndedRecord("the operator asked for it"))
     assert plan_resume(run.dir).reopen
 
 
@@ -344,7 +344,7 @@ def test_a_new_run_has_its_own_name_and_knows_its_parent(tmp_path: Path) -> None
     new, found = new_run(old, 2, tmp_path / "new", ("steps=99",))
     records = [record for _, record in read(new.journal, disk=LocalDisk())]
     (beginning,) = records
-    assert isinstance(beginning, Begun)
+    assert isinstance(beginning, BegunRecord)
     assert beginning == replace(old.history.begun, run=found.run, parent="small cut 2")
     assert found.run != "small" and found.changes == ("steps=99",) and not found.reopen
     assert found.remarks == (f"a new run {found.run} from cut 2 of run small, {EXACT}",)

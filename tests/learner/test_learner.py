@@ -430,7 +430,7 @@ class TestLeaving:
         """Two cycles of its own steps, so that every fragment has had its round; clouds do not give so much."""
         joined.leaving = []
         with joined.learner as learner:
-            joined.courier.waiting.append(fx.Drain("the operator asked"))
+            joined.courier.waiting.append(fx.AskToLeave("the operator asked"))
             learner.step(tokens=1)
             assert learner.done and not joined.stay._preemption.hurried
             joined.stay._tally.busy_s = 30.0

@@ -36,7 +36,7 @@ from atoll.mailbox.channel import (
 from atoll.numerics.fragments import make_plan
 from atoll.protocol import effects as fx
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Informed
+from atoll.protocol.tape import InformedEntry
 
 Seen = tuple[float, int]
 NOTHING = RunProgress()
@@ -73,7 +73,7 @@ class Script:
     far: socket.socket
     seen: list[Seen] = field(default_factory=list)
     """By step, the first at 0: before any step was counted."""
-    _taped: list[Informed] = field(default_factory=list)
+    _taped: list[InformedEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._courier = CourierChannel(socket.socket(fileno=os.dup(self.far.fileno())))
@@ -95,11 +95,11 @@ class Script:
     def close(self) -> None:
         self._courier.close()
 
-    def taped(self) -> list[Informed]:
+    def taped(self) -> list[InformedEntry]:
         """What it has told its courier by now. A read ends at a frame that brings a descriptor: hence several."""
         while frames := self._courier.receive():
             told = [frame for frame in map(decode_to_courier, frames) if isinstance(frame, fx.Told)]
-            self._taped += [entry for frame in told for entry in frame.entries if isinstance(entry, Informed)]
+            self._taped += [entry for frame in told for entry in frame.entries if isinstance(entry, InformedEntry)]
         return self._taped
 
 
@@ -124,7 +124,7 @@ def bits(seen: Seen) -> tuple[bytes, int]:
     return struct.pack(">d", seen[0]), seen[1]
 
 
-def as_replayed(entries: list[Informed], steps: int) -> list[Seen]:
+def as_replayed(entries: list[InformedEntry], steps: int) -> list[Seen]:
     """What a replay tells: before the step after `t`, what the newest entry of up to `t` says."""
     seen, at, known = [], 0, (0.0, 0)
     for t in range(steps):
@@ -141,7 +141,7 @@ values = st.builds(
     progress=st.floats(0.0, 1.0) | st.just(0.1 + 0.2),
     global_step=st.integers(0, 2**40),
 )
-others = st.sampled_from([fx.LetGo(round=3), fx.Drain(reason="x" * 300)])
+others = st.sampled_from([fx.LetGo(round=3), fx.AskToLeave(reason="x" * 300)])
 
 
 @settings(deadline=None, max_examples=60)
@@ -207,4 +207,4 @@ def test_training_begins_once_it_is_known_how_far_the_run_is() -> None:
         list(script.compute())
         assert script.seen == [(0.5, 60)]
         list(script.compute())
-        assert script.taped() == [Informed(0, 40, 0.5, 60)], "once: nothing new was said"
+        assert script.taped() == [InformedEntry(0, 40, 0.5, 60)], "once: nothing new was said"

@@ -12,7 +12,17 @@ from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.learner.machine import LearnerMachine as Machine
 from atoll.protocol.messages import PROTOCOL, Contribution, Hello, Lease, Progress, Range, Recover, Register, Welcome
-from atoll.protocol.records import Alarmed, AnyRecord, Begun, Gone, Granted, Joined, Merged, Share, Sources
+from atoll.protocol.records import (
+    AlarmedRecord,
+    AnyRecord,
+    BegunRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    MergedRecord,
+    Share,
+    SourcesRecord,
+)
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.accounts import AHEAD, LEASE_BATCHES, MOST_AHEAD, Accounts
 from atoll.protocol.syncer.membership import KnownLearner
@@ -29,7 +39,7 @@ class Desk:
 
     def __init__(self, **settings: Any) -> None:
         rules = Settings(**{"learners": 2, "fragments": 2, "sync_every": 4, **settings})
-        state = SyncerState(History(Begun("run", rules, {}, (), "plan")))
+        state = SyncerState(History(BegunRecord("run", rules, {}, (), "plan")))
         self.out, self.members, self.accounts = state.out, state.members, Accounts(state)
         self.done: list[fx.SyncerEffect] = []
 
@@ -72,7 +82,9 @@ class Desk:
 
     def merge(self, learner: KnownLearner, position: int, fragment: int = 0) -> None:
         share = Share(learner.name, learner.incarnation, 1, 1, 8, 64.0, 0, 8, position)
-        self.out.persist(Merged(self.out.history.committed, fragment, 1, 1, "every live learner", (share,), "digest"))
+        self.out.persist(
+            MergedRecord(self.out.history.committed, fragment, 1, 1, "every live learner", (share,), "digest")
+        )
 
     def records(self, kind: type[AnyRecord]) -> list[Any]:
         self.take()
@@ -95,7 +107,7 @@ def test_the_first_to_register_says_what_the_runs_data_is() -> None:
     one, two = desk.join("learner-0"), desk.join("learner-1")
     desk.register(one, epochs=3)
     desk.register(two, epochs=3)
-    assert desk.records(Sources) == [Sources(TEXT, 3)], "once"
+    assert desk.records(SourcesRecord) == [SourcesRecord(TEXT, 3)], "once"
     assert desk.out.history.leases is not None and desk.out.history.leases.epochs == 3
 
 
@@ -133,7 +145,7 @@ def test_one_with_other_data_is_told_why_its_data_is_its_own(
 def test_data_that_cannot_be_leased_is_not_made_the_runs() -> None:
     desk = Desk()
     desk.register(desk.join("learner-0"), (("text", 0, 1.0),))
-    assert desk.records(Sources) == []
+    assert desk.records(SourcesRecord) == []
     assert spans(*desk.register(desk.join("learner-1"))) == [(0, LEASE), (LEASE, 2 * LEASE)]
 
 
@@ -164,7 +176,7 @@ def test_every_lease_is_written_down_before_it_is_told_of() -> None:
     told: set[int] = set()
     for effect in desk.done:
         if isinstance(effect, fx.Persist):
-            written |= {record.lease for record in effect.records if isinstance(record, Granted)}
+            written |= {record.lease for record in effect.records if isinstance(record, GrantedRecord)}
         elif isinstance(effect, fx.Send) and isinstance(effect.message, Lease):
             assert {one.lease for one in effect.message.ranges} <= written - told, "and told once"
             told |= {one.lease for one in effect.message.ranges}
@@ -200,7 +212,7 @@ def test_what_a_learner_had_not_given_goes_to_the_next_that_asks() -> None:
     desk.took(one, LEASE)
     desk.merge(one, position=40)
     desk.accounts.close_life(one, "it left")
-    (gone,) = desk.records(Gone)
+    (gone,) = desk.records(GoneRecord)
     assert (gone.position, gone.again_from, gone.reason) == (LEASE, 40, "it left")
     two = desk.join("learner-1")
     assert spans(*desk.register(two)) == [(40, 40 + LEASE), (40 + LEASE, 40 + 2 * LEASE)]
@@ -215,7 +227,7 @@ def test_what_a_contribution_under_way_holds_is_not_issued_again() -> None:
         round=0, attempt=1, fragment=0, base=0, t=9, steps=9, tokens=72, digest="", total=72, position=100
     )
     desk.accounts.close_life(one, "killed", under_way)
-    assert desk.records(Gone)[0].again_from == 100
+    assert desk.records(GoneRecord)[0].again_from == 100
     desk.merge(one, position=100)
     assert spans(*desk.register(desk.join("learner-1")))[0] == (100, 100 + LEASE)
 
@@ -233,7 +245,7 @@ def test_at_the_end_of_the_data_everybody_is_told_so() -> None:
 
 
 def test_a_synchronous_run_deals_leases_in_order_of_names_whoever_reports_first() -> None:
-    dealt: list[list[Granted]] = []
+    dealt: list[list[GrantedRecord]] = []
     for order in (["learner-0", "learner-1", "learner-2"], ["learner-2", "learner-0", "learner-1"]):
         desk = Desk(learners=3, synchronous=True)
         learners = {name: desk.join(name) for name in order}
@@ -243,7 +255,7 @@ def test_a_synchronous_run_deals_leases_in_order_of_names_whoever_reports_first(
         for position in range(BATCH, 3 * LEASE, BATCH):
             for name in order:
                 desk.took(learners[name], position)
-        dealt.append(desk.records(Granted))
+        dealt.append(desk.records(GrantedRecord))
     assert dealt[0] == dealt[1]
     assert [lease.learner for lease in dealt[0]] == ["learner-0", "learner-1", "learner-2"] * (len(dealt[0]) // 3)
 
@@ -283,7 +295,7 @@ def test_a_report_that_does_not_balance_is_one_alarm() -> None:
     desk.accounts.book_report(two, fine)
     desk.accounts.book_report(two, msgspec.structs.replace(fine, tokens_total=24))
     assert len(desk.notes("unbalanced")) == 2, "one for each that is wrong"
-    alarms = [f"the ledger does not balance: {record.wrong}" for record in desk.records(Alarmed)]
+    alarms = [f"the ledger does not balance: {record.wrong}" for record in desk.records(AlarmedRecord)]
     assert alarms == desk.notes("unbalanced"), "and written down"
 
 
@@ -336,7 +348,7 @@ def test_a_life_is_written_down_before_anybody_is_told_its_number() -> None:
     told: set[tuple[str, int]] = set()
     for _, effect in world.log:
         if isinstance(effect, fx.Persist):
-            joined = [record for record in effect.records if isinstance(record, Joined)]
+            joined = [record for record in effect.records if isinstance(record, JoinedRecord)]
             assert not written & {(one.learner, one.incarnation) for one in joined}, "no number is given twice"
             written |= {(one.learner, one.incarnation) for one in joined}
         elif isinstance(effect, fx.Send) and isinstance(effect.message, Welcome | Recover):
@@ -349,8 +361,8 @@ def test_every_life_is_closed_once() -> None:
     world = eventful()
     world.inject(fx.Over())
     world.inject(fx.Over())
-    joined = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, Joined)]
-    gone = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, Gone)]
+    joined = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, JoinedRecord)]
+    gone = [(one.learner, one.incarnation) for one in world.journal if isinstance(one, GoneRecord)]
     assert sorted(gone) == sorted(joined) and len(set(gone)) == len(gone) >= 6
     totals = world.syncer.history.ledger.totals()
     assert not any(totals.in_flight) and not any(totals.balance())
@@ -375,7 +387,7 @@ def test_what_was_on_its_way_when_the_run_was_over_is_passed_over() -> None:
 
 def test_why_a_life_is_over_is_in_its_record() -> None:
     world = eventful()
-    reasons = {(r.learner, r.incarnation): r.reason for r in world.journal if isinstance(r, Gone)}
+    reasons = {(r.learner, r.incarnation): r.reason for r in world.journal if isinstance(r, GoneRecord)}
     assert reasons["learner-1", 1] == "another process took its name"
     assert reasons["learner-0", 1] == "away for 10 s"
     assert "not finite" in reasons["learner-2", 1]
@@ -385,9 +397,9 @@ def test_one_that_stays_away_has_lost_what_it_had_not_given() -> None:
     world = World(2, fragments=2, sync_every=4, abandon_s=20.0).run_until(round=6)
     world.unlink("learner-1")
     world.run_until(seconds=19.5)
-    assert not [record for record in world.journal if isinstance(record, Gone)]
+    assert not [record for record in world.journal if isinstance(record, GoneRecord)]
     world.run_until(seconds=1.0)
-    (gone,) = [record for record in world.journal if isinstance(record, Gone)]
+    (gone,) = [record for record in world.journal if isinstance(record, GoneRecord)]
     assert (gone.learner, gone.reason) == ("learner-1", "away for 20 s")
     assert world.syncer.history.ledger.totals().lost == gone.lost
 
@@ -399,13 +411,13 @@ def test_its_return_is_a_new_life_without_a_reset() -> None:
     world.link("learner-1")
     (_, welcome), *_ = reversed(world.sent(Welcome, "learner-1"))
     assert (welcome.incarnation, welcome.reset) == (2, False)
-    joined = [record for record in world.journal if isinstance(record, Joined)][-1]
-    gone = next(record for record in world.journal if isinstance(record, Gone))
+    joined = [record for record in world.journal if isinstance(record, JoinedRecord)][-1]
+    gone = next(record for record in world.journal if isinstance(record, GoneRecord))
     assert joined.origin == gone.total > 0, "its tokens so far belong to the life before"
     world.run_to_end()
     assert not world.said("quarantined")
     assert world.syncer.members.total_tokens() == sum(learner.tokens_total for learner in world.learners.values())
-    late = [m for r in world.journal if isinstance(r, Merged) for m in r.members if m.learner == "learner-1"][-1]
+    late = [m for r in world.journal if isinstance(r, MergedRecord) for m in r.members if m.learner == "learner-1"][-1]
     assert late.incarnation == 2, "and it contributes again"
 
 
@@ -415,7 +427,7 @@ def test_away_counts_from_the_start_of_a_term_for_those_that_never_came_back_in_
     world.crash_syncer()
     came_back = world.now
     world.run_until(seconds=30.0)
-    (gone,) = [record for record in world.journal if isinstance(record, Gone)]
+    (gone,) = [record for record in world.journal if isinstance(record, GoneRecord)]
     at = next(at for at, e in world.log if isinstance(e, fx.Persist) and gone in e.records)
     assert gone.learner == "learner-1" and came_back + 20.0 <= at <= came_back + 21.0
 
@@ -424,7 +436,7 @@ def test_a_range_is_told_as_it_was_granted() -> None:
     desk = Desk()
     learner = desk.join("learner-0")
     (told,) = desk.register(learner, (("text", 3 * LEASE, 3.0), ("code", 3 * LEASE, 1.0)))
-    granted = desk.records(Granted)
+    granted = desk.records(GrantedRecord)
     assert told.ranges == tuple(Range(g.lease, g.dataset, g.epoch, g.start, g.stop) for g in granted)
     assert [one.dataset for one in told.ranges] == [0, 1]
 

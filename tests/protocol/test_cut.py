@@ -56,7 +56,7 @@ class CutWorld(World):
         return dict(self.completed(cut)[1].left_out)
 
     def done(self) -> list[int]:
-        return [record.cut for record in self.journal if isinstance(record, records.CutDone)]
+        return [record.cut for record in self.journal if isinstance(record, records.CutDoneRecord)]
 
 
 # ---- when ------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_version_0_is_in_the_first_cut_before_anybody_hears_of_it() -> None:
     place, cut = next((i, e) for i, e in enumerate(effects) if isinstance(e, fx.TakeCut))
     assert (cut.cut, cut.first) == (0, True)
     started = effects[place + 1]
-    assert isinstance(started, fx.Persist) and isinstance(started.records[0], records.Started)
+    assert isinstance(started, fx.Persist) and isinstance(started.records[0], records.StartedRecord)
 
 
 def test_one_cut_is_open_at_a_time() -> None:
@@ -167,8 +167,8 @@ def test_a_cut_is_complete_with_all_learners_and_journaled() -> None:
     at, complete = world.completed(4)
     assert world.learners_of(4) == set(world.learners) and complete.left_out == ()
     assert at == pytest.approx(world.at_cut(4) + 0.3), "there, saved, and back"
-    assert [r for r in world.journal if isinstance(r, records.CutDone)] == [
-        records.CutDone(4, 4, ("learner-0", "learner-1", "learner-2"), "digest")
+    assert [r for r in world.journal if isinstance(r, records.CutDoneRecord)] == [
+        records.CutDoneRecord(4, 4, ("learner-0", "learner-1", "learner-2"), "digest")
     ]
     assert world.said("cut")[0].text == "cut 4 is complete: 3 learners"
     assert world.syncer.history.cuts == [4]
@@ -383,8 +383,10 @@ def test_a_run_that_ends_takes_a_cut_of_everybody_behind_its_last_round(latency_
     world = ended(CutWorld(cut_every=50, latency_s=latency_s, adopt=adopt).run_until(round=7))
     assert world.done() == [world.syncer.committed]
     assert world.learners_of(world.syncer.committed) == set(world.learners)
-    kinds = [type(record) for record in world.journal if isinstance(record, records.CutDone | records.Ended)]
-    assert kinds == [records.Ended, records.CutDone, records.Ended], "and only then it is over"
+    kinds = [
+        type(record) for record in world.journal if isinstance(record, records.CutDoneRecord | records.EndedRecord)
+    ]
+    assert kinds == [records.EndedRecord, records.CutDoneRecord, records.EndedRecord], "and only then it is over"
 
 
 def test_a_run_without_cuts_ends_without_one() -> None:
@@ -410,9 +412,9 @@ def test_a_last_cut_that_nobody_saved_for_does_not_take_the_place_of_one_before_
 
 def test_while_the_last_steps_are_collected_no_other_cut_is_taken() -> None:
     world = ended(CutWorld(cut_every=1).run_until(round=7))
-    drained = next(r for r in world.journal if isinstance(r, records.Ended))
+    drained = next(r for r in world.journal if isinstance(r, records.EndedRecord))
     at = world.journal.index(drained)
-    cuts = [record.cut for record in world.journal[at:] if isinstance(record, records.CutDone)]
+    cuts = [record.cut for record in world.journal[at:] if isinstance(record, records.CutDoneRecord)]
     assert cuts[-1] == world.syncer.committed and len(cuts) <= 2, "one that was open, and the last"
 
 
@@ -458,7 +460,7 @@ def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(when: str, kind: type
     began = world.now
     ended(world)
     assert len(crashes) == 1 and world.syncer.history.term == 2
-    last = [record for record in world.journal if isinstance(record, records.CutDone)]
+    last = [record for record in world.journal if isinstance(record, records.CutDoneRecord)]
     assert [record.learners for record in last] == [tuple(sorted(world.learners))]
     assert world.now - began < world.syncer.settings.cut_wait_s, "nobody is waited for in vain"
 
@@ -466,7 +468,7 @@ def test_a_syncer_that_dies_at_the_last_cut_takes_it_again(when: str, kind: type
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def fold(begun: records.Begun, journal: list[records.AnyRecord]) -> History:
+def fold(begun: records.BegunRecord, journal: list[records.AnyRecord]) -> History:
     history = History(begun)
     for record in journal:
         history.apply(record)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Ended, Passed
+from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.effect_order import EffectOrder, entries_of
 
-HISTORY = History(Begun("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
+HISTORY = History(BegunRecord("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
 FIRST_CUT = fx.TakeCut(0, HISTORY, first=True)
 
 
@@ -20,7 +20,7 @@ def note(text: str) -> fx.Note:
 
 
 def persist(*numbers: int) -> fx.Persist:
-    return fx.Persist(tuple(Passed(number, 0, "no quorum") for number in numbers))
+    return fx.Persist(tuple(PassedRecord(number, 0, "no quorum") for number in numbers))
 
 
 class Told:
@@ -80,10 +80,10 @@ def test_one_that_was_replaced_tells_nothing_more() -> None:
 
 
 def test_a_payload_belongs_to_the_last_record_of_its_own() -> None:
-    ended = fx.Persist((Passed(3, 0, "no quorum"), Ended("done")), round=3)
+    ended = fx.Persist((PassedRecord(3, 0, "no quorum"), EndedRecord("done")), round=3)
     batch = [ended, persist(4)]
     assert entries_of(batch, lambda persist: "payload" if persist.round >= 0 else None) == [
-        (Passed(3, 0, "no quorum"), None),
-        (Ended("done"), "payload"),
-        (Passed(4, 0, "no quorum"), None),
+        (PassedRecord(3, 0, "no quorum"), None),
+        (EndedRecord("done"), "payload"),
+        (PassedRecord(4, 0, "no quorum"), None),
     ]

@@ -195,11 +195,11 @@ class Siege:
         if self.dice.random() < 0.8:
             return {}
         entries = (
-            tape.Owned(self.number(1)),
-            tape.Adopted(self.number(1), self.number(0), self.number(1)),
-            tape.Supplied(self.number(1), (self.number(0),)),
-            tape.Marked(self.number(1), self.number(1)),
-            tape.Informed(self.number(1), self.number(2)),
+            tape.OwnedEntry(self.number(1)),
+            tape.AdoptedEntry(self.number(1), self.number(0), self.number(1)),
+            tape.SuppliedEntry(self.number(1), (self.number(0),)),
+            tape.MarkedEntry(self.number(1), self.number(1)),
+            tape.InformedEntry(self.number(1), self.number(2)),
         )
         return {"taped": self.number(0, 1, 2), "tape": tuple(self.dice.choices(entries, k=self.dice.randint(0, 3)))}
 

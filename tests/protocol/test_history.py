@@ -11,27 +11,27 @@ from tests.protocol.world import World
 from atoll.protocol.history import History, State, number_learners
 from atoll.protocol.records import (
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Joined,
-    Merged,
-    Owned,
-    Passed,
-    Reigned,
-    Reset,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    JoinedRecord,
+    MergedRecord,
+    OwnedRecord,
+    PassedRecord,
+    ResetRecord,
     Share,
-    Sources,
-    Started,
+    SourcesRecord,
+    StartedRecord,
+    TermRecord,
     decode,
     encode,
 )
 from atoll.protocol.settings import Settings
 
 RULES = Settings(learners=2, fragments=2, sync_every=4)
-BEGUN = Begun("run", RULES, {"lr": 0.6}, (), "plan")
+BEGUN = BegunRecord("run", RULES, {"lr": 0.6}, (), "plan")
 OTHER = msgspec.structs.replace(RULES, quorum=2)
 
 
@@ -58,7 +58,9 @@ class Written:
         number = self.history.committed
         fragment = number % 2
         version = self.history.versions[fragment] + 1
-        return self.add(Merged(number, fragment, version, 1, "every live learner reported", members, f"{number:032x}"))
+        return self.add(
+            MergedRecord(number, fragment, version, 1, "every live learner reported", members, f"{number:032x}")
+        )
 
 
 def share(learner: str, t: int, base: int, incarnation: int = 1, tokens: int = 16, position: int = -1) -> Share:
@@ -67,18 +69,22 @@ def share(learner: str, t: int, base: int, incarnation: int = 1, tokens: int = 1
 
 def eventful() -> Written:
     """Every kind of record there is, but the first."""
-    run = Written().add(Joined("a", 1, "session a", 0), Joined("b", 1, "session b", 0), Started("a"))
-    run.add(Sources((("text", 1000, 1.0), ("code", 300, 2.0)), 2))
+    run = Written().add(JoinedRecord("a", 1, "session a", 0), JoinedRecord("b", 1, "session b", 0), StartedRecord("a"))
+    run.add(SourcesRecord((("text", 1000, 1.0), ("code", 300, 2.0)), 2))
     run.lease("a").lease("b").lease("a")
     run.round(share("a", 2, 0, position=8), share("b", 2, 0, position=8))
     run.round(share("a", 4, 0, position=16, tokens=32))
-    run.add(CutDone(2, 2, ("a", "b"), "digest"), Passed(2, 0, "0 of 1 contributions came"))
-    run.add(Gone("b", 1, 4, 32, (0, 0), (16, 32), position=12, again_from=8, reason="killed"))
-    run.add(Joined("b", 2, "another session", 0), Owned("b", "eu")).lease("b", 2)
-    run.add(Reset(1, "the outer step gave values that are not finite"), Changed(OTHER, {"lr": 0.3}, "quorum=2"))
+    run.add(CutDoneRecord(2, 2, ("a", "b"), "digest"), PassedRecord(2, 0, "0 of 1 contributions came"))
+    run.add(GoneRecord("b", 1, 4, 32, (0, 0), (16, 32), position=12, again_from=8, reason="killed"))
+    run.add(JoinedRecord("b", 2, "another session", 0), OwnedRecord("b", "eu")).lease("b", 2)
+    run.add(
+        ResetRecord(1, "the outer step gave values that are not finite"), ChangedRecord(OTHER, {"lr": 0.3}, "quorum=2")
+    )
     run.round(share("a", 8, 1, position=32), share("b", 2, 1, incarnation=2, position=8))
-    run.add(Reigned(2, 999, "hash", 4), Ended("40 steps are done"), Ended("40 steps are done", final=True))
-    run.add(Changed(OTHER, {"lr": 0.3}, "the run goes on", reopen=True))
+    run.add(
+        TermRecord(2, 999, "hash", 4), EndedRecord("40 steps are done"), EndedRecord("40 steps are done", final=True)
+    )
+    run.add(ChangedRecord(OTHER, {"lr": 0.3}, "the run goes on", reopen=True))
     return run.round(share("a", 10, 1, position=40))
 
 
@@ -159,12 +165,12 @@ def test_a_state_that_was_taken_does_not_follow_what_comes_later() -> None:
 
 
 def test_a_state_does_not_grow_with_the_rounds() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a"))
+    run = Written().add(JoinedRecord("a", 1, "session", 0), StartedRecord("a"))
     sizes = []
     for number in range(400):
         run.round(share("a", 2 * number + 2, number // 2, tokens=16))
         if number % 50 == 0:
-            run.add(CutDone(number, number, ("a",), "digest"))
+            run.add(CutDoneRecord(number, number, ("a",), "digest"))
         sizes.append(len(msgspec.msgpack.encode(run.history.state())))
     assert max(sizes[200:]) <= min(sizes[100:200]) + 40, "but for the digits of its numbers and a few cuts"
 
@@ -180,25 +186,25 @@ def test_a_run_begins_once() -> None:
 def test_before_the_first_parameters_there_is_no_version() -> None:
     history = History(BEGUN)
     assert (history.started, history.versions, history.committed) == (False, [-1, -1], 0)
-    history.apply(Started("a"))
+    history.apply(StartedRecord("a"))
     assert (history.started, history.versions, history.committed) == (True, [0, 0], 0)
 
 
 def test_a_round_makes_a_version_and_one_that_is_passed_over_does_not() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a")).round(share("a", 2, 0))
-    run.add(Passed(1, 1, "no quorum"))
+    run = Written().add(JoinedRecord("a", 1, "session", 0), StartedRecord("a")).round(share("a", 2, 0))
+    run.add(PassedRecord(1, 1, "no quorum"))
     assert (run.history.versions, run.history.committed) == ([1, 0], 2)
 
 
 def test_what_went_into_a_version_is_remembered_of_its_learner() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a")).round(share("a", 2, 0))
+    run = Written().add(JoinedRecord("a", 1, "session", 0), StartedRecord("a")).round(share("a", 2, 0))
     life = run.history.lives["a"]
     assert (life.merged, life.t, life.total, life.open) == ([(1, 2, 16), (-1, 0, 0)], 2, 16, True)
 
 
 def test_a_contribution_of_an_earlier_life_is_not_the_present_ones() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a"))
-    run.add(Gone("a", 1, 4, 32, (0, 0), (32, 32)), Joined("a", 2, "another", 0))
+    run = Written().add(JoinedRecord("a", 1, "session", 0), StartedRecord("a"))
+    run.add(GoneRecord("a", 1, 4, 32, (0, 0), (32, 32)), JoinedRecord("a", 2, "another", 0))
     run.round(share("a", 2, 0))
     life = run.history.lives["a"]
     assert (life.incarnation, life.merged[0], life.total) == (2, (-1, 0, 0), 0)
@@ -206,15 +212,19 @@ def test_a_contribution_of_an_earlier_life_is_not_the_present_ones() -> None:
 
 
 def test_tokens_of_earlier_processes_add_up_and_those_of_the_same_go_on() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
-    run.add(Joined("a", 2, "session", 4, origin=32))
+    run = Written().add(
+        JoinedRecord("a", 1, "session", 0), StartedRecord("a"), GoneRecord("a", 1, 4, 32, (0, 0), (32, 32))
+    )
+    run.add(JoinedRecord("a", 2, "session", 4, origin=32))
     assert (run.history.lives["a"].before, run.history.lives["a"].total) == (0, 32), "the same process, another life"
-    run.add(Gone("a", 2, 9, 72, (0, 0), (40, 40)), Joined("a", 3, "another", 0))
+    run.add(GoneRecord("a", 2, 9, 72, (0, 0), (40, 40)), JoinedRecord("a", 3, "another", 0))
     assert (run.history.lives["a"].before, run.history.lives["a"].total) == (72, 0)
 
 
 def test_one_that_is_gone_is_remembered_as_such() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Started("a"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
+    run = Written().add(
+        JoinedRecord("a", 1, "session", 0), StartedRecord("a"), GoneRecord("a", 1, 4, 32, (0, 0), (32, 32))
+    )
     life = run.history.lives["a"]
     assert (life.open, life.t, life.total) == (False, 4, 32)
     assert run.history.ledger.totals().lost == (32, 32)
@@ -225,40 +235,40 @@ def test_a_new_term_changes_the_term_alone_and_notes_what_it_found() -> None:
     state = run.history.state()
     began = [*state.began, (7, state.committed, tuple(state.versions))]
     before = msgspec.structs.replace(state, term=7, began=began)
-    run.add(Reigned(7, 0, "", run.history.committed))
+    run.add(TermRecord(7, 0, "", run.history.committed))
     assert run.history.state() == before
 
 
 def test_a_reset_concerns_the_numbers_alone() -> None:
     run = eventful()
     before = run.history.state()
-    assert run.add(Reset(0, "not finite")).history.state() == before
+    assert run.add(ResetRecord(0, "not finite")).history.state() == before
 
 
 def test_only_a_few_cuts_are_remembered_the_newest_last() -> None:
-    run = Written().add(*[CutDone(cut, cut, (), "digest") for cut in range(0, 200, 10)])
+    run = Written().add(*[CutDoneRecord(cut, cut, (), "digest") for cut in range(0, 200, 10)])
     assert run.history.cuts == list(range(120, 200, 10))
 
 
 def test_changed_settings_hold_from_there_on_and_the_beginning_stays() -> None:
-    history = fold([Changed(OTHER, {"lr": 0.3}, "quorum=2 outer_lr=0.3")])
+    history = fold([ChangedRecord(OTHER, {"lr": 0.3}, "quorum=2 outer_lr=0.3")])
     assert (history.settings, history.outer) == (OTHER, {"lr": 0.3})
     assert history.begun == BEGUN
     assert History.restore(through_bytes(history.state())).settings == OTHER
 
 
 def test_an_end_is_announced_and_then_final() -> None:
-    run = Written().add(Ended("40 steps are done"))
+    run = Written().add(EndedRecord("40 steps are done"))
     assert (run.history.ended, run.history.finished) == ("40 steps are done", False)
-    run.add(Ended("40 steps are done", final=True))
+    run.add(EndedRecord("40 steps are done", final=True))
     assert (run.history.ended, run.history.finished) == ("40 steps are done", True)
     assert History.restore(through_bytes(run.history.state())).finished
 
 
 def test_a_run_that_had_ended_is_opened_again_only_when_that_was_asked_for() -> None:
-    run = Written().add(Ended("40 steps are done", final=True), Changed(OTHER, {}, "quorum=2"))
+    run = Written().add(EndedRecord("40 steps are done", final=True), ChangedRecord(OTHER, {}, "quorum=2"))
     assert (run.history.ended, run.history.finished) == ("40 steps are done", True)
-    run.add(Changed(OTHER, {}, "the run goes on", reopen=True))
+    run.add(ChangedRecord(OTHER, {}, "the run goes on", reopen=True))
     assert (run.history.ended, run.history.finished) == ("", False)
 
 
@@ -274,15 +284,17 @@ def test_leases_come_out_of_the_records_too() -> None:
 
 
 def test_a_name_belongs_to_the_token_that_was_written_down_last_also_through_a_cut() -> None:
-    run = Written().add(Joined("a", 1, "session", 0), Owned("a", "eu"), Gone("a", 1, 4, 32, (0, 0), (32, 32)))
+    run = Written().add(
+        JoinedRecord("a", 1, "session", 0), OwnedRecord("a", "eu"), GoneRecord("a", 1, 4, 32, (0, 0), (32, 32))
+    )
     assert run.history.owners == {"a": "eu"}, "a name that has left is still somebody's"
-    run.add(Joined("a", 2, "another", 0), Owned("a", "us"))
+    run.add(JoinedRecord("a", 2, "another", 0), OwnedRecord("a", "us"))
     kept = History.restore(through_bytes(run.history.state()))
     assert kept.owners == fold(run.records).owners == {"a": "us"}
 
 
 def test_a_cut_of_before_names_were_owned_is_nobodys() -> None:
-    old = msgspec.to_builtins(Written().add(Joined("a", 1, "session", 0)).history.state())[:-1]
+    old = msgspec.to_builtins(Written().add(JoinedRecord("a", 1, "session", 0)).history.state())[:-1]
     assert History.restore(msgspec.convert(old, State)).owners == {}
 
 
@@ -290,9 +302,9 @@ def test_an_older_version_reads_a_cut_that_names_owners() -> None:
     class Older(msgspec.Struct, array_like=True):
         """The first fields are enough: what follows is passed over, as State has always had it."""
 
-        begun: Begun
+        begun: BegunRecord
 
-    state = Written().add(Joined("a", 1, "session", 0), Owned("a", "eu")).history.state()
+    state = Written().add(JoinedRecord("a", 1, "session", 0), OwnedRecord("a", "eu")).history.state()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=Older).begun == BEGUN
 
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.leases import DatasetSpec, Leases, LeasesState, wrong_sources
-from atoll.protocol.records import Gone, Granted, Merged, Share
+from atoll.protocol.records import GoneRecord, GrantedRecord, MergedRecord, Share
 
 TEN = [DatasetSpec("ten", 10)]
 
 
-def grant(leases: Leases, learner: str = "a", count: int = 4, incarnation: int = 1) -> Granted | None:
+def grant(leases: Leases, learner: str = "a", count: int = 4, incarnation: int = 1) -> GrantedRecord | None:
     if (lease := leases.next(learner, incarnation, count)) is not None:
         leases.granted(lease)
     return lease
 
 
-def span(lease: Granted | None) -> tuple[int, int, int, int] | None:
+def span(lease: GrantedRecord | None) -> tuple[int, int, int, int] | None:
     return None if lease is None else (lease.dataset, lease.epoch, lease.start, lease.stop)
 
 
@@ -31,19 +31,19 @@ def spans(leases: Leases, count: int, most: int = 1000, learner: str = "a") -> l
     return [one for one in found if one is not None]
 
 
-def round_of(learner: str, position: int, incarnation: int = 1, fragment: int = 0) -> Merged:
+def round_of(learner: str, position: int, incarnation: int = 1, fragment: int = 0) -> MergedRecord:
     share = Share(learner, incarnation, 1, 1, 1, 1.0, 0, position=position)
-    return Merged(0, fragment, 1, 1, "", (share,), "")
+    return MergedRecord(0, fragment, 1, 1, "", (share,), "")
 
 
 def replayed(leases: Leases, records: list[Any]) -> Leases:
     for record in records:
         match record:
-            case Granted():
+            case GrantedRecord():
                 leases.granted(record)
-            case Merged():
+            case MergedRecord():
                 leases.merged(record)
-            case Gone():
+            case GoneRecord():
                 leases.gone(record.learner, record.incarnation, record.again_from)
     return leases
 
@@ -259,7 +259,7 @@ class Books:
         """Sometimes with a contribution under way, which goes further than the merged ones."""
         assert self.leases.merged_to(who, self.lives[who]) == self.merged[who] or not self.held[who]
         again = min(self.taken[who], self.merged[who] + (number if number > 4 else 0))
-        self.records.append(Gone(who, self.lives[who], 0, 0, (), (), again_from=again))
+        self.records.append(GoneRecord(who, self.lives[who], 0, 0, (), (), again_from=again))
         self.leases.gone(who, self.lives[who], again)
         self.finished |= set(self.held[who][:again])
         self.waiting += self.held[who][again:]

@@ -11,7 +11,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Drain, Leave, Progress, Welcome
-from atoll.protocol.records import Begun, Gone
+from atoll.protocol.records import BegunRecord, GoneRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.state import Round, SyncerState
@@ -39,7 +39,7 @@ def test_a_learner_hands_it_to_its_training_process() -> None:
     welcome = Welcome(run="r", incarnation=1, settings=settings, fingerprint="", versions=(0,), gathering=0)
     machine.handle(0.0, fx.Arrived(welcome))
     effects = machine.handle(0.0, fx.Arrived(Drain(reason="this rack goes down")))
-    assert fx.Drain("this rack goes down") in effects
+    assert fx.AskToLeave("this rack goes down") in effects
 
 
 def test_one_that_comes_back_is_told_again_another_process_is_not() -> None:
@@ -92,9 +92,9 @@ def test_a_drain_that_was_meant_for_another_process_of_the_name_is_passed_over()
     machine, drain = LearnerMachine("a", "mine", ()), fx.Arrived(Drain(reason="this rack goes down"))
     machine.handle(0.0, welcome("mine", 1))
     machine.handle(0.0, welcome("another", 2))
-    assert fx.Drain("this rack goes down") not in machine.handle(0.0, drain)
+    assert fx.AskToLeave("this rack goes down") not in machine.handle(0.0, drain)
     machine.handle(0.0, welcome("mine", 3))
-    assert fx.Drain("this rack goes down") in machine.handle(0.0, drain)
+    assert fx.AskToLeave("this rack goes down") in machine.handle(0.0, drain)
 
 
 def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of_its_steps() -> None:
@@ -111,7 +111,7 @@ def test_one_that_leaves_before_its_welcome_says_with_its_goodbye_what_became_of
     learner.leaving.ask("this rack goes down", hurried=True)
     learner.leave_now()
     world.run_until(seconds=2.0)
-    gone = [line for line in world.journal if isinstance(line, Gone)]
+    gone = [line for line in world.journal if isinstance(line, GoneRecord)]
     assert [(one.reason, one.total) for one in gone] == [("this rack goes down", learner.tokens_total)]
 
 
@@ -178,7 +178,7 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
 
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
-    state = SyncerState(History(Begun("run", settings, {}, (), "")))
+    state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
     one, _ = state.members.greet_learner(0.0, LearnerMachine("a", "s", ()).hello(), "run")
     one.state, one.stopped, one.steps = "training", True, (0, 2)
     gathering = RoundClosing(state)

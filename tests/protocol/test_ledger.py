@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.protocol.ledger import Fate, Ledger, LedgerState, Totals
-from atoll.protocol.records import Gone, Joined, Merged, Share
+from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
 from atoll.protocol.statistics import after_adoption
 
 
-def round_of(fragment: int, version: int, *shares: Share) -> Merged:
-    return Merged(0, fragment, version, 1, "", shares, "")
+def round_of(fragment: int, version: int, *shares: Share) -> MergedRecord:
+    return MergedRecord(0, fragment, version, 1, "", shares, "")
 
 
 def share(tokens: int, total: int, base: int = 0, learner: str = "a", incarnation: int = 1) -> Share:
     return Share(learner, incarnation, 1, 1, tokens, 1.0, base, total=total)
 
 
-def gone(fate: Fate, learner: str = "a", incarnation: int = 1) -> Gone:
-    return Gone(learner, incarnation, 0, fate.total, fate.dropped, fate.lost, missed=fate.missed)
+def gone(fate: Fate, learner: str = "a", incarnation: int = 1) -> GoneRecord:
+    return GoneRecord(learner, incarnation, 0, fate.total, fate.dropped, fate.lost, missed=fate.missed)
 
 
 def a_ledger(fragments: int = 2, origin: int | None = 0) -> Ledger:
@@ -431,7 +431,7 @@ class Run:
     def join(self, trainer: Trainer, origin: int) -> None:
         self.trainers[trainer.name] = trainer
         self.origins[trainer.name, trainer.incarnation] = origin
-        self.records.append(Joined(trainer.name, trainer.incarnation, "", 0))
+        self.records.append(JoinedRecord(trainer.name, trainer.incarnation, "", 0))
         self.ledger.joined(trainer.name, trainer.incarnation, origin)
 
     def happen(self, what: str, name: str, fragment: int, number: int) -> None:
@@ -552,11 +552,11 @@ def replayed(fragments: int, records: list[Any], origins: dict[tuple[str, int], 
     ledger = Ledger(fragments)
     for record in records:
         match record:
-            case Joined(learner, incarnation):
+            case JoinedRecord(learner, incarnation):
                 ledger.joined(learner, incarnation, origins[learner, incarnation])
-            case Merged():
+            case MergedRecord():
                 ledger.merged(record)
-            case Gone():
+            case GoneRecord():
                 ledger.closed(record)
     return ledger
 

@@ -37,7 +37,7 @@ from atoll.protocol.messages import (
     Refused,
     Welcome,
 )
-from atoll.protocol.records import Owned
+from atoll.protocol.records import OwnedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.membership import Membership
@@ -300,7 +300,7 @@ def test_whose_a_name_is_is_written_down_before_its_welcome() -> None:
         said = [record for effect in effects if isinstance(effect, Persist) for record in effect.records]
         first = next(place for place, effect in enumerate(effects) if isinstance(effect, Send))
         assert not any(isinstance(effect, Persist) for effect in effects[first:])
-        return [record.token for record in said if isinstance(record, Owned)]
+        return [record.token for record in said if isinstance(record, OwnedRecord)]
 
     assert greeted("a", "eu") == ["eu"]
     assert greeted("a", "eu") == [] == greeted("b", "eu"), "once is enough"

@@ -9,7 +9,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.records import Ended
+from atoll.protocol.records import EndedRecord
 from atoll.protocol.syncer.machine import Syncer
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_the_operator_ended_goes_on_with_the_budget_it_has() -> None:
 def test_an_end_that_was_only_begun_is_opened_again_too() -> None:
     world = World(2, fragments=2, sync_every=4, latency_s=0.05).run_until(round=8)
     history = read_again(world)
-    history.apply(Ended("the operator asked for it"))
+    history.apply(EndedRecord("the operator asked for it"))
     machine = Syncer(history)
     machine.handle(0.0, more(history))
     for now in (1.0, 20.0, 100.0):
@@ -72,7 +72,7 @@ def test_an_end_that_was_only_begun_is_opened_again_too() -> None:
 
 def test_one_without_parameters_is_as_empty_as_before() -> None:
     history = History(World(2, present=0).begun)
-    history.apply(Ended("the operator asked for it", final=True))
+    history.apply(EndedRecord("the operator asked for it", final=True))
     machine = Syncer(history)
     assert fx.Finished not in kinds(machine.handle(0.0, more(history))) and machine.phase == "empty"
 
@@ -87,7 +87,7 @@ def test_without_more_budget_an_opened_run_comes_to_its_end_again() -> None:
 
 def test_the_end_says_how_much_of_the_budget_is_spent() -> None:
     world = ended(tokens=2000)
-    last = [record for record in world.journal if isinstance(record, Ended)][-1]
+    last = [record for record in world.journal if isinstance(record, EndedRecord)][-1]
     assert last.final and last.progress == 1.0
     machine = Syncer(read_again(world))
     assert machine.progress >= 1.0, "also what came after the last round"
@@ -113,5 +113,5 @@ def test_a_synchronous_run_that_is_opened_again_waits_for_all_its_learners() -> 
 def test_an_old_journal_that_does_not_say_how_much_was_spent_is_read_as_before() -> None:
     history = read_again(World(2, fragments=2, sync_every=4, steps=48).run_until(round=4))
     before = history.progress
-    history.apply(Ended("done", final=True))
+    history.apply(EndedRecord("done", final=True))
     assert history.progress == before > 0.0

@@ -11,7 +11,7 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Announce, Recover, Welcome
-from atoll.protocol.records import Merged, Passed, Restored, Scored
+from atoll.protocol.records import MergedRecord, PassedRecord, RestoredRecord, ScoredRecord
 
 
 def trained(rounds: int = 8, **settings: Any) -> World:
@@ -23,7 +23,7 @@ def score(world: World, loss: float | None, number: int | None = None) -> None:
     world.deliver(world.simulated_syncer, fx.Scored(world.syncer.committed if number is None else number, loss))
 
 
-def rolled_back(rounds: int = 8, more: int = 6, **settings: Any) -> tuple[World, Restored]:
+def rolled_back(rounds: int = 8, more: int = 6, **settings: Any) -> tuple[World, RestoredRecord]:
     """A good score after so many rounds, and a bad one so many later."""
     world = trained(rounds, **settings)
     score(world, 1.0)
@@ -33,8 +33,8 @@ def rolled_back(rounds: int = 8, more: int = 6, **settings: Any) -> tuple[World,
     return world, restored(world)
 
 
-def restored(world: World) -> Restored:
-    (record,) = [line for line in world.journal if isinstance(line, Restored)]
+def restored(world: World) -> RestoredRecord:
+    (record,) = [line for line in world.journal if isinstance(line, RestoredRecord)]
     return record
 
 
@@ -52,22 +52,28 @@ def test_every_fragment_goes_up_by_one_and_holds_what_it_held_then() -> None:
     world.run(world.now + 0.5)
     assert restored(world).round == number and restored(world).versions == tuple(v + 1 for v in before)
     world.run_until(round=world.syncer.committed + 1)
-    first = next(line for line in world.journal[world.journal.index(restored(world)) :] if isinstance(line, Merged))
+    first = next(
+        line for line in world.journal[world.journal.index(restored(world)) :] if isinstance(line, MergedRecord)
+    )
     kept = 1 - first.fragment
     assert world.simulated_syncer.theta[kept] == then[kept], "the fragment that was not merged since is as it was"
 
 
 def test_the_rounds_under_way_are_abandoned_and_the_run_goes_on_behind_them() -> None:
     world, record = rolled_back()
-    passed = [line for line in world.journal if isinstance(line, Passed) and line.reason == "the run is rolled back"]
+    passed = [
+        line for line in world.journal if isinstance(line, PassedRecord) and line.reason == "the run is rolled back"
+    ]
     assert passed and passed[-1].round == record.at - 1
     world.run_until(round=record.at + 10)
-    assert sum(isinstance(line, Merged) and line.round >= record.at for line in world.journal) >= 8
+    assert sum(isinstance(line, MergedRecord) and line.round >= record.at for line in world.journal) >= 8
 
 
 def test_what_was_merged_in_between_is_rolled_back_and_every_token_still_has_one_fate() -> None:
     world, record = rolled_back()
-    undone = [line for line in world.journal if isinstance(line, Merged) and record.round <= line.round < record.at]
+    undone = [
+        line for line in world.journal if isinstance(line, MergedRecord) and record.round <= line.round < record.at
+    ]
     due = [sum(s.tokens for one in undone if one.fragment == f for s in one.members) for f in (0, 1)]
     totals = world.syncer.history.ledger.totals()
     assert list(totals.rolled_back) == due and min(due) > 0 and not any(totals.balance())
@@ -92,7 +98,7 @@ def test_learners_take_it_in_place_of_their_own_values_whatever_the_rule(adopt: 
 def test_a_synchronous_run_is_rolled_back_too() -> None:
     world, record = rolled_back(synchronous=True, overlap=0)
     world.run_until(round=record.at + 8)
-    assert sum(isinstance(line, Merged) and line.round >= record.at for line in world.journal) >= 4
+    assert sum(isinstance(line, MergedRecord) and line.round >= record.at for line in world.journal) >= 4
 
 
 def test_one_that_was_away_is_told_when_it_comes_back() -> None:
@@ -138,7 +144,7 @@ def test_with_an_alarm_nothing_is_rolled_back() -> None:
     world.run_until(round=12)
     score(world, None)
     world.run_until(round=16)
-    assert not any(isinstance(line, Restored) for line in world.journal)
+    assert not any(isinstance(line, RestoredRecord) for line in world.journal)
     (alarm,) = kinds(world, "alarm")
     assert "guard=rollback" in alarm.text and alarm.data["over"] is False
     score(world, 1.0)
@@ -149,14 +155,14 @@ def test_without_a_guard_nothing_is_written_down() -> None:
     world = trained(8, guard="off")
     score(world, 1.0)
     score(world, None)
-    assert not any(isinstance(line, Scored) for line in world.journal) and not kinds(world, "alarm")
+    assert not any(isinstance(line, ScoredRecord) for line in world.journal) and not kinds(world, "alarm")
 
 
 @pytest.mark.parametrize("number", [-1, 10**6, 10**400])
 def test_a_score_of_a_round_that_is_not_there_counts_for_nothing(number: int) -> None:
     world = trained(8)
     score(world, None, number)
-    assert not any(isinstance(line, Scored) for line in world.journal) and not kinds(world, "alarm")
+    assert not any(isinstance(line, ScoredRecord) for line in world.journal) and not kinds(world, "alarm")
 
 
 def test_a_run_that_ends_meanwhile_is_not_rolled_back_and_says_so() -> None:
@@ -166,7 +172,7 @@ def test_a_run_that_ends_meanwhile_is_not_rolled_back_and_says_so() -> None:
     score(world, None)
     world.end("enough")
     world.run_to_end()
-    assert not any(isinstance(line, Restored) for line in world.journal)
+    assert not any(isinstance(line, RestoredRecord) for line in world.journal)
     assert "not rolled back" in kinds(world, "alarm")[-1].text
 
 

@@ -8,7 +8,7 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Pull
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.closing import RoundClosing
 from atoll.protocol.syncer.rounds import SILENT_BEATS
@@ -162,7 +162,7 @@ def test_a_quorum_is_lowered_at_the_moment_it_says_whatever_the_clock_shows() ->
     """now − since could round to just under the patience; nothing would happen then until somebody says something."""
     settings = Settings(learners=2, fragments=2, sync_every=4, quorum=2, patience_s=3.2)
     for number in range(1000):
-        gathering = RoundClosing(SyncerState(History(Begun("run", settings, {}, (), ""))))
+        gathering = RoundClosing(SyncerState(History(BegunRecord("run", settings, {}, (), ""))))
         gathering.follow_members(number / 7)
         wakes: list[float] = []
         assert gathering._current_quorum(number / 7, wakes) == 2

@@ -8,8 +8,8 @@ from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import Contribution, Heartbeat, Progress, Pull, Recover, Refused
-from atoll.protocol.records import Gone
-from atoll.protocol.tape import Began, Informed
+from atoll.protocol.records import GoneRecord
+from atoll.protocol.tape import BeganEntry, InformedEntry
 
 
 def pulled(**settings: Any) -> tuple[World, Contribution]:
@@ -230,10 +230,10 @@ def test_a_good_contribution_wipes_out_strikes() -> None:
         ({"t": 1}, "its counters went back: step 1 after step 6"),
         ({"versions": (99, 0)}, "a report of versions that this run never committed"),
         ({"taped": -1}, "its tape goes on at entry -1"),
-        ({"taped": 2**63, "tape": (Informed(0, 0),)}, f"its tape goes on at entry {2**63}"),
-        ({"tape": (Informed(0, 0),) * 20_000}, "it said more of its tape than a learner keeps"),
-        ({"tape": (Began(0, 1, "x" * 900, "", "", True),) * 400}, "it said more of its tape than a learner keeps"),
-        ({"incarnation": 99, "tape": (Informed(0, 0),)}, "a report of incarnation 99, which has not begun"),
+        ({"taped": 2**63, "tape": (InformedEntry(0, 0),)}, f"its tape goes on at entry {2**63}"),
+        ({"tape": (InformedEntry(0, 0),) * 20_000}, "it said more of its tape than a learner keeps"),
+        ({"tape": (BeganEntry(0, 1, "x" * 900, "", "", True),) * 400}, "it said more of its tape than a learner keeps"),
+        ({"incarnation": 99, "tape": (InformedEntry(0, 0),)}, "a report of incarnation 99, which has not begun"),
     ],
 )
 def test_a_report_that_cannot_be_closes_the_channel(changes: dict[str, Any], reason: str) -> None:
@@ -260,7 +260,7 @@ def test_what_cannot_be_written_down_is_no_part_of_the_history() -> None:
     world = World(2).run_until(round=2)
     before = msgspec.msgpack.encode(world.syncer.history.state())
     with pytest.raises(OverflowError):
-        world.syncer.state.out.persist(Gone("learner-0", 1, 0, 2**64, (0, 0), (0, 0)))
+        world.syncer.state.out.persist(GoneRecord("learner-0", 1, 0, 2**64, (0, 0), (0, 0)))
     assert msgspec.msgpack.encode(world.syncer.history.state()) == before
 
 

@@ -14,14 +14,14 @@ from atoll.protocol import effects as fx
 from atoll.protocol import records, schedule
 from atoll.protocol.history import History
 from atoll.protocol.messages import Announce, Hello, Progress, Welcome
-from atoll.protocol.records import Begun, Ended, Passed, Started
+from atoll.protocol.records import BegunRecord, EndedRecord, PassedRecord, StartedRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.closing import APART, Pace
 from atoll.protocol.syncer.machine import Syncer
 
 
-def rounds_of(world: World) -> list[records.Merged | records.Passed]:
-    return [line for line in world.journal if isinstance(line, records.Merged | records.Passed)]
+def rounds_of(world: World) -> list[records.MergedRecord | records.PassedRecord]:
+    return [line for line in world.journal if isinstance(line, records.MergedRecord | records.PassedRecord)]
 
 
 # ---- a budget of steps ---------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_progress_goes_up_to_one_and_is_what_the_step_makes_of_the_budget(synchr
     assert steps == sorted(steps) and progress == sorted(progress)
     assert progress == [min(1.0, step / 70) for step in steps]
     assert progress[-1] == world.syncer.history.progress == 1.0
-    assert sum(isinstance(line, Ended) and line.final for line in world.journal) == 1
+    assert sum(isinstance(line, EndedRecord) and line.final for line in world.journal) == 1
 
 
 def test_learners_are_told_what_the_journal_says_of_the_round() -> None:
@@ -105,7 +105,7 @@ def test_a_term_that_finds_the_run_ending_knows_that_its_budget_is_spent() -> No
     world.crash = lambda effect, when: (
         when == "after"
         and isinstance(effect, fx.Persist)
-        and any(isinstance(line, Ended) for line in effect.records)
+        and any(isinstance(line, EndedRecord) for line in effect.records)
         and world.syncer.history.term == 1
     )
     world.run_until(round=2)
@@ -204,11 +204,11 @@ def test_a_claim_of_many_steps_does_not_end_a_run(learners: int) -> None:
 
 
 def test_the_end_keeps_the_runs_step_and_what_was_spent() -> None:
-    history = History(Begun("run", Settings(learners=1, fragments=2, sync_every=4, steps=5), {}, (), "plan"))
-    for record in (Started("a"), Passed(0, 0, "", 0.9, 4.5)):
+    history = History(BegunRecord("run", Settings(learners=1, fragments=2, sync_every=4, steps=5), {}, (), "plan"))
+    for record in (StartedRecord("a"), PassedRecord(0, 0, "", 0.9, 4.5)):
         history.apply(record)
     assert (history.step, history.progress, history.global_step) == (4.5, 0.9, 4)
-    history.apply(Ended("5 steps are done", step=5.5))
+    history.apply(EndedRecord("5 steps are done", step=5.5))
     assert (history.step, history.progress) == (5.5, 0.9), "told with rounds alone"
-    history.apply(Ended("5 steps are done", final=True, step=5.5, progress=1.0))
+    history.apply(EndedRecord("5 steps are done", final=True, step=5.5, progress=1.0))
     assert (history.step, history.progress) == (5.5, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.learner_warnings import COMMON, SameBatches
 from atoll.protocol.syncer.state import SyncerState
@@ -14,7 +14,7 @@ from atoll.protocol.syncer.state import SyncerState
 class Watched:
     def __init__(self, *names: str) -> None:
         settings = Settings(fragments=1)
-        state = SyncerState(History(Begun("run", settings, {}, (), "plan")))
+        state = SyncerState(History(BegunRecord("run", settings, {}, (), "plan")))
         self.out, self.members, self.watch = state.out, state.members, SameBatches(state)
         for name in names:
             self.members.greet_learner(0.0, Hello(protocol=2, learner=name, session=name), "run")

@@ -10,7 +10,7 @@ from tests.protocol.world import TENSORS, World
 
 from atoll.protocol import effects as fx
 from atoll.protocol.messages import PROTOCOL, Contribution, FromLearner, Hello, Progress, Recover, Register
-from atoll.protocol.records import Joined, Merged
+from atoll.protocol.records import JoinedRecord, MergedRecord
 from atoll.simulate.oracle import Violation
 
 
@@ -197,7 +197,7 @@ def test_a_weight_above_the_limit_is_cut_and_the_round_says_so() -> None:
     weights = {member["learner"]: member["weight"] for member in note["members"]}
     assert weights["learner-3"] == pytest.approx(2 / 5 * sum(weights.values()))
     persisted = [record for _, effect in world.log if isinstance(effect, fx.Persist) for record in effect.records]
-    merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 19)
+    merged = next(record for record in persisted if isinstance(record, MergedRecord) and record.round == 19)
     assert {share.learner: share.weight for share in merged.members} == weights and merged.reason == note["reason"]
 
 
@@ -228,7 +228,7 @@ def test_what_a_learner_declares_when_it_joins_is_journaled_and_told() -> None:
     hello = Hello(protocol=PROTOCOL, learner="large", session="s", tensors=TENSORS, tokens_per_step=4096)
     effects = world.inject(fx.Greeted(hello))
     persisted = [record for effect in effects if isinstance(effect, fx.Persist) for record in effect.records]
-    assert [(one.learner, one.declared) for one in persisted if isinstance(one, Joined)] == [("large", 4096)]
+    assert [(one.learner, one.declared) for one in persisted if isinstance(one, JoinedRecord)] == [("large", 4096)]
     assert [e.data["declared"] for e in effects if isinstance(e, fx.Note) and e.kind == "joined"] == [4096]
 
 

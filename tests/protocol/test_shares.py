@@ -7,7 +7,7 @@ from tests.protocol.world import World
 
 from atoll.protocol.effects import Note
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Merged, Share
+from atoll.protocol.records import BegunRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.learner_warnings import ShareWatch
 from atoll.protocol.syncer.membership import KnownLearner
@@ -71,7 +71,7 @@ class Watched:
 
     def __init__(self, learners: int = 3) -> None:
         settings = Settings(learners=learners, fragments=1, sync_every=H)
-        state = SyncerState(History(Begun("run", settings, {}, (), "")))
+        state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
         self.out, self.members, self.watch = state.out, state.members, ShareWatch(state)
         self.version = 0
         for number in range(learners):
@@ -95,7 +95,7 @@ class Watched:
         if merged:
             self.version += 1
             share = Share(learner.name, 1, learner.t, 1, merged, 1.0, self.version - 1, total=total)
-            self.out.history.ledger.merged(Merged(0, 0, self.version, 1, "", (share,), ""))
+            self.out.history.ledger.merged(MergedRecord(0, 0, self.version, 1, "", (share,), ""))
             self.merged[learner.name] += merged
         dropped = total - self.merged[learner.name]
         wrong = self.out.history.ledger.reported(learner.name, 1, total, (0,), (dropped,), (self.version,))

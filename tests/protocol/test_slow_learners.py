@@ -35,7 +35,7 @@ class Uneven(World):
 
 def merged_share(world: World, name: str) -> float:
     """Fragment-tokens merged over fragment-tokens computed."""
-    shares = [share for record in world.journal if isinstance(record, records.Merged) for share in record.members]
+    shares = [share for record in world.journal if isinstance(record, records.MergedRecord) for share in record.members]
     merged = sum(share.tokens for share in shares if share.learner == name)
     return merged / (world.settings.fragments * world.learners[name].tokens_total)
 

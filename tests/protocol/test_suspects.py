@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from tests.protocol.world import World
 
 from atoll.protocol import effects as fx
-from atoll.protocol.records import Merged
+from atoll.protocol.records import MergedRecord
 
 FACTORS = b"\x00\x00\x00\x00"
 
@@ -53,7 +53,7 @@ def test_agreement_and_influence_are_in_the_rounds_event_and_factors_in_the_jour
     assert (members["learner-1"]["agreement"], members["learner-1"]["influence"]) == (-0.5, 0.0)
     assert (members["learner-0"]["agreement"], members["learner-0"]["influence"]) == (0.25, 0.5)
     persisted = [record for _, effect in world.log if isinstance(effect, fx.Persist) for record in effect.records]
-    merged = next(record for record in persisted if isinstance(record, Merged) and record.round == 3)
+    merged = next(record for record in persisted if isinstance(record, MergedRecord) and record.round == 3)
     assert [share.factors for share in merged.members] == [FACTORS] * 3
 
 

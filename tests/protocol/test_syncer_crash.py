@@ -79,7 +79,7 @@ def test_a_new_term_voids_what_was_not_committed_and_asks_again() -> None:
     world.crash_syncer()
     world.run_until(round=before + 4)
     assert world.syncer.history.term == 2
-    rounds = [line.round for line in world.journal if isinstance(line, records.Merged | records.Passed)]
+    rounds = [line.round for line in world.journal if isinstance(line, records.MergedRecord | records.PassedRecord)]
     assert rounds == list(range(len(rounds))), "every round once, in order, over both terms"
 
 
@@ -99,7 +99,7 @@ def test_a_new_term_waits_for_those_it_knows_so_that_nobody_drops_what_it_traine
     first = world.syncer.committed
     world.run_until(round=first + 2)
     for number in (first, first + 1):
-        merged = next(line for line in world.journal if isinstance(line, records.Merged) and line.round == number)
+        merged = next(line for line in world.journal if isinstance(line, records.MergedRecord) and line.round == number)
         assert {share.learner for share in merged.members} == set(world.learners)
         assert all(share.steps > 15 for share in merged.members), "the steps of the outage are in it"
 
@@ -144,7 +144,7 @@ def test_an_ending_that_was_begun_is_gone_on_with() -> None:
 def test_rounds_that_the_disk_did_not_keep_are_made_again() -> None:
     """durability = "cut", and the machine itself went down: learners hold versions that the run does not know of."""
     world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=40).run_until(round=12)
-    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
+    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.MergedRecord) and line.round == 8)
     del world.journal[kept:]
     world.disk.losses += 1
     world.crash_syncer()
@@ -160,7 +160,7 @@ def test_one_that_holds_rounds_the_disk_did_not_keep_is_known_also_when_others_t
     """Its versions bear numbers that the run has given again meanwhile: they are not the same versions."""
     world = World(2, fragments=2, sync_every=4, latency_s=0.05, steps=60).run_until(round=12)
     world.unlink("learner-1")
-    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.Merged) and line.round == 8)
+    kept = next(i for i, line in enumerate(world.journal) if isinstance(line, records.MergedRecord) and line.round == 8)
     del world.journal[kept:]
     world.disk.losses += 1
     world.learners["learner-1"].alive = False
@@ -213,9 +213,9 @@ def test_one_that_heard_of_a_round_the_disk_did_not_keep_begins_another_life() -
     greeted(syncer, 0.0)
     syncer.handle(1.0, fx.Lost("learner-0", "the machine went down"))
     history = History.restore(syncer.history.state())
-    history.apply(records.Reigned(2, 0, "", 0))
+    history.apply(records.TermRecord(2, 0, "", 0))
     known = {"run": "run", "incarnation": 1, "term": 1}
     assert greeted(Syncer(history), 2.0, **known, clock={SYNCER: 1}).incarnation == 2
     again = History.restore(syncer.history.state())
-    again.apply(records.Reigned(2, 0, "", 0))
+    again.apply(records.TermRecord(2, 0, "", 0))
     assert greeted(Syncer(again), 2.0, **known, clock={SYNCER: 0}).incarnation == 1

@@ -12,11 +12,11 @@ from atoll.protocol import records
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.outbox import ROUND_BYTES, TAPE_BYTES, Taping
-from atoll.protocol.tape import KEPT, Adopted, Began, Informed, Numbered, Spoken
+from atoll.protocol.tape import KEPT, AdoptedEntry, BeganEntry, InformedEntry, Numbered, Spoken
 
 
-def entries(start: int, stop: int) -> tuple[Adopted, ...]:
-    return tuple(Adopted(t, 0, t) for t in range(start, stop))
+def entries(start: int, stop: int) -> tuple[AdoptedEntry, ...]:
+    return tuple(AdoptedEntry(t, 0, t) for t in range(start, stop))
 
 
 class TestNumbered:
@@ -60,8 +60,8 @@ class TestSpoken:
 @pytest.fixture
 def history() -> History:
     settings = Settings(learners=1, fragments=1, sync_every=1)
-    history = History(records.Begun("run", settings, {}, (), "plan"))
-    history.apply(records.Joined("a", 1, "session", 0))
+    history = History(records.BegunRecord("run", settings, {}, (), "plan"))
+    history.apply(records.JoinedRecord("a", 1, "session", 0))
     return history
 
 
@@ -71,7 +71,7 @@ class TestTaping:
         assert taping.add_entries("a", 1, 0, entries(0, 3)) is None
         assert taping.add_entries("a", 1, 2, entries(2, 5)) is None
         [played] = taping.take_records()
-        assert played == records.Played((records.Stretch("a", 1, 0, entries(0, 5)),))
+        assert played == records.PlayedRecord((records.Stretch("a", 1, 0, entries(0, 5)),))
         history.apply(played)
         assert taping.add_entries("a", 1, 0, entries(0, 5)) is None
         assert taping.take_records() == []
@@ -81,22 +81,22 @@ class TestTaping:
         taping.add_entries("a", 1, 0, entries(0, 2))
         assert taping.add_entries("a", 1, 4, entries(4, 6)) == "entries 2 to 3 of its tape are missing"
         [played] = taping.take_records()
-        assert isinstance(played, records.Played) and [one.first for one in played.tapes] == [0, 4]
+        assert isinstance(played, records.PlayedRecord) and [one.first for one in played.tapes] == [0, 4]
 
     def test_all_that_a_process_keeps_fits_and_so_does_what_a_round_brings(self, history: History) -> None:
         taping = Taping(history)
-        late = tuple(Adopted(10**6 + n, 20_000, 50_000, "c", 10**6 + n) for n in range(KEPT))
+        late = tuple(AdoptedEntry(10**6 + n, 20_000, 50_000, "c", 10**6 + n) for n in range(KEPT))
         taping.add_entries("a", 1, 0, late)
         for number in range(100_000):
             history.committed += 1
-            taping.add_entries("a", 1, KEPT + 2 * number, (late[-1], Informed(10**6, 10**6)))
+            taping.add_entries("a", 1, KEPT + 2 * number, (late[-1], InformedEntry(10**6, 10**6)))
             assert not taping.is_full("a")
             if number % 50 == 0:
                 for record in taping.take_records():
                     history.apply(record)
 
     def test_what_waits_and_what_is_written_are_counted_in_bytes(self, history: History) -> None:
-        taping, long = Taping(history), Began(0, 1, "x" * 900, "x" * 900, "cpu", True)
+        taping, long = Taping(history), BeganEntry(0, 1, "x" * 900, "x" * 900, "cpu", True)
         for number in range(1000):
             taping.add_entries("a", 1, number, (long,))
             if taping.is_full("a"):
@@ -121,10 +121,10 @@ class TestTaping:
         assert history.lives["a"].taped == 0, "so the next welcome asks for all of it"
 
     def test_a_new_process_of_the_same_learner_has_a_tape_of_its_own(self, history: History) -> None:
-        history.apply(records.Played((records.Stretch("a", 1, 0, entries(0, 3)),)))
-        history.apply(records.Joined("a", 2, "session", 0))
+        history.apply(records.PlayedRecord((records.Stretch("a", 1, 0, entries(0, 3)),)))
+        history.apply(records.JoinedRecord("a", 2, "session", 0))
         assert history.lives["a"].taped == 3, "the same process goes on"
-        history.apply(records.Joined("a", 3, "another", 0))
+        history.apply(records.JoinedRecord("a", 3, "another", 0))
         assert history.lives["a"].taped == 0
 
 
@@ -136,8 +136,10 @@ def test_a_round_is_written_down_behind_what_its_members_depend_on() -> None:
     assert not any(isinstance(effect, fx.Persist) for effect in world.inject(fx.Received("learner-0", progress)))
     before = len(world.journal)
     world.run_until(round=world.syncer.committed + 1)
-    [played, merged] = [line for line in world.journal[before:] if isinstance(line, records.Played | records.Merged)]
-    assert isinstance(played, records.Played) and isinstance(merged, records.Merged), "in this order"
+    [played, merged] = [
+        line for line in world.journal[before:] if isinstance(line, records.PlayedRecord | records.MergedRecord)
+    ]
+    assert isinstance(played, records.PlayedRecord) and isinstance(merged, records.MergedRecord), "in this order"
     assert world.syncer.history.lives["learner-0"].taped == 3
 
 
@@ -154,5 +156,5 @@ def test_a_contribution_takes_along_what_no_report_has_said() -> None:
 
 
 def test_an_entry_takes_few_bytes() -> None:
-    adopted, informed = Adopted(123_456, 17, 5_000), Informed(123_456, 123_000, 0.123, 123_000)
+    adopted, informed = AdoptedEntry(123_456, 17, 5_000), InformedEntry(123_456, 123_000, 0.123, 123_000)
     assert len(msgspec.msgpack.encode(adopted)) + len(msgspec.msgpack.encode(informed)) < 45

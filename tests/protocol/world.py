@@ -104,7 +104,7 @@ class World(simulated.World):
     def replace_syncer(self, run: str) -> None:
         """The syncer's process is another one, with another run."""
         self._disconnect_all()
-        self.begun = records.Begun(run, self.settings, {}, (), "plan")
+        self.begun = records.BegunRecord(run, self.settings, {}, (), "plan")
         self.disk = SimulatedDisk(self.begun, self.random)
         self.disk.claim = 1
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), list(self.theta))

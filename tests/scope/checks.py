@@ -89,7 +89,7 @@ def _sent(state: State, name: str, message: FromSyncer) -> None:
                 known is not None and known.incarnation >= incarnation, "told only what is durable", f"a life of {name}"
             )
         case Lease(ranges=ranges):
-            granted = {line.lease: line for line in state.journal if isinstance(line, records.Granted)}
+            granted = {line.lease: line for line in state.journal if isinstance(line, records.GrantedRecord)}
             mine = all(one.lease in granted and granted[one.lease].learner == name for one in ranges)
             holds(mine, "told only what is durable", f"a lease of {name}")
         case Started():

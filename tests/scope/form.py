@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def _flatten(name: str, thing: Any, flat: list[Any], seen: dict[int, int]) -> No
         _flatten_object(thing, flat, seen)
 
 
-_CONSTANT = (MethodType, FunctionType, Settings, Begun)
+_CONSTANT = (MethodType, FunctionType, Settings, BegunRecord)
 
 
 def _flatten_object(thing: Any, flat: list[Any], seen: dict[int, int]) -> None:

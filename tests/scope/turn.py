@@ -270,7 +270,7 @@ class Turn:
     def _start_syncer(self) -> None:
         state = self.state
         checks.nothing_told_is_lost(state)
-        reigned = records.Reigned(state.durable.term + 1, 0, "", state.durable.committed)
+        reigned = records.TermRecord(state.durable.term + 1, 0, "", state.durable.committed)
         self._write([fx.Persist((reigned,))])
         machine = Syncer(clone(state.durable))
         state.syncers[state.durable.term] = SearchedSyncer(machine, published=list(state.durable.versions))

@@ -125,7 +125,7 @@ class State:
 
 def begin(settings: Settings, faults: int) -> State:
     """Nobody has joined yet."""
-    begun = records.Begun("run", settings, {}, (), "plan")
+    begun = records.BegunRecord("run", settings, {}, (), "plan")
     history = History(begun)
     machine = Syncer(clone(history))
     syncer = SearchedSyncer(machine, form(machine), published=list(machine.versions))

@@ -60,7 +60,7 @@ mutant("a write counts for what was decided meanwhile", (EffectOrder, "end_write
 
 
 def _merged_without_lives(plain: Plain) -> Any:
-    def broken(self: history.History, record: records.Merged) -> None:
+    def broken(self: history.History, record: records.MergedRecord) -> None:
         lives, self.lives = self.lives, {}
         plain(self, record)
         self.lives = lives
@@ -120,7 +120,7 @@ mutant("a deposed syncer goes on with what it could not write", (EffectOrder, "e
 
 def _same_term(plain: Plain) -> Any:
     def broken(self: history.History, record: records.AnyRecord) -> None:
-        if not isinstance(record, records.Reigned):
+        if not isinstance(record, records.TermRecord):
             plain(self, record)
 
     return broken
@@ -147,7 +147,7 @@ mutant("what a version holds is counted as dropped too", (Versions, "tokens_in",
 
 
 def _lost_twice(plain: Plain) -> Any:
-    def broken(self: ledger.Ledger, record: records.Gone) -> None:
+    def broken(self: ledger.Ledger, record: records.GoneRecord) -> None:
         account = self._open[record.learner, record.incarnation]
         plain(self, record)
         self._open[record.learner, record.incarnation] = account
@@ -193,7 +193,7 @@ mutant("a welcome forgets the leases", (Accounts, "leases_held", always(())))
 def _lease_twice(plain: Plain) -> Any:
     """What came back is issued, and stays among what came back until its last sample is."""
 
-    def broken(self: Leases, lease: records.Granted) -> None:
+    def broken(self: Leases, lease: records.GrantedRecord) -> None:
         waiting = list(self._waiting)
         plain(self, lease)
         if waiting and lease.stop < waiting[0].stop:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import random
 
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Ended, Joined, Merged, Passed, Reigned, Share, Started
+from atoll.protocol.records import (
+    BegunRecord,
+    EndedRecord,
+    JoinedRecord,
+    MergedRecord,
+    PassedRecord,
+    Share,
+    StartedRecord,
+    TermRecord,
+)
 from atoll.protocol.settings import Settings
 from atoll.simulate.disk import Entry, SimulatedDisk
 
-BEGUN = Begun("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
+BEGUN = BegunRecord("run", Settings(learners=1, fragments=1, sync_every=1, overlap=0).resolved(1), {}, (), "plan")
 
 
 def disk(*, every_round: bool = True, seed: int = 0) -> SimulatedDisk:
@@ -19,7 +28,7 @@ def disk(*, every_round: bool = True, seed: int = 0) -> SimulatedDisk:
 
 
 def entries(count: int) -> list[Entry]:
-    return [(Passed(number, 0, "nobody"), None) for number in range(count)]
+    return [(PassedRecord(number, 0, "nobody"), None) for number in range(count)]
 
 
 def test_what_is_being_written_does_not_count_yet() -> None:
@@ -45,7 +54,7 @@ def test_a_term_that_was_claimed_past_writes_nothing_that_counts() -> None:
     one.begin_append(1, entries(1))
     one.claim_term(History(BEGUN))
     assert not one.end_append(1)
-    assert [type(record) for record in one.journal] == [Reigned]
+    assert [type(record) for record in one.journal] == [TermRecord]
 
 
 def test_a_power_cut_takes_what_was_never_synced() -> None:
@@ -61,7 +70,7 @@ def test_a_power_cut_takes_what_was_never_synced() -> None:
 def test_the_end_of_a_run_is_synced_with_all_before_it_whatever_the_durability() -> None:
     one = disk(every_round=False)
     one.append(entries(2))
-    assert one.begin_append(1, [(Ended("asked to"), None)]) == one.sync_s
+    assert one.begin_append(1, [(EndedRecord("asked to"), None)]) == one.sync_s
     assert one.end_append(1)
     assert one.power_cut() == 0 and len(one.journal) == 3
 
@@ -69,7 +78,7 @@ def test_the_end_of_a_run_is_synced_with_all_before_it_whatever_the_durability()
 def test_recovery_gives_the_values_that_the_gradients_make() -> None:
     one = disk()
     share = Share("learner-0", 1, 2, 2, 20, 200.0, 0)
-    merged = Merged(0, 0, 1, 1, "all", (share,), "digest")
-    one.append([(Joined("learner-0", 1, "session", 0), None), (Started("learner-0"), None), (merged, 2.0)])
+    merged = MergedRecord(0, 0, 1, 1, "all", (share,), "digest")
+    one.append([(JoinedRecord("learner-0", 1, "session", 0), None), (StartedRecord("learner-0"), None), (merged, 2.0)])
     history, theta = one.recover(0.5)
     assert history.versions == [1] and theta == [0.0]

@@ -8,9 +8,9 @@ import pytest
 
 from atoll.launch.replay.recording import HeldVersions, RecordedCopy, read_recording
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, Gone, Joined, Merged
+from atoll.protocol.records import AnyRecord, GoneRecord, JoinedRecord, MergedRecord
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Adopted, Stopped, Took
+from atoll.protocol.tape import AdoptedEntry, StoppedEntry, TookEntry
 from atoll.simulate.scenario import make_tape, parse_fault
 from atoll.store.journal import read_tape, write_tape
 
@@ -45,22 +45,24 @@ def test_every_part_can_be_played_in_its_order(adopt: str, synchronous: bool) ->
             assert act.t >= t, "steps only go up"
             t = act.t
             if isinstance(act, RecordedCopy):
-                assert held.is_base_of(act, Adopted(act.t, act.fragment, 0)), f"{part.name}: {act}"
+                assert held.is_base_of(act, AdoptedEntry(act.t, act.fragment, 0)), f"{part.name}: {act}"
                 copied.add((act.round, part.learner))
             else:
                 held.take(act)
-    wanted = {(d.round, share.learner) for d in score.decisions if isinstance(d, Merged) for share in d.members}
+    wanted = {(d.round, share.learner) for d in score.decisions if isinstance(d, MergedRecord) for share in d.members}
     assert copied == wanted
 
 
 def test_what_happened_is_on_it() -> None:
     lines = a_tape(*FAULTS)
-    assert len([line for line in lines if isinstance(line, Joined) and line.learner == "learner-1"]) == 2
-    assert any(isinstance(line, Gone) and line.learner == "learner-2" for line in lines)
+    assert len([line for line in lines if isinstance(line, JoinedRecord) and line.learner == "learner-1"]) == 2
+    assert any(isinstance(line, GoneRecord) and line.learner == "learner-2" for line in lines)
     score = read_recording(lines)
     entries = [entry for part in score.parts for entry in part.entries]
-    assert any(isinstance(entry, Took) and entry.ticket in score.lent for entry in entries), "a newcomer was helped"
-    assert sum(isinstance(entry, Stopped) for entry in entries) == 3, "whoever was there at the end was told"
+    assert any(isinstance(entry, TookEntry) and entry.ticket in score.lent for entry in entries), (
+        "a newcomer was helped"
+    )
+    assert sum(isinstance(entry, StoppedEntry) for entry in entries) == 3, "whoever was there at the end was told"
 
 
 def test_the_same_scenario_gives_the_same_tape(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.protocol.world import World as LinkedWorld
 
 from atoll.learner import script
-from atoll.protocol.records import Gone
+from atoll.protocol.records import GoneRecord
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, training
 from atoll.simulate.faults import OF_LEARNERS, OF_THE_REST, TO_LEAVE, Fault, Kind
@@ -73,7 +73,7 @@ def test_a_run_is_over_once_its_last_records_are_durable(full: bool) -> None:
     world.run_to_end(seconds=20)
     assert any(open_before), "nobody but the end closes this account"
     assert not any(world.syncer.history.ledger.totals().in_flight)
-    closed = {line.learner for line in world.journal if isinstance(line, Gone)}
+    closed = {line.learner for line in world.journal if isinstance(line, GoneRecord)}
     assert closed == {"learner-0", "learner-1"} and finishing.alive == full
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 from hypothesis import strategies as st
 from tests.store.faulty import FOLDER, FaultyDisk
 
-from atoll.protocol.records import AnyRecord, Ended, Gone, Granted, Joined, Merged, Passed, Reigned, Share
+from atoll.protocol.records import (
+    AnyRecord,
+    EndedRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    MergedRecord,
+    PassedRecord,
+    Share,
+    TermRecord,
+)
 from atoll.store.disk import Disk
 from atoll.store.journal import Entry, Journal, Position, TornTail, payload, read, seal
 
@@ -18,17 +28,17 @@ PAYLOADS = "payload-000001-0000.bin"
 
 def entry(round: int, values: bytes = b"") -> Entry:
     share = Share("learner-0", 1, 40 + round, 3, 96, 3072.0, round)
-    merged = Merged(round, round % 4, round + 1, 0, "every live learner reported", (share,), f"{round:032x}")
+    merged = MergedRecord(round, round % 4, round + 1, 0, "every live learner reported", (share,), f"{round:032x}")
     return merged, memoryview(values) if values else None
 
 
 def passed(round: int) -> Entry:
-    return Passed(round, round % 4, "no quorum"), None
+    return PassedRecord(round, round % 4, "no quorum"), None
 
 
 def granted(lease: int) -> Entry:
     """A record that ends in zeros."""
-    return Granted(lease, 0, 0, 0, 64, "learner-0", 2**56), None
+    return GrantedRecord(lease, 0, 0, 0, 64, "learner-0", 2**56), None
 
 
 def contents(disk: Disk, folder: Path = FOLDER, start: Position | None = None) -> list[AnyRecord]:
@@ -46,14 +56,14 @@ def reign(disk: Disk, term: int, folder: Path = FOLDER) -> Journal:
     """The journal of a successor that has written its first record."""
     end = seal(folder, disk=disk)
     journal = Journal.begin(folder, term, after=end, disk=disk)
-    journal.append([(Reigned(term, end.offset, end.hash, 0), None)])
+    journal.append([(TermRecord(term, end.offset, end.hash, 0), None)])
     return journal
 
 
 def check_payloads(disk: Disk, found: list[AnyRecord]) -> None:
     """Every record of term 1 finds its payload, or this is Corrupt."""
     for record in found:
-        if isinstance(record, Merged) and record.payload is not None:
+        if isinstance(record, MergedRecord) and record.payload is not None:
             payload(FOLDER, 1, record.payload, disk=disk)
 
 
@@ -76,13 +86,13 @@ def flipped(data: bytes, bit: int) -> bytes:
 _counts = st.integers(0, 2**40)
 _names = st.text("abc-0\0", min_size=1, max_size=6)
 _shares = st.builds(Share, _names, _counts, _counts, _counts, _counts, st.floats(allow_nan=False), _counts)
-_merged = st.builds(Merged, _counts, _counts, _counts, _counts, _names, st.tuples(_shares), _names)
+_merged = st.builds(MergedRecord, _counts, _counts, _counts, _counts, _names, st.tuples(_shares), _names)
 _others: st.SearchStrategy[AnyRecord] = st.one_of(
-    st.builds(Joined, _names, _counts, _names, _counts),
-    st.builds(Passed, _counts, _counts, _names),
-    st.builds(Granted, *[_counts] * 5, _names, _counts),
-    st.builds(Gone, _names, _counts, _counts, _counts, st.tuples(_counts), st.tuples(_counts)),
-    st.builds(Ended, _names),
+    st.builds(JoinedRecord, _names, _counts, _names, _counts),
+    st.builds(PassedRecord, _counts, _counts, _names),
+    st.builds(GrantedRecord, *[_counts] * 5, _names, _counts),
+    st.builds(GoneRecord, _names, _counts, _counts, _counts, st.tuples(_counts), st.tuples(_counts)),
+    st.builds(EndedRecord, _names),
 )
 _payloads = st.one_of(st.none(), st.binary(max_size=20).map(lambda data: memoryview(data)))
 

@@ -12,22 +12,22 @@ from tests.protocol.world import World
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.records import (
-    Alarmed,
+    AlarmedRecord,
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Granted,
-    Joined,
-    Merged,
-    Passed,
-    Reigned,
-    Reset,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    MergedRecord,
+    PassedRecord,
+    ResetRecord,
     Share,
-    Sources,
-    Started,
+    SourcesRecord,
+    StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.settings import Settings
 from atoll.store.audit import JournalAudit
@@ -36,8 +36,8 @@ from atoll.store.cuts import CutState
 from atoll.store.journal import ORIGIN
 
 SETTINGS = Settings(fragments=2, sync_every=4)
-BEGUN = Begun("run", SETTINGS, {}, (), "plan")
-START = (Joined("a", 1, "s1", 0), Started("a"))
+BEGUN = BegunRecord("run", SETTINGS, {}, (), "plan")
+START = (JoinedRecord("a", 1, "s1", 0), StartedRecord("a"))
 
 
 def audited(*records: AnyRecord) -> JournalAudit:
@@ -53,25 +53,25 @@ def share(**changes: Any) -> Share:
     return replace(given, **changes)
 
 
-def merged(round: int = 0, *members: Share, **changes: Any) -> Merged:
-    record = Merged(round, round % 2, round // 2 + 1, 1, "every live learner reported", members or (share(),), "")
+def merged(round: int = 0, *members: Share, **changes: Any) -> MergedRecord:
+    record = MergedRecord(round, round % 2, round // 2 + 1, 1, "every live learner reported", members or (share(),), "")
     return replace(record, **changes)
 
 
-def gone(**changes: Any) -> Gone:
+def gone(**changes: Any) -> GoneRecord:
     """With twenty tokens, in no version."""
-    return replace(Gone("a", 1, 2, 20, dropped=(0, 0), lost=(20, 20)), **changes)
+    return replace(GoneRecord("a", 1, 2, 20, dropped=(0, 0), lost=(20, 20)), **changes)
 
 
 def test_an_alarm_of_the_ledger_is_found_again_in_the_records() -> None:
     quiet = audited(*START)
     quiet.check_alarms()
-    alarmed = audited(*START, Alarmed("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but …"))
+    alarmed = audited(*START, AlarmedRecord("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but …"))
     alarmed.check_totals()
     with pytest.raises(BadRun, match=r"the ledger does not balance: a \(incarnation 1\), fragment 0: 24 tokens"):
         alarmed.check_alarms()
     with pytest.raises(BadRun, match=r"\(1 more like it\)"):
-        audited(*START, Alarmed("a", 1, "x"), Alarmed("a", 1, "y")).check_alarms()
+        audited(*START, AlarmedRecord("a", 1, "x"), AlarmedRecord("a", 1, "y")).check_alarms()
 
 
 # ---- what syncers write --------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_contribution_may_be_merged_after_its_learner_is_gone() -> None:
 def test_it_is_in_a_round_that_was_under_way_and_in_no_later_one() -> None:
     late = merged(2, share())
     with pytest.raises(BadRun, match=r"round 2: a \(incarnation 1\) is a member, but it was over before"):
-        audited(*START, gone(), Passed(0, 0, ""), Passed(1, 1, ""), replace(late, version=1))
+        audited(*START, gone(), PassedRecord(0, 0, ""), PassedRecord(1, 1, ""), replace(late, version=1))
 
 
 def test_it_gave_no_more_than_it_was_closed_with() -> None:
@@ -130,20 +130,20 @@ def test_it_gave_no_more_than_it_was_closed_with() -> None:
 
 
 def test_what_it_gave_was_not_issued_again() -> None:
-    data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
+    data = (SourcesRecord((("text", 100, 1.0),), 0), GrantedRecord(0, 0, 0, 0, 50, "a", 1))
     audited(*START, *data, gone(again_from=8), merged(0, share(position=8)))
     with pytest.raises(BadRun, match=r"merged up to sample 9 of its leases, but those from 8 on were issued again"):
         audited(*START, *data, gone(again_from=8), merged(0, share(position=9)))
 
 
 def test_what_came_back_may_be_issued_again_first_of_all() -> None:
-    data = (Sources((("text", 100, 1.0),), 0), Granted(0, 0, 0, 0, 50, "a", 1))
-    again = (Joined("a", 2, "s2", 0), Granted(1, 0, 0, 8, 50, "a", 2))
-    audited(*START, *data, gone(again_from=8), *again, Granted(2, 0, 0, 50, 60, "a", 2))
+    data = (SourcesRecord((("text", 100, 1.0),), 0), GrantedRecord(0, 0, 0, 0, 50, "a", 1))
+    again = (JoinedRecord("a", 2, "s2", 0), GrantedRecord(1, 0, 0, 8, 50, "a", 2))
+    audited(*START, *data, gone(again_from=8), *again, GrantedRecord(2, 0, 0, 50, 60, "a", 2))
     with pytest.raises(BadRun, match=r"lease 1 \(samples 0 to 8 .*\) is issued twice"):
-        audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 0, 8, "a", 2))
+        audited(*START, *data, gone(again_from=8), again[0], GrantedRecord(1, 0, 0, 0, 8, "a", 2))
     with pytest.raises(BadRun, match=r"lease 1 \(samples 50 to 60 .*\) is granted, but lease 1 \(samples 8 to 18"):
-        audited(*START, *data, gone(again_from=8), again[0], Granted(1, 0, 0, 50, 60, "a", 2))
+        audited(*START, *data, gone(again_from=8), again[0], GrantedRecord(1, 0, 0, 50, 60, "a", 2))
 
 
 def test_behind_a_cut_that_is_the_oldest_one_it_may_be_of_somebody_nobody_knows() -> None:
@@ -157,7 +157,7 @@ def test_behind_a_cut_that_is_the_oldest_one_it_may_be_of_somebody_nobody_knows(
         JournalAudit.restore_from_cut(cut, under_way=False).take_record(merged())
     with pytest.raises(BadRun, match="it never joined"):
         JournalAudit.restore_from_cut(cut, under_way=True).take_record(merged(0, share(learner="b")))
-    late.take_record(Passed(1, 1, ""))
+    late.take_record(PassedRecord(1, 1, ""))
     with pytest.raises(BadRun, match="it was over before"):
         late.take_record(merged(2, share(t=4, base=1)))
 
@@ -167,10 +167,10 @@ def test_entries_are_kept_only_while_they_may_matter() -> None:
     for number in range(40):
         life = 2 * number + 1
         audit.take_record(gone(incarnation=life, total=0, lost=(0, 0)))
-        audit.take_record(Joined("a", life + 1, f"s{life}", 0))
+        audit.take_record(JoinedRecord("a", life + 1, f"s{life}", 0))
         audit.take_record(gone(incarnation=life + 1, total=0, lost=(0, 0)))
-        audit.take_record(Joined("a", life + 2, f"t{life}", 0))
-        audit.take_record(Passed(number, number % 2, ""))
+        audit.take_record(JoinedRecord("a", life + 2, f"t{life}", 0))
+        audit.take_record(PassedRecord(number, number % 2, ""))
     assert audit.members.incarnations == 81
     assert len(audit.members._known) <= 1 + 2 * 2, "the open one, and those of the last P rounds"
 
@@ -190,58 +190,67 @@ BUDGET = Settings(fragments=2, sync_every=4, steps=10)
 
 WRONG: list[tuple[str, tuple[AnyRecord, ...], str]] = [
     ("the run begins again", (*START, BEGUN), r"begins a second time"),
-    ("it starts again", (*START, Started("b")), r"starts a second time, from b"),
-    ("a term goes back", (Reigned(3, 0, "", 0), Reigned(2, 0, "", 0)), r"term 2 follows term 3"),
-    ("a term goes on elsewhere", (*START, merged(), Reigned(2, 0, "", 0)), r"goes on from round 0, not 1"),
+    ("it starts again", (*START, StartedRecord("b")), r"starts a second time, from b"),
+    ("a term goes back", (TermRecord(3, 0, "", 0), TermRecord(2, 0, "", 0)), r"term 2 follows term 3"),
+    ("a term goes on elsewhere", (*START, merged(), TermRecord(2, 0, "", 0)), r"goes on from round 0, not 1"),
     ("a round before version 0", (START[0], merged()), r"round 0 comes before version 0"),
-    ("a round after the end", (*START, Ended("", True), merged()), r"round 0 comes after the end"),
-    ("a round twice", (*START, Passed(0, 0, ""), Passed(0, 0, "")), r"round 0 comes where round 1 is due"),
-    ("another fragment's turn", (*START, Passed(0, 1, "")), r"takes fragment 1, its turn is fragment 0"),
+    ("a round after the end", (*START, EndedRecord("", True), merged()), r"round 0 comes after the end"),
+    ("a round twice", (*START, PassedRecord(0, 0, ""), PassedRecord(0, 0, "")), r"round 0 comes where round 1 is due"),
+    ("another fragment's turn", (*START, PassedRecord(0, 1, "")), r"takes fragment 1, its turn is fragment 0"),
     (
         "the step falls",
-        (*START, merged(step=2.5), Passed(1, 1, "", step=2.0)),
+        (*START, merged(step=2.5), PassedRecord(1, 1, "", step=2.0)),
         r"round 1 is at step 2 of the run, after",
     ),
     ("a step that is none", (*START, merged(step=float("nan"))), r"round 0 is at step nan of the run, after step 0"),
-    ("the end goes back", (*START, merged(step=2.5), Ended("", step=2.0)), r"the end is at step 2 of the run, after"),
+    (
+        "the end goes back",
+        (*START, merged(step=2.5), EndedRecord("", step=2.0)),
+        r"the end is at step 2 of the run, after",
+    ),
     (
         "a progress that its step does not make",
-        (*START, Changed(BUDGET, {}, ""), merged(step=5.0, progress=0.25)),
+        (*START, ChangedRecord(BUDGET, {}, ""), merged(step=5.0, progress=0.25)),
         r"round 0 has a progress of 0.25 at step 5.0 of 10",
     ),
     (
         "a progress beyond the end",
-        (*START, Changed(BUDGET, {}, ""), merged(step=5.0, progress=1.5)),
+        (*START, ChangedRecord(BUDGET, {}, ""), merged(step=5.0, progress=1.5)),
         r"round 0 has a progress of 1.5 at step 5.0 of 10",
     ),
     ("nobody is a member", (*START, replace(merged(), members=())), r"round 0 is merged from nothing"),
-    ("a fragment that is not there", (*START, Reset(2, "")), r"fragment 2 is reset, the run has 2"),
-    ("other fragments", (*START, Changed(OTHER_SETTINGS, {}, "")), r"cannot change: 2 became 1"),
-    ("no outer settings", (*START, Changed(SETTINGS, {"lr": -1.0}, "")), r"changed to what cannot be"),
-    ("a cut of the future", (*START, CutDone(1, 1, (), "")), r"cut 1 is done after cut -1, with 0 rounds"),
-    ("a life again", (*START, gone(), Joined("a", 1, "s2", 0)), r"a \(incarnation 1\) joins after incarnation 1"),
-    ("two lives at once", (*START, Joined("a", 2, "s2", 0)), r"joins while incarnation 1 is not over"),
+    ("a fragment that is not there", (*START, ResetRecord(2, "")), r"fragment 2 is reset, the run has 2"),
+    ("other fragments", (*START, ChangedRecord(OTHER_SETTINGS, {}, "")), r"cannot change: 2 became 1"),
+    ("no outer settings", (*START, ChangedRecord(SETTINGS, {"lr": -1.0}, "")), r"changed to what cannot be"),
+    ("a cut of the future", (*START, CutDoneRecord(1, 1, (), "")), r"cut 1 is done after cut -1, with 0 rounds"),
+    ("a life again", (*START, gone(), JoinedRecord("a", 1, "s2", 0)), r"a \(incarnation 1\) joins after incarnation 1"),
+    ("two lives at once", (*START, JoinedRecord("a", 2, "s2", 0)), r"joins while incarnation 1 is not over"),
     ("gone twice", (*START, gone(), gone()), r"a \(incarnation 1\) is gone, but it was over before"),
     ("gone without a life", (*START, gone(learner="b")), r"b \(incarnation 1\) is gone, but it never joined"),
     ("gone with less", (*START, merged(), gone(total=10)), r"gone with 10 tokens, but a contribution told of 20"),
     ("gone in three parts", (*START, gone(lost=(20, 20, 20))), r"the fates of 3 fragments, the run has 2"),
     ("a negative fate", (*START, gone(lost=(21, 20), dropped=(-1, 0))), r"0 merged \+ -1 dropped \+ 21 lost"),
-    ("an unnumbered dataset", (*START, Sources((("x", 0, 1.0),), 0)), r"dataset 'x' has 0 samples"),
-    ("data named twice", (*START, *[Sources((("x", 9, 1.0),), 0)] * 2), r"named a second time"),
-    ("a lease of nothing", (*START, Granted(0, 0, 0, 0, 9, "a", 1)), r"no record names the data"),
+    ("an unnumbered dataset", (*START, SourcesRecord((("x", 0, 1.0),), 0)), r"dataset 'x' has 0 samples"),
+    ("data named twice", (*START, *[SourcesRecord((("x", 9, 1.0),), 0)] * 2), r"named a second time"),
+    ("a lease of nothing", (*START, GrantedRecord(0, 0, 0, 0, 9, "a", 1)), r"no record names the data"),
     (
         "a lease to nobody",
-        (*START, Sources((("x", 9, 1.0),), 0), Granted(0, 0, 0, 0, 9, "b", 1)),
+        (*START, SourcesRecord((("x", 9, 1.0),), 0), GrantedRecord(0, 0, 0, 0, 9, "b", 1)),
         r"granted to b \(incarnation 1\), which is not there",
     ),
     (
         "an empty lease",
-        (*START, Sources((("x", 9, 1.0),), 0), Granted(0, 0, 0, 4, 4, "a", 1)),
+        (*START, SourcesRecord((("x", 9, 1.0),), 0), GrantedRecord(0, 0, 0, 4, 4, "a", 1)),
         r"is of no dataset of the run, or empty",
     ),
     (
         "a lease behind the last pass",
-        (*START, Sources((("x", 9, 1.0),), 1), Granted(0, 0, 0, 0, 9, "a", 1), Granted(1, 0, 1, 0, 9, "a", 1)),
+        (
+            *START,
+            SourcesRecord((("x", 9, 1.0),), 1),
+            GrantedRecord(0, 0, 0, 0, 9, "a", 1),
+            GrantedRecord(1, 0, 1, 0, 9, "a", 1),
+        ),
         r"is granted, but nothing is due",
     ),
     ("samples without data", (*START, merged(0, share(position=3))), r"round 0: samples are merged that nobody leased"),
@@ -270,7 +279,7 @@ def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all
     audit = audited(*START)
     monkeypatch.setattr(History, "apply", refuse)
     with pytest.raises(BadRun, match="Passed cannot follow the records before it: never before seen"):
-        audit.take_record(Passed(0, 0, ""))
+        audit.take_record(PassedRecord(0, 0, ""))
 
 
 STEPS = {"a": 5, "b": 5, "c": 544}
@@ -290,9 +299,9 @@ BACK = [Share(name, 1, 600, steps, 8 * steps, 64.0 * steps, 0, 8 * steps) for na
 def test_weights_are_as_they_come_or_within_the_runs_limit(weights: tuple[float, ...], wrong: str) -> None:
     tallies = MemberAudit(2)
     for share in BACK:
-        tallies.check_join(Joined(share.learner, 1, share.learner, 0))
+        tallies.check_join(JoinedRecord(share.learner, 1, share.learner, 0))
     members = tuple(replace(share, weight=weight) for share, weight in zip(BACK, weights, strict=True))
-    record = Merged(0, 0, 1, 1, "all reported", members, "digest")
+    record = MergedRecord(0, 0, 1, 1, "all reported", members, "digest")
     if not wrong:
         tallies.check_members(record, Settings(weight_limit=8.0))
         return
@@ -315,9 +324,9 @@ def test_a_weight_is_what_its_limit_leaves_and_the_limit_what_the_run_allows(
 ) -> None:
     tallies = MemberAudit(2)
     for share in BACK:
-        tallies.check_join(Joined(share.learner, 1, share.learner, 0))
+        tallies.check_join(JoinedRecord(share.learner, 1, share.learner, 0))
     members = (*(replace(share, limit=2.0) for share in BACK[:2]), replace(BACK[2], weight=weight, limit=limit))
-    record = Merged(0, 0, 1, 1, "all reported", members, "digest")
+    record = MergedRecord(0, 0, 1, 1, "all reported", members, "digest")
     if not wrong:
         tallies.check_members(record, Settings())
         return

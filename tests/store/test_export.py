@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tests.store.written import WrittenRun, everything, flip, whole, with_rounds
 
 from atoll.protocol.errors import AtollError, ConfigError
-from atoll.protocol.records import Merged
+from atoll.protocol.records import MergedRecord
 from atoll.store import rebuild
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import Corrupt, LocalDisk
@@ -167,7 +167,7 @@ def test_a_journal_that_gives_other_values_is_named(tmp_path: Path) -> None:
     run.round()
     refused(run, tmp_path / "model.safetensors", Corrupt, r"round 2 gives fragment 2 the digest .*, its record says")
     last = [record for _, record in read(run.dir.journal, disk=LocalDisk())][-1]
-    assert isinstance(last, Merged) and last.round == 2
+    assert isinstance(last, MergedRecord) and last.round == 2
 
 
 def test_a_damaged_cut_that_was_named_is_refused(tmp_path: Path) -> None:

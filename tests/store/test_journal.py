@@ -20,7 +20,7 @@ from tests.store.entries import (
 )
 from tests.store.faulty import FOLDER, FaultyDisk, PowerCut
 
-from atoll.protocol.records import AnyRecord, CutDone, Merged, Place, Started
+from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, Place, StartedRecord
 from atoll.store.disk import Corrupt, Disk, DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import ORIGIN, Entry, Journal, payload, read, seal
 from atoll.store.segments import HEAD_BYTES
@@ -36,7 +36,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk, Path]:
 def test_what_was_appended_is_read_back_with_its_payloads(place: tuple[Disk, Path]) -> None:
     disk, folder = place
     journal = Journal.begin(folder, 1, disk=disk)
-    first = journal.append([(Started("learner-0"), None)])
+    first = journal.append([(StartedRecord("learner-0"), None)])
     second = journal.append([entry(0, b"abc"), passed(1), entry(2, b"defgh")])
     third = journal.append([entry(3)])
     end = journal.position
@@ -44,7 +44,7 @@ def test_what_was_appended_is_read_back_with_its_payloads(place: tuple[Disk, Pat
     found = list(read(folder, disk=disk))
     assert [record for _, record in found] == [*first, *second, *third]
     assert found[-1][0] == end == seal(folder, disk=disk)
-    places = [record.payload for record in (*second, *third) if isinstance(record, Merged)]
+    places = [record.payload for record in (*second, *third) if isinstance(record, MergedRecord)]
     assert places[0] == Place(0, 0, 3, hashlib.blake2b(b"abc", digest_size=16).hexdigest())
     assert [payload(folder, 1, at, disk=disk) for at in places if at is not None] == [b"abc", b"defgh"]
     assert places[2] is None
@@ -95,7 +95,7 @@ def test_without_sync_nothing_is_synced_until_somebody_asks() -> None:
     disk.calls.clear()
     journal.append([passed(0)], sync=False)
     assert disk.calls == [("write", FIRST)]
-    journal.append([(CutDone(1, 1, (), ""), None)])
+    journal.append([(CutDoneRecord(1, 1, (), ""), None)])
     disk.crash()
     assert len(contents(disk)) == 2
 
@@ -104,7 +104,7 @@ def test_payloads_of_any_shape_are_written_as_they_lie() -> None:
     disk = FaultyDisk()
     values = memoryview(struct.pack("<4i", 1, 2, 3, 4)).cast("i", (2, 2))
     (record,) = Journal.begin(FOLDER, 1, disk=disk).append([(entry(0)[0], values)])
-    assert isinstance(record, Merged) and record.payload is not None
+    assert isinstance(record, MergedRecord) and record.payload is not None
     assert payload(FOLDER, 1, record.payload, disk=disk) == values.tobytes()
 
 
@@ -264,7 +264,7 @@ def test_rotating_starts_a_file_and_trimming_deletes_those_before() -> None:
     journal.trim(2, 2)
     left = sorted(name for name in disk.names(FOLDER) if name.startswith("payload"))
     assert left == ["payload-000002-0002.bin"]
-    assert isinstance(kept[0], Merged) and kept[0].payload is not None
+    assert isinstance(kept[0], MergedRecord) and kept[0].payload is not None
     assert payload(FOLDER, 2, kept[0].payload, disk=disk) == b"c"
     assert len(contents(disk)) == 6, "the records stay"
 
@@ -286,7 +286,7 @@ def test_trimming_leaves_the_files_of_later_terms_alone() -> None:
 def test_every_flipped_bit_of_a_payload_is_found() -> None:
     disk = FaultyDisk()
     (record,) = Journal.begin(FOLDER, 1, disk=disk).append([entry(0, b"values of an outer gradient")])
-    assert isinstance(record, Merged) and record.payload is not None
+    assert isinstance(record, MergedRecord) and record.payload is not None
     name = PAYLOADS
     data = disk.bytes_of(name)
     for bit in range(8 * len(data)):

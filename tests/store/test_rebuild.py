@@ -24,7 +24,7 @@ from atoll.config import Outer
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import Changed, Reset
+from atoll.protocol.records import ChangedRecord, ResetRecord
 from atoll.store import rebuild
 from atoll.store.cuts import folder_of
 from atoll.syncer.parameters import Parameters
@@ -125,7 +125,7 @@ def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     slower: dict[str, str | float] = {**OUTER, "lr": 0.3, "momentum": 0.8}
     run.parameters.change_outer(Outer(lr=0.3, momentum=0.8))
-    run.write(Changed(run.history.settings, slower, "outer.lr"))
+    run.write(ChangedRecord(run.history.settings, slower, "outer.lr"))
     for _ in range(3):
         run.round()
     run.cut()
@@ -139,7 +139,7 @@ def test_changed_outer_settings_are_followed(tmp_path: Path) -> None:
 def test_a_reset_of_the_outer_state_is_followed(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
     run.parameters.reset_outer_state(1)
-    run.write(Reset(1, "the outer step gave values that are not finite"))
+    run.write(ResetRecord(1, "the outer step gave values that are not finite"))
     run.round()
     assert well(run).facts["rebuilt_rounds"] == 5
     run.parameters.reset_outer_state(2)

@@ -18,7 +18,7 @@ from tests.store.entries import (
 from tests.store.faulty import FOLDER, FaultyDisk, PowerCut
 
 from atoll.protocol import records
-from atoll.protocol.records import Passed, Reigned
+from atoll.protocol.records import PassedRecord, TermRecord
 from atoll.store.disk import Corrupt, DiskFailed
 from atoll.store.journal import ORIGIN, Journal, Position, read, seal
 from atoll.store.segments import HEAD_BYTES, MAGIC
@@ -34,7 +34,7 @@ def test_late_writes_of_a_replaced_syncer_are_ignored() -> None:
     replaced.append([passed(1)])
     successor.append([passed(2)])
     replaced.append([passed(3)])
-    assert [record.round for record in contents(disk) if isinstance(record, Passed)] == [0, 2]
+    assert [record.round for record in contents(disk) if isinstance(record, PassedRecord)] == [0, 2]
     assert seal(FOLDER, disk=disk) == successor.position
 
 
@@ -43,7 +43,7 @@ def test_a_torn_end_is_sealed_off() -> None:
     Journal.begin(FOLDER, 1, disk=disk).append([passed(0)])
     disk.put(FIRST, disk.bytes_of(FIRST) + b"\x30\0\0\0 torn")
     reign(disk, 2)
-    assert [type(record) for record in contents(disk)] == [Passed, Reigned]
+    assert [type(record) for record in contents(disk)] == [PassedRecord, TermRecord]
     assert tails(disk) == []
 
 
@@ -54,12 +54,12 @@ def test_a_segment_whose_writer_came_too_late_is_ignored() -> None:
     end = seal(FOLDER, disk=disk)
     current = reign(disk, 3)
     late = Journal.begin(FOLDER, 2, after=end, disk=disk)
-    late.append([(Reigned(2, end.offset, end.hash, 0), None), passed(66)])
+    late.append([(TermRecord(2, end.offset, end.hash, 0), None), passed(66)])
     current.append([passed(1)])
     reign(disk, 4).append([passed(2)])
     found = contents(disk)
-    assert [record.round for record in found if isinstance(record, Passed)] == [0, 1, 2]
-    assert [record.term for record in found if isinstance(record, Reigned)] == [3, 4]
+    assert [record.round for record in found if isinstance(record, PassedRecord)] == [0, 1, 2]
+    assert [record.term for record in found if isinstance(record, TermRecord)] == [3, 4]
     with pytest.raises(Corrupt, match="it follows term 1 and not the start, term 2"):
         contents(disk, start=late.position)
 
@@ -70,7 +70,7 @@ def test_what_a_successor_builds_on_is_made_durable_first() -> None:
     Journal.begin(FOLDER, 1, disk=disk).append([passed(0)], sync=False)
     reign(disk, 2)
     disk.crash("forgotten")
-    assert [type(record) for record in contents(disk)] == [Passed, Reigned]
+    assert [type(record) for record in contents(disk)] == [PassedRecord, TermRecord]
 
 
 def test_part_of_an_append_is_never_sealed_in() -> None:
@@ -89,10 +89,10 @@ def test_a_later_term_begins_with_the_record_that_names_its_seal() -> None:
     Journal.begin(FOLDER, 1, disk=disk).append([passed(0)])
     end = seal(FOLDER, disk=disk)
     journal = Journal.begin(FOLDER, 2, disk=disk)
-    for wrong in (passed(1)[0], Reigned(2, end.offset - 1, end.hash, 0), Reigned(3, end.offset, end.hash, 0)):
+    for wrong in (passed(1)[0], TermRecord(2, end.offset - 1, end.hash, 0), TermRecord(3, end.offset, end.hash, 0)):
         with pytest.raises(AssertionError):
             journal.append([(wrong, None)])
-    journal.append([(Reigned(2, end.offset, end.hash, 0), None)])
+    journal.append([(TermRecord(2, end.offset, end.hash, 0), None)])
     journal.append([passed(1)])
     assert len(contents(disk)) == 3
 

@@ -27,7 +27,7 @@ from tests.store.entries import (
 from tests.store.faulty import FOLDER, FaultyDisk, Left, PowerCut
 
 from atoll.protocol import records
-from atoll.protocol.records import Merged, Passed, Reigned
+from atoll.protocol.records import MergedRecord, PassedRecord, TermRecord
 from atoll.store.disk import Corrupt, DiskFailed
 from atoll.store.journal import ORIGIN, Entry, Journal, Position, TornTail, payload, read, seal
 from atoll.store.segments import GARBAGE_BYTES, HEAD_BYTES, LONGEST_BYTES, MAGIC
@@ -105,7 +105,10 @@ def test_a_successor_goes_on_after_a_power_cut_at_any_byte(before: list[Entry], 
             writer.append(last)
         broken.crash("kept")
         (successor,) = reign(broken, 2).append([passed(9)])
-        assert [record for record in contents(broken) if not isinstance(record, Reigned)] == [*acknowledged, successor]
+        assert [record for record in contents(broken) if not isinstance(record, TermRecord)] == [
+            *acknowledged,
+            successor,
+        ]
 
 
 def test_a_power_cut_while_a_journal_begins_leaves_what_was_before() -> None:
@@ -120,7 +123,7 @@ def test_a_power_cut_while_a_journal_begins_leaves_what_was_before() -> None:
             broken.crash(left, names_kept=True)
             assert contents(broken) == [passed(0)[0]]
             reign(broken, 3)
-            assert [type(record) for record in contents(broken)] == [Passed, Reigned]
+            assert [type(record) for record in contents(broken)] == [PassedRecord, TermRecord]
 
 
 def test_the_segment_of_a_term_without_records_counts_for_nothing() -> None:
@@ -302,6 +305,6 @@ def test_what_cannot_be_read_at_all_is_a_failed_disk() -> None:
     disk.read_error = errno.EIO
     with pytest.raises(DiskFailed, match=rf"cannot read .*{FIRST}"):
         contents(disk)
-    assert isinstance(record, Merged) and record.payload is not None
+    assert isinstance(record, MergedRecord) and record.payload is not None
     with pytest.raises(DiskFailed, match=r"cannot read .*payload-000001-0000\.bin"):
         payload(FOLDER, 1, record.payload, disk=disk)

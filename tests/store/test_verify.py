@@ -23,7 +23,15 @@ from tests.store.written import (
 
 from atoll.observe.story import verification_rows
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import Alarmed, Changed, CutDone, Joined, Merged, Passed, Share
+from atoll.protocol.records import (
+    AlarmedRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    JoinedRecord,
+    MergedRecord,
+    PassedRecord,
+    Share,
+)
 from atoll.store.cuts import folder_of, prune
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import Journal, read
@@ -221,7 +229,7 @@ def test_claims_that_were_removed_are_named(tmp_path: Path) -> None:
 def test_what_the_ledgers_alarm_said_is_said_again(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run")
     well(run)
-    run.write(Alarmed("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but 8 merged make 16"))
+    run.write(AlarmedRecord("a", 1, "a (incarnation 1), fragment 0: 24 tokens computed, but 8 merged make 16"))
     assert wrong(run).startswith("the ledger does not balance: a (incarnation 1), fragment 0: 24 tokens computed")
 
 
@@ -256,7 +264,7 @@ def test_a_journal_begins_with_the_beginning(tmp_path: Path) -> None:
     shutil.rmtree(run.dir.journal)
     run.dir.journal.mkdir()
     run.journal = Journal.begin(run.dir.journal, 1, disk=LocalDisk())
-    run.raw(Joined("learner-0", 1, "s", 0))
+    run.raw(JoinedRecord("learner-0", 1, "s", 0))
     assert wrong(run) == f"{last_record(run)}the journal begins with Joined, not with the beginning of a run"
 
 
@@ -270,7 +278,7 @@ def test_cuts_without_any_record_are_told(tmp_path: Path) -> None:
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
-def a_merge(change: Callable[[Merged], Merged]) -> Callable[[WrittenRun], None]:
+def a_merge(change: Callable[[MergedRecord], MergedRecord]) -> Callable[[WrittenRun], None]:
     return lambda run: run.round(change)
 
 
@@ -292,7 +300,7 @@ BROKEN: list[tuple[str, Callable[[WrittenRun], None], str]] = [
         a_merge(lambda record: replace(record, round=5, fragment=2)),
         "round 5 comes where round 4 is due",
     ),
-    ("a void round is skipped", lambda run: run.raw(Passed(5, 2, "")), "round 5 comes where round 4 is due"),
+    ("a void round is skipped", lambda run: run.raw(PassedRecord(5, 2, "")), "round 5 comes where round 4 is due"),
     (
         "another fragment",
         a_merge(lambda record: replace(record, fragment=2)),
@@ -388,7 +396,7 @@ BROKEN: list[tuple[str, Callable[[WrittenRun], None], str]] = [
     ),
     (
         "a cut of the future",
-        lambda run: run.raw(CutDone(5, 5, (), "")),
+        lambda run: run.raw(CutDoneRecord(5, 5, (), "")),
         "cut 5 is done after cut -1, with 4 rounds committed",
     ),
     ("the run begins again", lambda run: run.raw(run.history.begun), "the run begins a second time, as small"),
@@ -420,7 +428,7 @@ def test_an_old_model_beside_a_newer_journal_is_named_also_where_the_run_goes_on
     run = cut_run(tmp_path / "run")
     run.end()
     well(run)
-    run.write(Changed(run.history.settings, dict(run.history.outer), "the run goes on", reopen=True))
+    run.write(ChangedRecord(run.history.settings, dict(run.history.outer), "the run goes on", reopen=True))
     well(run)
     run.join("learner-0")
     run.lease("learner-0")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import Passed, Reigned
+from atoll.protocol.records import PassedRecord, TermRecord
 from atoll.store.disk import DiskFailed, LocalDisk, NoRoom
 from atoll.store.journal import Journal, read, seal
 from atoll.store.writer_lease import StandbyTurn, WriterLease, acquire, claim, newest_claim, unclaimed_terms
@@ -239,7 +239,7 @@ def test_whatever_was_acknowledged_is_inside_the_seal(folder: Path) -> None:
     for paused_before in ("append", "look", "acknowledge"):
         here = folder.with_name(paused_before)
         acknowledged = _lives_of_two(here, paused_before)
-        rounds = [record.round for _, record in read(here, disk=LocalDisk()) if isinstance(record, Passed)]
+        rounds = [record.round for _, record in read(here, disk=LocalDisk()) if isinstance(record, PassedRecord)]
         assert acknowledged == ([0, 1] if paused_before == "acknowledge" else [0])
         assert set(acknowledged) <= set(rounds)
 
@@ -248,10 +248,10 @@ def _lives_of_two(folder: Path, paused_before: str) -> list[int]:
     disk, acknowledged = LocalDisk(), [0]
     held = acquire(folder)
     journal = Journal.begin(folder, held.term, disk=disk)
-    journal.append([(Passed(0, 0, "acknowledged"), None)])
+    journal.append([(PassedRecord(0, 0, "acknowledged"), None)])
     if paused_before == "append":
         _take_over(folder)
-    journal.append([(Passed(1, 0, "perhaps"), None)])
+    journal.append([(PassedRecord(1, 0, "perhaps"), None)])
     if paused_before == "look":
         _take_over(folder)
     over = held.fenced()
@@ -269,7 +269,7 @@ def _take_over(folder: Path) -> WriterLease:
     assert reign is not None
     end = seal(folder, disk=LocalDisk())
     journal = Journal.begin(folder, reign.term, after=end, disk=LocalDisk())
-    journal.append([(Reigned(reign.term, end.offset, end.hash, 0), None)])
+    journal.append([(TermRecord(reign.term, end.offset, end.hash, 0), None)])
     return reign
 
 

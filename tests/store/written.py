@@ -24,21 +24,21 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Granted,
-    Joined,
-    Merged,
-    Passed,
-    Reigned,
-    Restored,
-    Scored,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    MergedRecord,
+    PassedRecord,
+    RestoredRecord,
+    ScoredRecord,
     Share,
-    Sources,
-    Started,
+    SourcesRecord,
+    StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.settings import Settings
 from atoll.store.cuts import CutState, LearnerPart, Manifest, digest_file, write_manifest, write_syncer_part
@@ -94,7 +94,7 @@ class WrittenRun:
         settings = Settings(learners=2, fragments=P, sync_every=6)
         plan = make_plan(tensors, P, settings.plan)
         self.parameters = Parameters(plan, msgspec.convert(outer, Outer))
-        self.history = History(Begun(run, settings, outer, tensors, plan.fingerprint))
+        self.history = History(BegunRecord(run, settings, outer, tensors, plan.fingerprint))
         self.rounds = [-1] * P
         self.islands: dict[str, Island] = {}
         self.journal = begin_term(self.dir.journal, 1)
@@ -112,7 +112,7 @@ class WrittenRun:
 
     def join(self, learner: str) -> None:
         incarnation = self.history.lives[learner].incarnation + 1 if learner in self.history.lives else 1
-        self.write(Joined(learner, incarnation, f"{learner}-{incarnation}", 0))
+        self.write(JoinedRecord(learner, incarnation, f"{learner}-{incarnation}", 0))
         self.islands[learner] = Island(incarnation)
         self.islands[learner].base = [max(0, version) for version in self.history.versions]
 
@@ -125,12 +125,12 @@ class WrittenRun:
         self.parameters.commit_initial()
         table = self.syncer_part(0)
         write_manifest(self.dir.cuts, Manifest(self.history.run, 0, 0, table, {}))
-        self.write(Started("learner-0"))
+        self.write(StartedRecord("learner-0"))
 
     def sources(self) -> None:
-        self.write(Sources((("text", 1000, 1.0),), 0))
+        self.write(SourcesRecord((("text", 1000, 1.0),), 0))
 
-    def lease(self, learner: str, samples: int = 64) -> Granted:
+    def lease(self, learner: str, samples: int = 64) -> GrantedRecord:
         granted = self.leases.next(learner, self.islands[learner].incarnation, samples)
         assert granted is not None
         self.write(granted)
@@ -143,7 +143,7 @@ class WrittenRun:
 
     def round(
         self,
-        change: Callable[[Merged], Merged] = lambda record: record,
+        change: Callable[[MergedRecord], MergedRecord] = lambda record: record,
         share: Callable[[Share], Share] = lambda share: share,
         keep: bool = True,
     ) -> None:
@@ -158,7 +158,7 @@ class WrittenRun:
         deltas = [self.dice.standard_normal(size).astype(np.float32) for _ in shares]
         mark = self.parameters.stage_merge(fragment, deltas, [one.weight for one in shares])
         version = self.history.versions[fragment] + 1
-        honest = Merged(number, fragment, version, 1, "every live learner reported", shares, mark, step=self.step)
+        honest = MergedRecord(number, fragment, version, 1, "every live learner reported", shares, mark, step=self.step)
         told = change(replace(honest, members=(share(shares[0]), *shares[1:])))
         self.raw(told, self.parameters.outer_gradient(fragment).data if keep else None)
         self.parameters.commit_version(fragment, version, number)
@@ -187,21 +187,23 @@ class WrittenRun:
 
     def pass_over(self) -> None:
         number = self.history.committed
-        self.write(Passed(number, number % P, "0 of 1 contributions came", step=self.step))
+        self.write(PassedRecord(number, number % P, "0 of 1 contributions came", step=self.step))
 
     def set_guard(self, guard: str) -> None:
         settings = msgspec.convert({**msgspec.to_builtins(self.history.settings), "guard": guard}, Settings)
-        self.write(Changed(settings, self.history.outer, f"guard={guard}"))
+        self.write(ChangedRecord(settings, self.history.outer, f"guard={guard}"))
 
     def score(self, loss: float | None) -> None:
-        self.write(Scored(self.history.committed, loss))
+        self.write(ScoredRecord(self.history.committed, loss))
 
-    def roll_back(self, to: int, change: Callable[[Restored], Restored] = lambda record: record) -> Restored:
+    def roll_back(
+        self, to: int, change: Callable[[RestoredRecord], RestoredRecord] = lambda record: record
+    ) -> RestoredRecord:
         """The guard takes the run back; learners drop what they have."""
         earlier = read_earlier(self.dir, Restore(to, tuple(self.history.rolled_back)), disk=LocalDisk())
         told, at = earlier.told, self.history.committed
         versions = tuple(version + 1 for version in self.history.versions)
-        honest = Restored(told.round, at, versions, told.digests, told.undone, "the loss was good then")
+        honest = RestoredRecord(told.round, at, versions, told.digests, told.undone, "the loss was good then")
         record = change(honest)
         self.raw(record, earlier.packed.data)
         self.parameters.restore_state(earlier.packed, versions, at - 1)
@@ -229,7 +231,7 @@ class WrittenRun:
         if self.history.leases is not None:
             again = self.history.leases.merged_to(learner, island.incarnation)
         fates = msgspec.structs.asdict(fate)
-        honest = Gone(learner, island.incarnation, island.t, **fates, again_from=again)
+        honest = GoneRecord(learner, island.incarnation, island.t, **fates, again_from=again)
         told = replace(honest, **changes)
         self.raw(told)
         if told == honest:
@@ -240,11 +242,11 @@ class WrittenRun:
         before = self.journal.position
         self.journal.close()
         self.journal = begin_term(self.dir.journal, before.term + 1)
-        self.write(Reigned(before.term + 1, before.offset, before.hash, self.history.committed))
+        self.write(TermRecord(before.term + 1, before.offset, before.hash, self.history.committed))
 
     def end(self, progress: float = -1.0) -> None:
-        self.write(Ended("24 steps are done", step=self.history.step))
-        self.write(Ended("24 steps are done", final=True, step=self.history.step, progress=progress))
+        self.write(EndedRecord("24 steps are done", step=self.history.step))
+        self.write(EndedRecord("24 steps are done", final=True, step=self.history.step, progress=progress))
         facts = facts_of_model(self.history.run, self.history.committed, self.history.versions)
         save_model(self.dir.model, self.parameters.tensors_by_name(), facts)
         for learner in sorted(self.islands):
@@ -266,7 +268,7 @@ class WrittenRun:
         table = self.syncer_part(cut, change, run)
         learners = {name: self._learner_part(name, cut) for name in self.islands}
         mark = write_manifest(self.dir.cuts, Manifest(run or self.history.run, cut, cut, table, learners))
-        self.write(CutDone(cut, cut, tuple(sorted(learners)), mark))
+        self.write(CutDoneRecord(cut, cut, tuple(sorted(learners)), mark))
         return cut
 
     def _learner_part(self, name: str, cut: int) -> LearnerPart:

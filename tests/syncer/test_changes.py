@@ -9,14 +9,14 @@ from tests.syncer.conftest import TENSORS
 from atoll.config import Outer
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Changed
+from atoll.protocol.records import BegunRecord, ChangedRecord
 from atoll.protocol.settings import Settings
 from atoll.syncer.changes import RULES, parse_changes
 
 
 def history(**settings: int) -> History:
     rules = Settings(**{"learners": 4, "fragments": 2, "sync_every": 8, **settings}).resolved(len(TENSORS))  # type: ignore[arg-type]
-    return History(Begun("run", rules, msgspec.to_builtins(Outer()), TENSORS, "plan"))
+    return History(BegunRecord("run", rules, msgspec.to_builtins(Outer()), TENSORS, "plan"))
 
 
 def test_words_become_settings_and_the_rest_stays() -> None:
@@ -59,7 +59,7 @@ def test_one_learner_may_be_allowed_more() -> None:
     asked = parse_changes(history(), ["weight_limit.large=8", "weight_limit.larger=9.5"])
     assert asked is not None and asked.settings.weight_limits == {"large": 8.0, "larger": 9.5}
     run = history()
-    run.apply(Changed(asked.settings, asked.outer, asked.what))
+    run.apply(ChangedRecord(asked.settings, asked.outer, asked.what))
     again = parse_changes(run, ["weight_limit.large=1"])
     assert again is not None and again.settings.weight_limits == {"large": 1.0, "larger": 9.5}
 
@@ -78,7 +78,7 @@ def test_what_changed_before_is_what_changes_now() -> None:
     run = history()
     asked = parse_changes(run, ["quorum=2", "outer_lr=0.5"])
     assert asked is not None
-    run.apply(Changed(asked.settings, asked.outer, asked.what))
+    run.apply(ChangedRecord(asked.settings, asked.outer, asked.what))
     again = parse_changes(run, ["steps=50"])
     assert again is not None
     assert (again.settings.quorum, again.settings.steps, again.outer["lr"]) == (2, 50, 0.5)

@@ -14,7 +14,7 @@ from tests.store.written import WrittenRun, well, with_rounds, wrong
 from tests.syncer.test_recovery import damage, found_in, the_same
 
 from atoll.protocol.effects import Restore
-from atoll.protocol.records import Restored, Undone
+from atoll.protocol.records import RestoredRecord, Undone
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of, prune
 from atoll.store.disk import LocalDisk
@@ -182,7 +182,7 @@ def test_export_gives_the_model_behind_it(tmp_path: Path) -> None:
     ],
 )
 def test_verify_says_what_is_not_right_with_it(
-    tmp_path: Path, change: Callable[[Restored], Restored], words: str
+    tmp_path: Path, change: Callable[[RestoredRecord], RestoredRecord], words: str
 ) -> None:
     run = with_rounds(tmp_path / "run", 7)
     run.roll_back(5, change)

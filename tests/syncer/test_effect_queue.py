@@ -11,7 +11,7 @@ import pytest
 
 from atoll.protocol import effects as fx
 from atoll.protocol.history import History
-from atoll.protocol.records import AnyRecord, Begun, Ended, Merged, Passed
+from atoll.protocol.records import AnyRecord, BegunRecord, EndedRecord, MergedRecord, PassedRecord
 from atoll.protocol.settings import Settings
 from atoll.store.disk import DiskFailed, NoRoom
 from atoll.store.writer_lease import Deposed
@@ -19,23 +19,23 @@ from atoll.syncer import effect_queue
 from atoll.syncer.effect_queue import EffectQueue, Entry
 
 WAIT_S = 10.0
-HISTORY = History(Begun("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
+HISTORY = History(BegunRecord("run", Settings(fragments=2, sync_every=4), {}, (), "plan")).state()
 
 
 def note(text: str) -> fx.Note:
     return fx.Note("note", text)
 
 
-def record(number: int) -> Passed:
-    return Passed(number, 0, "no quorum")
+def record(number: int) -> PassedRecord:
+    return PassedRecord(number, 0, "no quorum")
 
 
 def persist(*numbers: int) -> fx.Persist:
     return fx.Persist(tuple(record(number) for number in numbers))
 
 
-def merged(number: int) -> Merged:
-    return Merged(number, 0, 1, 1, "every live learner reported", (), "digest")
+def merged(number: int) -> MergedRecord:
+    return MergedRecord(number, 0, 1, 1, "every live learner reported", (), "digest")
 
 
 class Disk:
@@ -359,7 +359,7 @@ async def test_it_looks_whether_it_was_replaced_after_every_write() -> None:
     disk.queue.enqueue([persist(1), note("one")])
     await disk.emptied()
     disk.is_fenced = True
-    disk.queue.enqueue([fx.Persist((Ended("done"),)), note("two")])
+    disk.queue.enqueue([fx.Persist((EndedRecord("done"),)), note("two")])
     with pytest.raises(Deposed):
         await asyncio.wait_for(running, WAIT_S)
     assert disk.texts() == ["one"]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.store.written import OUTER, WrittenRun, begun, cut_run, flip, whole, with_rounds
 
 from atoll.config import Outer
-from atoll.protocol.records import Changed, Joined, Reigned, Reset, Started
+from atoll.protocol.records import ChangedRecord, JoinedRecord, ResetRecord, StartedRecord, TermRecord
 from atoll.store import disk as disk_module
 from atoll.store.cuts import BadCut, folder_of
 from atoll.store.disk import Corrupt, LocalDisk
@@ -151,7 +151,7 @@ def test_what_is_needed_of_the_payloads_is_said(tmp_path: Path) -> None:
 
 def test_an_outer_state_that_started_anew_does_so_again(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 4)
-    run.write(Reset(1, "the outer step gave values that are not finite"))
+    run.write(ResetRecord(1, "the outer step gave values that are not finite"))
     run.parameters.reset_outer_state(1)
     for _ in range(3):
         run.round()
@@ -170,7 +170,7 @@ def test_settings_that_changed_hold_for_the_rounds_behind_the_change(tmp_path: P
     run = with_rounds(tmp_path / "run", 4)
     outer = {**OUTER, "lr": 0.25, "momentum": 0.9, "merge": "mean"}
     rules = replace(run.history.settings, quorum=2)
-    run.write(Changed(rules, outer, "quorum=2 outer_lr=0.25 outer_momentum=0.9 merge=mean"))
+    run.write(ChangedRecord(rules, outer, "quorum=2 outer_lr=0.25 outer_momentum=0.9 merge=mean"))
     run.parameters.change_outer(msgspec.convert(outer, Outer))
     for _ in range(4):
         run.round()
@@ -182,7 +182,7 @@ def test_settings_that_changed_hold_for_the_rounds_behind_the_change(tmp_path: P
 def test_settings_that_changed_before_the_cut_hold_behind_it(tmp_path: Path) -> None:
     run = with_rounds(tmp_path / "run", 2)
     outer = {**OUTER, "lr": 0.25}
-    run.write(Changed(run.history.settings, outer, "outer_lr=0.25"))
+    run.write(ChangedRecord(run.history.settings, outer, "outer_lr=0.25"))
     run.parameters.change_outer(msgspec.convert(outer, Outer))
     run.round()
     run.cut()
@@ -296,7 +296,7 @@ def test_a_round_without_its_outer_gradient_is_named(tmp_path: Path) -> None:
 def test_a_journal_that_does_not_begin_with_a_run_is_refused(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     run.journal.mkdir()
-    Journal.begin(run.journal, 1, disk=LocalDisk()).append([(Joined("learner-0", 1, "session", 0), None)])
+    Journal.begin(run.journal, 1, disk=LocalDisk()).append([(JoinedRecord("learner-0", 1, "session", 0), None)])
     with pytest.raises(BadCut, match="does not begin with the beginning of a run"):
         recover(run, disk=LocalDisk())
 
@@ -320,7 +320,7 @@ def usurped(run: WrittenRun) -> WrittenRun:
     heir.dice = np.random.default_rng(99)
     end = run.journal.position
     heir.journal = Journal.begin(run.dir.journal, end.term + 1, after=end, disk=LocalDisk())
-    heir.write(Reigned(end.term + 1, end.offset, end.hash, heir.history.committed))
+    heir.write(TermRecord(end.term + 1, end.offset, end.hash, heir.history.committed))
     return heir
 
 
@@ -409,6 +409,6 @@ def test_the_first_parameters_are_asked_for_again_when_they_were_not_told_of(tmp
     damage(run, 0)
     found = found_in(run)
     assert found.parameters is None and "cut 0 is passed over" in found.remarks[0]
-    run.raw(Started("learner-0"))
+    run.raw(StartedRecord("learner-0"))
     with pytest.raises(BadCut, match="cut 0 is passed over"):
         found_in(run)

@@ -21,16 +21,16 @@ from atoll.protocol.history import History
 from atoll.protocol.messages import CutSaved
 from atoll.protocol.records import (
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Joined,
-    Merged,
-    Reigned,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    JoinedRecord,
+    MergedRecord,
     Share,
-    Started,
+    StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.settings import Settings
 from atoll.store import atomic
@@ -63,7 +63,7 @@ class Reigning:
         found = self.run_store.recovered
         if found is None:
             settings = Settings(learners=1, fragments=2, sync_every=4)
-            begun = Begun("r1", settings, msgspec.to_builtins(OUTER), TENSORS, plan().fingerprint)
+            begun = BegunRecord("r1", settings, msgspec.to_builtins(OUTER), TENSORS, plan().fingerprint)
             self.history, self.parameters = History(begun), Parameters(plan(), OUTER)
             self.run_store.append([(begun, None)])
         else:
@@ -76,7 +76,7 @@ class Reigning:
         self.run_store.append([(record, None) for record in records])
 
     def start(self) -> Reigning:
-        self.write(Joined("learner-0", 1, "session", 0))
+        self.write(JoinedRecord("learner-0", 1, "session", 0))
         for part in plan().fragments:
             np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = self.dice.standard_normal(
                 part.size
@@ -85,7 +85,7 @@ class Reigning:
         self.parameters.commit_initial()
         self.cut(0)
         self.run_store.complete_cut("r1", CompleteCut(0, (), ()))
-        self.write(Started("learner-0"))
+        self.write(StartedRecord("learner-0"))
         return self
 
     def round(self, times: int = 1) -> Reigning:
@@ -96,7 +96,7 @@ class Reigning:
             mark = self.parameters.stage_merge(f, [delta], [1.0])
             t, tokens = 2 * (number + 1), 16 * min(number + 1, 2)
             share = Share("learner-0", 1, t, 2, tokens, 128.0, version - 1, 8 * t)
-            record = Merged(number, f, version, 1, "every live learner reported", (share,), mark)
+            record = MergedRecord(number, f, version, 1, "every live learner reported", (share,), mark)
             self.history.apply(record)
             self.run_store.append([(record, self.parameters.outer_gradient(f).data)])
             self.parameters.commit_version(f, version, number)
@@ -117,7 +117,7 @@ class Reigning:
     def whole_cut(self) -> int:
         cut = self.cut()
         mark = self.run_store.complete_cut("r1", CompleteCut(cut, (), ()))
-        self.write(CutDone(cut, cut, (), mark))
+        self.write(CutDoneRecord(cut, cut, (), mark))
         return cut
 
     def payloads(self) -> list[str]:
@@ -183,7 +183,7 @@ def test_a_new_term_writes_down_what_it_found_before_anything_else(tmp_path: Pat
     two = Reigning(tmp_path / "run")
     assert two.history.term == 2
     records = [record for _, record in read(two.out.journal, start=end, disk=LocalDisk())]
-    assert records == [Reigned(2, end.offset, end.hash, 2)]
+    assert records == [TermRecord(2, end.offset, end.hash, 2)]
 
 
 def test_the_first_term_of_a_run_has_nothing_to_come_back_to(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_books_that_are_closed_leave_the_run_to_the_next(tmp_path: Path) -> None
     one = Reigning(tmp_path / "run").start()
     one.run_store.close()
     with pytest.raises(DiskFailed, match="is closed"):
-        one.run_store.append([(Gone("learner-0", 1, 0, 0, (0, 0), (0, 0)), None)])
+        one.run_store.append([(GoneRecord("learner-0", 1, 0, 0, (0, 0), (0, 0)), None)])
     assert Reigning(tmp_path / "run").run_store.term == 2
 
 
@@ -441,9 +441,9 @@ def test_durable_at_cuts_means_that_a_power_cut_costs_the_rounds_since_the_last(
 def test_durable_at_cuts_the_end_of_a_run_survives_a_power_cut(tmp_path: Path) -> None:
     disk = FaultyDisk()
     one = Reigning(tmp_path / "run", disk=disk, every_round=False).start().round(3)
-    one.write(Ended("100 steps are done"))
+    one.write(EndedRecord("100 steps are done"))
     one.round(2)
-    one.write(Ended("100 steps are done", final=True))
+    one.write(EndedRecord("100 steps are done", final=True))
     two = after_a_power_cut(one, disk)
     assert two.history.finished and two.history.committed == 5 and two.bits() == one.bits()
 
@@ -502,8 +502,8 @@ def test_the_model_of_an_earlier_end_is_gone_before_the_next_round_is_durable(tm
     first.run_store.close()
     again = Reigning(tmp_path / "run")
     again.out.model.write_bytes(b"the head of round 3")
-    again.write(Ended("the operator asked for it", final=True))
-    again.write(Changed(again.history.settings, {}, "the run goes on", reopen=True))
+    again.write(EndedRecord("the operator asked for it", final=True))
+    again.write(ChangedRecord(again.history.settings, {}, "the run goes on", reopen=True))
     assert again.out.model.exists(), "it is still the head"
     there: list[bool] = []
     append = again.run_store._journal.append
@@ -522,4 +522,4 @@ def test_a_model_that_cannot_be_removed_keeps_the_round_from_being_durable(tmp_p
     with pytest.raises(DiskFailed, match=r"model\.safetensors"):
         run.round()
     records = [record for _, record in read(run.out.journal, disk=LocalDisk())]
-    assert not any(isinstance(record, Merged) for record in records) and before == 0
+    assert not any(isinstance(record, MergedRecord) for record in records) and before == 0

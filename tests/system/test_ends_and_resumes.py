@@ -29,7 +29,7 @@ from tests.system.conftest import SCRIPTS, WAIT_S, Event, Run, members
 from atoll.config import load
 from atoll.launch.resume import model_is_head, read_head, spent_budget
 from atoll.protocol.history import History
-from atoll.protocol.records import Changed, Merged
+from atoll.protocol.records import ChangedRecord, MergedRecord
 from atoll.store.cuts import complete_cuts
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
@@ -325,9 +325,9 @@ def check_trained(out: Path, rounds: int) -> None:
     """New rounds, and progress that goes on from where the run was to the whole of its budget."""
     progress: list[float] = []
     for _, record in read(out / "journal", disk=LocalDisk()):
-        if isinstance(record, Changed) and record.reopen:
+        if isinstance(record, ChangedRecord) and record.reopen:
             progress = []
-        elif isinstance(record, Merged) and record.round >= rounds:
+        elif isinstance(record, MergedRecord) and record.round >= rounds:
             progress.append(record.progress)
     assert len(progress) > 10 and progress == sorted(progress), progress
     assert progress[0] < 0.9 <= progress[-1], progress

@@ -15,7 +15,7 @@ from tests.system.crashing import facts, victims
 from tests.system.crashing.samples import Samples
 
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Merged
+from atoll.protocol.records import BegunRecord, MergedRecord
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -47,7 +47,7 @@ def check_all_accounted(run: Run) -> None:
     report = facts.check_files(run)
     assert report.facts["finished"] and report.facts["fragment_tokens"]["in_flight"] == 0
     records = facts.records(run)
-    assert isinstance(records[0], Begun)
+    assert isinstance(records[0], BegunRecord)
     history = History(records[0])
     for record in records[1:]:
         history.apply(record)
@@ -98,9 +98,9 @@ def test_a_synchronous_pass_merges_every_sample_once_into_every_fragment(run: Ru
     everything = Counter((0, 0, position) for position in range(1500))
     assert samples.merged == dict.fromkeys(range(4), everything)
     assert samples.fates() == {"merged or dropped": 1500}
-    tokens = Counter({r.fragment: 0 for r in records if isinstance(r, Merged)})
+    tokens = Counter({r.fragment: 0 for r in records if isinstance(r, MergedRecord)})
     for record in records:
-        if isinstance(record, Merged):
+        if isinstance(record, MergedRecord):
             tokens[record.fragment] += sum(share.tokens for share in record.members)
     assert tokens == dict.fromkeys(range(4), 1500), "and nothing else"
     check_all_accounted(run)

@@ -31,7 +31,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Contribution
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.statistics import after_adoption
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
@@ -111,7 +111,7 @@ HARMLESS = ("duplicate",)
 
 
 class Rogue:
-    def __init__(self, begun: Begun, url: str, attack: Attack, name: str, step_s: float = STEP_S) -> None:
+    def __init__(self, begun: BegunRecord, url: str, attack: Attack, name: str, step_s: float = STEP_S) -> None:
         self.machine = LearnerMachine(name, secrets.token_hex(8), begun.tensors)
         self.attack, self.step_s = attack, step_s
         self._plan: FragmentPlan = make_plan(begun.tensors, begun.settings.fragments, begun.settings.plan)
@@ -286,10 +286,10 @@ class Rogue:
         self._tasks.create_task(work)
 
 
-def begun_of(out: RunDir) -> Begun:
+def begun_of(out: RunDir) -> BegunRecord:
     """What the run is, from its journal."""
     for _, record in read(out.journal, disk=LocalDisk()):
-        if isinstance(record, Begun):
+        if isinstance(record, BegunRecord):
             return record
     raise ConfigError(f"{out.path} has no run to join yet")
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import Merged
+from atoll.protocol.records import MergedRecord
 from atoll.protocol.settings import Settings
 from atoll.simulate import campaign, worker_pool
 from atoll.simulate.reports import FailureReport, Report, all_of, report
@@ -142,7 +142,7 @@ def tape(
     faults = [parse_fault(text, learners) for text in fault]
     lines = make_tape(settings, step_s=speeds, faults=faults, seed=seed, latency_s=latency_s)
     write_tape(out, lines)
-    rounds = sum(isinstance(line, Merged) for line in lines)
+    rounds = sum(isinstance(line, MergedRecord) for line in lines)
     Console(highlight=False).print(f"{out}: {rounds} rounds of {learners} learners, {out.stat().st_size:,} bytes")
 
 

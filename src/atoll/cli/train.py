@@ -29,7 +29,7 @@ from atoll.observe import dashboard
 from atoll.observe.screen import EventTail, choose_screen
 from atoll.observe.trackers import NO_TARGETS, Targets
 from atoll.protocol.errors import ConfigError, RunFailed
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.store.journal import read_tape
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import check_not_alive
@@ -315,7 +315,7 @@ def _follow(
     if said or kills:
         raise ConfigError(f"--tape brings {', '.join(said) or 'its faults'} with it: make another tape for another")
     lines = read_tape(tape)
-    assert isinstance(lines[0], Begun)
+    assert isinstance(lines[0], BegunRecord)
     config = msgspec.structs.replace(config, protocol=lines[0].settings)
     kernels.warm()
     run_dir = RunDir.create(out, force=force, shared=config.service.share_files)

@@ -300,7 +300,7 @@ class Courier:
                     self._link.send(message)
             case fx.Note(_, text):
                 _say(text)
-            case fx.Save() | fx.Supply() | fx.Drain():
+            case fx.Save() | fx.Supply() | fx.AskToLeave():
                 self._channel.send(effect)
             case fx.Inform(progress, global_step, committed):
                 self._unsent_progress = RunProgress(committed, progress, global_step)

@@ -122,9 +122,9 @@ def _read_beginning(out: RunDir) -> History | None:
     """Of a run that has no cut: it can have no parameters either."""
     history: History | None = None
     for _, record in read(out.journal, disk=LocalDisk()):
-        if history is None and isinstance(record, records.Begun):
+        if history is None and isinstance(record, records.BegunRecord):
             history = History(record)
-        elif history is None or isinstance(record, records.Started):
+        elif history is None or isinstance(record, records.StartedRecord):
             raise ConfigError(
                 f"{out.path} cannot be gone on with: its journal tells of parameters, and {out.cuts} holds no cut with "
                 "them: put back a copy of that folder"
@@ -250,4 +250,4 @@ def _is_head(out: RunDir, cut: int) -> bool:
     _, state, _ = read_syncer_part(out.cuts, cut)
     position = msgspec.msgpack.decode(state, type=CutState).position
     behind = read(out.journal, start=position, disk=LocalDisk())
-    return all(isinstance(record, records.CutDone | records.Reigned) for _, record in behind)
+    return all(isinstance(record, records.CutDoneRecord | records.TermRecord) for _, record in behind)

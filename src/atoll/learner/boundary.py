@@ -45,8 +45,7 @@ from atoll.protocol.errors import PlanError
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import after_adoption
-from atoll.protocol.tape import Adopted as AdoptedEntry
-from atoll.protocol.tape import Owned, shorten_rule
+from atoll.protocol.tape import AdoptedEntry, OwnedEntry, shorten_rule
 
 
 class Boundary:
@@ -98,7 +97,7 @@ class Boundary:
             case fx.LetGo(round):
                 self._holds.pop(round, None)
             case fx.Own():
-                self._tape.add(Owned(self._t))
+                self._tape.add(OwnedEntry(self._t))
                 self._box.adopted[:] = 0
             case ForgetOrder(epoch, reset):
                 self._forget(epoch)

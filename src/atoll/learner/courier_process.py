@@ -18,7 +18,7 @@ import torch
 from atoll.mailbox.channel import CourierChannel, ToCourier, ToTraining, decode_to_training
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import RunFailed
-from atoll.protocol.tape import AnyEntry, Began, Numbered
+from atoll.protocol.tape import AnyEntry, BeganEntry, Numbered
 
 RESTART_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Waits before a courier is started again; the last one holds for all later ones."""
@@ -157,8 +157,8 @@ class TapeRecorder:
         self.tell()
 
 
-def describe_machine(t: int, device: torch.device, state: str, exact: bool) -> Began:
-    return Began(
+def describe_machine(t: int, device: torch.device, state: str, exact: bool) -> BeganEntry:
+    return BeganEntry(
         t=t,
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),

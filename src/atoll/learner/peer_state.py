@@ -52,7 +52,7 @@ from atoll.mailbox.channel import StateCopyMade, TakeOrder
 from atoll.protocol import effects as fx
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import MOST, clipped
-from atoll.protocol.tape import Gave, Took
+from atoll.protocol.tape import GaveEntry, TookEntry
 
 PeerOrder = fx.Capture | fx.Await | TakeOrder | fx.Begin
 
@@ -91,7 +91,7 @@ class PeerStates:
             case TakeOrder(ticket, length):
                 reason, refused = self._take(self._courier.take_descriptor(), length)
                 if not reason:
-                    self._tape.add(Took(t, ticket))
+                    self._tape.add(TookEntry(t, ticket))
                     self._tell_begun_anew()
                 self._courier.send(fx.Taken(ticket, t, clipped(reason), refused))
             case fx.Begin(text):
@@ -131,7 +131,7 @@ class PeerStates:
         except AtollError as error:
             self._courier.send(StateCopyMade(number, t, reason=str(error)))
             return
-        self._tape.add(Gave(t))
+        self._tape.add(GaveEntry(t))
         # Not a daemon: torch's memory must not go while it is read.
         order = (self._couriers, number, t, copied)
         self._thread = threading.Thread(target=self._write, args=order, name="atoll-peer")

@@ -44,7 +44,7 @@ from atoll.mailbox.channel import (
 from atoll.protocol import effects as fx
 from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
-from atoll.protocol.tape import Began, Forgot, Informed, Marked, Stopped, Supplied
+from atoll.protocol.tape import BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, StoppedEntry, SuppliedEntry
 from atoll.store.rundir import UNMERGED
 
 
@@ -193,7 +193,7 @@ class RunSession:
         self.shared.continue_from(place)
         self._feed.load(place["feed"])
 
-    def _began(self, earlier: SavedPart | None) -> Began:
+    def _began(self, earlier: SavedPart | None) -> BeganEntry:
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         file, exact = (earlier.file, earlier.exact) if earlier is not None else ("", False)
         return describe_machine(self._tally.t, device, file, exact)
@@ -290,7 +290,7 @@ class RunSession:
         is heard meanwhile; and the tape has the very values."""
         if (told := self._told) is not None and told != self._known:
             self._known = told
-            self._tape.add(Informed(self._tally.t, told.committed, told.progress, told.global_step))
+            self._tape.add(InformedEntry(self._tally.t, told.committed, told.progress, told.global_step))
 
     def _report(self) -> None:
         """Counters go on counting: where the courier does not keep up, a later report says it all."""
@@ -348,15 +348,15 @@ class RunSession:
                 self._unreached = reason
             case GoOrder(until):
                 self._until = until
-            case fx.Drain(reason):
+            case fx.AskToLeave(reason):
                 self._preemption.ask(f"it was drained: {reason}")
             case StopOrder():
                 self._stop(frame)
             case fx.Save(cut, kept):
-                self._tape.add(Marked(t, cut))
+                self._tape.add(MarkedEntry(t, cut))
                 self._saver.take_part(cut, t, self._captured, kept)
             case fx.Supply(ranges, over, own):
-                self._tape.add(Supplied(t, tuple(one.lease for one in ranges), over, bool(own)))
+                self._tape.add(SuppliedEntry(t, tuple(one.lease for one in ranges), over, bool(own)))
                 self._feed.take_leases(ranges, over, own)
             case _:
                 assert self.shared.boundary is not None
@@ -368,14 +368,14 @@ class RunSession:
 
     def _stop(self, order: StopOrder) -> None:
         if not self._done:
-            self._tape.add(Stopped(self._tally.t))
+            self._tape.add(StoppedEntry(self._tally.t))
         self._done = True
         self._final = self._final or order.final
         if order.failed:
             raise ConfigError(order.reason) if order.mistake else RunFailed(order.reason)
 
     def _forget(self, reset: bool) -> None:
-        self._tape.add(Forgot(self._tally.t, reset))
+        self._tape.add(ForgotEntry(self._tally.t, reset))
         self._feed.forget()
         if reset and (optimizers := optimizers_by_path(self._optimizers)):
             for optimizer in optimizers.values():
@@ -405,7 +405,7 @@ class RunSession:
         """Stay until the last steps are in the model; a run that ended leaves its final parameters here."""
         self._stopped = True
         if self._preemption.asked:
-            self._tape.add(Stopped(self._tally.t))
+            self._tape.add(StoppedEntry(self._tally.t))
         self._tape.tell()
         self._report()
         leaving = self._await_the_end()

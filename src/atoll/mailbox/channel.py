@@ -243,7 +243,7 @@ ToTraining = (
     | TakeOrder
     | fx.Begin
     | GoOrder
-    | fx.Drain
+    | fx.AskToLeave
     | StopOrder
     | DialFailed
 )

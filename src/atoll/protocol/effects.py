@@ -690,7 +690,7 @@ class Inform(Fact, frozen=True):
     committed: int = 0
 
 
-class Drain(Fact, frozen=True):
+class AskToLeave(Fact, frozen=True):
     """Effect: the training process is to give its last steps, save its state and leave."""
 
     reason: str
@@ -750,7 +750,7 @@ LearnerEffect = (
     | TakeState
     | HangUp
     | Inform
-    | Drain
+    | AskToLeave
     | Stop
     | Note
 )

@@ -16,26 +16,26 @@ from atoll.protocol.leases import DatasetSpec, Leases, LeasesState
 from atoll.protocol.ledger import Ledger, LedgerState
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.records import (
-    Alarmed,
+    AlarmedRecord,
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Granted,
-    Joined,
-    Lent,
-    Merged,
-    Owned,
-    Passed,
-    Played,
-    Reigned,
-    Reset,
-    Restored,
-    Scored,
-    Sources,
-    Started,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    LentRecord,
+    MergedRecord,
+    OwnedRecord,
+    PassedRecord,
+    PlayedRecord,
+    ResetRecord,
+    RestoredRecord,
+    ScoredRecord,
+    SourcesRecord,
+    StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.settings import Settings
 
@@ -82,7 +82,7 @@ def number_learners(names: Iterable[str], learners: int) -> dict[str, int]:
 class State(msgspec.Struct, array_like=True):
     """All of it, as a cut carries it."""
 
-    begun: Begun
+    begun: BegunRecord
     settings: Settings
     outer: dict[str, str | float | bool]
     term: int
@@ -107,7 +107,7 @@ class State(msgspec.Struct, array_like=True):
 
 
 class History:
-    def __init__(self, begun: Begun, term: int = 1) -> None:
+    def __init__(self, begun: BegunRecord, term: int = 1) -> None:
         fragments = begun.settings.fragments
         self.begun = begun
         self.settings, self.outer = begun.settings, dict(begun.outer)
@@ -169,51 +169,51 @@ class History:
 
     def apply(self, record: AnyRecord) -> None:
         match record:
-            case Begun():
+            case BegunRecord():
                 raise AssertionError("a run begins once")
-            case Reigned(term):
+            case TermRecord(term):
                 self.term = term
                 self.began = [*self.began[1 - TERMS :], (term, self.committed, tuple(self.versions))]
-            case Joined():
+            case JoinedRecord():
                 self._joined(record)
-            case Owned(learner, token):
+            case OwnedRecord(learner, token):
                 self.owners[learner] = token
-            case Started():
+            case StartedRecord():
                 self.started, self.versions = True, [0] * len(self.versions)
-            case Merged():
+            case MergedRecord():
                 self._merged(record)
-            case Passed():
+            case PassedRecord():
                 self._decided(record)
-            case Scored(round, loss):
+            case ScoredRecord(round, loss):
                 self.trend = guard.scored(self.trend, round, loss)
                 self._choose_good_cut()
-            case Restored():
+            case RestoredRecord():
                 self._restored(record)
-            case Reset() | Lent() | Alarmed():
+            case ResetRecord() | LentRecord() | AlarmedRecord():
                 pass  # concerns the numbers alone, or a reader of the tape or of the books
-            case Played(tapes):
+            case PlayedRecord(tapes):
                 for one in tapes:
                     if (life := self.lives.get(one.learner)) is not None:
                         life.taped = max(life.taped, one.first + len(one.entries))
-            case Sources(datasets, epochs):
+            case SourcesRecord(datasets, epochs):
                 self.leases = Leases([DatasetSpec(*dataset) for dataset in datasets], epochs)
-            case Granted():
+            case GrantedRecord():
                 assert self.leases is not None
                 self.leases.granted(record)
-            case Gone():
+            case GoneRecord():
                 self._gone(record)
-            case Changed(settings, outer, _, reopen):
+            case ChangedRecord(settings, outer, _, reopen):
                 self.settings, self.outer = settings, dict(outer)
                 if reopen:
                     self.ended, self.finished = "", False
-            case CutDone(cut):
+            case CutDoneRecord(cut):
                 self.cuts = [*self.cuts, cut][-max(8, self.settings.keep_cuts) :]
                 self._choose_good_cut()
-            case Ended(reason, final, step, progress):
+            case EndedRecord(reason, final, step, progress):
                 self.ended, self.finished, self.step = reason, final, max(self.step, step)
                 self.progress = progress if progress >= 0.0 else self.progress
 
-    def _joined(self, record: Joined) -> None:
+    def _joined(self, record: JoinedRecord) -> None:
         known = self.lives.get(record.learner)
         same = known is not None and known.session == record.session
         self.lives[record.learner] = Life(
@@ -227,11 +227,11 @@ class History:
         )
         self.ledger.joined(record.learner, record.incarnation, record.origin)
 
-    def _decided(self, record: Merged | Passed) -> None:
+    def _decided(self, record: MergedRecord | PassedRecord) -> None:
         self.committed, self.progress = record.round + 1, record.progress
         self.step, self.global_step = record.step, int(record.step)
 
-    def _merged(self, record: Merged) -> None:
+    def _merged(self, record: MergedRecord) -> None:
         self._decided(record)
         self.versions[record.fragment] = record.version
         for share in record.members:
@@ -243,7 +243,7 @@ class History:
         if self.leases is not None:
             self.leases.merged(record)
 
-    def _restored(self, record: Restored) -> None:
+    def _restored(self, record: RestoredRecord) -> None:
         self.versions, self.least = list(record.versions), list(record.versions)
         self.rolled_back = [*self.rolled_back[1 - ROLLBACKS :], (record.round, record.at)]
         self.trend = guard.rolled_back(self.trend, record.round, record.at)
@@ -256,7 +256,7 @@ class History:
     def is_rolled_back(self, cut: int) -> bool:
         return any(start < cut <= end for start, end in self.rolled_back)
 
-    def _gone(self, record: Gone) -> None:
+    def _gone(self, record: GoneRecord) -> None:
         life = self.lives.get(record.learner)
         if life is not None and life.incarnation == record.incarnation:
             life.open, life.t, life.total = False, record.t, max(life.total, record.total)

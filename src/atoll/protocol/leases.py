@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import Granted, Merged, Record
+from atoll.protocol.records import GrantedRecord, MergedRecord, Record
 
 
 class DatasetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class Holding(Record, frozen=True):
     """The position at which the first of these leases begins."""
     merged_to: int
     """The highest position of a merged contribution: what lies below it is in the model."""
-    leases: tuple[Granted, ...]
+    leases: tuple[GrantedRecord, ...]
 
     @property
     def end(self) -> int:
@@ -122,21 +122,21 @@ class Leases:
 
     # ---- issuing ------------------------------------------------------------------------------------------------
 
-    def next(self, learner: str, incarnation: int, count: int) -> Granted | None:
+    def next(self, learner: str, incarnation: int, count: int) -> GrantedRecord | None:
         """The lease of at most `count` samples it would get now; None when nothing is left. `granted` makes it so."""
         assert count > 0
         piece = self._waiting[0] if self._waiting else self._fresh()
         if piece is None:
             return None
         stop = min(piece.stop, piece.start + count)
-        return Granted(self._count, piece.dataset, piece.epoch, piece.start, stop, learner, incarnation)
+        return GrantedRecord(self._count, piece.dataset, piece.epoch, piece.start, stop, learner, incarnation)
 
     @property
     def used_up(self) -> bool:
         """Nothing is left to issue; what is held may still come back."""
         return not self._waiting and self._fresh() is None
 
-    def granted(self, lease: Granted) -> None:
+    def granted(self, lease: GrantedRecord) -> None:
         piece = self._waiting[0] if self._waiting else self._fresh()
         assert piece is not None and self._count == lease.lease, "leases are numbered in the order they are granted"
         at = (piece.dataset, piece.epoch, piece.start)
@@ -180,7 +180,7 @@ class Leases:
             self._taken[learner, incarnation] = max(position, self._taken.get((learner, incarnation), 0))
         return None
 
-    def merged(self, record: Merged) -> None:
+    def merged(self, record: MergedRecord) -> None:
         """Members that hold no leases (any more) are passed over."""
         for share in record.members:
             key = (share.learner, share.incarnation)
@@ -205,7 +205,7 @@ class Leases:
         """Whether it was ever granted a lease and is not gone."""
         return (learner, incarnation) in self._holdings
 
-    def held(self, learner: str, incarnation: int) -> tuple[Granted, ...]:
+    def held(self, learner: str, incarnation: int) -> tuple[GrantedRecord, ...]:
         """Its leases that it has not taken to the end, as far as is known, in order."""
         held = self._holdings.get((learner, incarnation))
         return held.merged(self._position(held)).leases if held is not None else ()

@@ -40,7 +40,7 @@ from typing import TypeVar
 from msgspec import field
 from msgspec.structs import force_setattr, replace
 
-from atoll.protocol.records import Gone, Merged, Record, Share, Undone
+from atoll.protocol.records import GoneRecord, MergedRecord, Record, Share, Undone
 from atoll.protocol.statistics import merged_share
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class Ledger:
         left = total - begin - account.merged[fragment]
         return f"it names {tokens} tokens, {left} were left to give" if tokens > left else None
 
-    def merged(self, record: Merged) -> None:
+    def merged(self, record: MergedRecord) -> None:
         for share in record.members:
             if (account := self._open.get((share.learner, share.incarnation))) is not None:
                 given = account.given(record.fragment, record.version, share)
@@ -306,7 +306,7 @@ class Ledger:
         fates = account.fates()
         return Fate(account.total, fates.dropped, fates.in_flight, fates.missed)
 
-    def closed(self, record: Gone) -> None:
+    def closed(self, record: GoneRecord) -> None:
         """Its numbers are final; reports that still come are passed over."""
         account = self._open.pop((record.learner, record.incarnation))
         merged, undone = account.fates().merged, account.rolled_back

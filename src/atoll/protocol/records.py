@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """Base of all records."""
 
 
-class Begun(Record, frozen=True, tag="begun"):
+class BegunRecord(Record, frozen=True, tag="begun"):
     run: str
     settings: Settings
     """With P and H filled in."""
@@ -53,7 +53,7 @@ class Begun(Record, frozen=True, tag="begun"):
     """A digest of what the first learner does not merge; empty: it is not compared."""
 
 
-class Reigned(Record, frozen=True, tag="reigned"):
+class TermRecord(Record, frozen=True, tag="reigned"):
     term: int
     before_bytes: int
     """How much of the segment before counts."""
@@ -61,7 +61,7 @@ class Reigned(Record, frozen=True, tag="reigned"):
     round: int
 
 
-class Joined(Record, frozen=True, tag="joined"):
+class JoinedRecord(Record, frozen=True, tag="joined"):
     learner: str
     incarnation: int
     session: str
@@ -72,14 +72,14 @@ class Joined(Record, frozen=True, tag="joined"):
     """The most tokens that one of its steps has, as it said when it joined; 0: it said nothing."""
 
 
-class Owned(Record, frozen=True, tag="owned"):
+class OwnedRecord(Record, frozen=True, tag="owned"):
     """From here on the name belongs to whoever holds the token of that name, which is no secret."""
 
     learner: str
     token: str
 
 
-class Started(Record, frozen=True, tag="started"):
+class StartedRecord(Record, frozen=True, tag="started"):
     uploader: str
 
 
@@ -112,7 +112,7 @@ class Place(Record, frozen=True):
     digest: str
 
 
-class Merged(Record, frozen=True, tag="m"):
+class MergedRecord(Record, frozen=True, tag="m"):
     round: int
     fragment: int
     version: int
@@ -131,7 +131,7 @@ class Merged(Record, frozen=True, tag="m"):
     """The run's step (`Pace`, syncer/closing.py) when it was committed. Over all records of a run it never falls."""
 
 
-class Passed(Record, frozen=True, tag="p"):
+class PassedRecord(Record, frozen=True, tag="p"):
     round: int
     fragment: int
     reason: str
@@ -139,12 +139,12 @@ class Passed(Record, frozen=True, tag="p"):
     step: float = 0.0
 
 
-class Reset(Record, frozen=True, tag="reset"):
+class ResetRecord(Record, frozen=True, tag="reset"):
     fragment: int
     reason: str
 
 
-class Scored(Record, frozen=True, tag="scored"):
+class ScoredRecord(Record, frozen=True, tag="scored"):
     round: int
     loss: float | None
     """None: it is not finite."""
@@ -158,7 +158,7 @@ class Undone(Record, frozen=True):
     tokens: tuple[int, ...]
 
 
-class Restored(Record, frozen=True, tag="restored"):
+class RestoredRecord(Record, frozen=True, tag="restored"):
     """Its payload is Θ and the outer state of every fragment, one after the other."""
 
     round: int
@@ -174,14 +174,14 @@ class Restored(Record, frozen=True, tag="restored"):
     payload: Place | None = None
 
 
-class Sources(Record, frozen=True, tag="sources"):
+class SourcesRecord(Record, frozen=True, tag="sources"):
     datasets: tuple[tuple[str, int, float], ...]
     """Name, samples and weight of each."""
     epochs: int
     """Passes over the data; 0: no end."""
 
 
-class Granted(Record, frozen=True, tag="g"):
+class GrantedRecord(Record, frozen=True, tag="g"):
     """Positions [start, stop) of one pass over one dataset's seeded permutation."""
 
     lease: int
@@ -193,7 +193,7 @@ class Granted(Record, frozen=True, tag="g"):
     incarnation: int
 
 
-class Gone(Record, frozen=True, tag="gone"):
+class GoneRecord(Record, frozen=True, tag="gone"):
     learner: str
     incarnation: int
     t: int
@@ -213,7 +213,7 @@ class Gone(Record, frozen=True, tag="gone"):
     Atoll, which did not tell."""
 
 
-class Alarmed(Record, frozen=True, tag="alarmed"):
+class AlarmedRecord(Record, frozen=True, tag="alarmed"):
     """Reports are in no record: without this one, only who was there would know. One for each incarnation."""
 
     learner: str
@@ -221,7 +221,7 @@ class Alarmed(Record, frozen=True, tag="alarmed"):
     wrong: str
 
 
-class Changed(Record, frozen=True, tag="changed"):
+class ChangedRecord(Record, frozen=True, tag="changed"):
     settings: Settings
     outer: dict[str, str | float | bool]
     what: str
@@ -229,7 +229,7 @@ class Changed(Record, frozen=True, tag="changed"):
     """A run that had ended goes on."""
 
 
-class CutDone(Record, frozen=True, tag="cut"):
+class CutDoneRecord(Record, frozen=True, tag="cut"):
     cut: int
     round: int
     learners: tuple[str, ...]
@@ -248,11 +248,11 @@ class Stretch(Record, frozen=True):
     entries: tuple[AnyEntry, ...]
 
 
-class Played(Record, frozen=True, tag="t"):
+class PlayedRecord(Record, frozen=True, tag="t"):
     tapes: tuple[Stretch, ...]
 
 
-class Lent(Record, frozen=True, tag="l"):
+class LentRecord(Record, frozen=True, tag="l"):
     ticket: str
     learner: str
     incarnation: int
@@ -260,7 +260,7 @@ class Lent(Record, frozen=True, tag="l"):
     """The step after which the copy was made."""
 
 
-class Ended(Record, frozen=True, tag="ended"):
+class EndedRecord(Record, frozen=True, tag="ended"):
     reason: str
     final: bool = False
     step: float = 0.0
@@ -270,25 +270,25 @@ class Ended(Record, frozen=True, tag="ended"):
 
 
 AnyRecord = (
-    Begun
-    | Reigned
-    | Joined
-    | Owned
-    | Started
-    | Merged
-    | Passed
-    | Reset
-    | Scored
-    | Restored
-    | Sources
-    | Granted
-    | Gone
-    | Alarmed
-    | Changed
-    | CutDone
-    | Played
-    | Lent
-    | Ended
+    BegunRecord
+    | TermRecord
+    | JoinedRecord
+    | OwnedRecord
+    | StartedRecord
+    | MergedRecord
+    | PassedRecord
+    | ResetRecord
+    | ScoredRecord
+    | RestoredRecord
+    | SourcesRecord
+    | GrantedRecord
+    | GoneRecord
+    | AlarmedRecord
+    | ChangedRecord
+    | CutDoneRecord
+    | PlayedRecord
+    | LentRecord
+    | EndedRecord
 )
 
 _encoder = msgspec.msgpack.Encoder()

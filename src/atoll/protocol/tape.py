@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     t: Number
 
 
-class Began(Entry, frozen=True, tag="b"):
+class BeganEntry(Entry, frozen=True, tag="b"):
     threads: Number
     torch: Line
     cpu: Line
@@ -64,11 +64,11 @@ class Began(Entry, frozen=True, tag="b"):
     """All of that state was put back, and not the inner optimizer alone."""
 
 
-class Owned(Entry, frozen=True, tag="o"):
+class OwnedEntry(Entry, frozen=True, tag="o"):
     pass
 
 
-class Adopted(Entry, frozen=True, tag="a"):
+class AdoptedEntry(Entry, frozen=True, tag="a"):
     fragment: Number
     version: Number
     rule: ChoiceName = "o"
@@ -76,7 +76,7 @@ class Adopted(Entry, frozen=True, tag="a"):
     """With carry, the step of the copy that the version contains; −1: none, the base was subtracted."""
 
 
-class Informed(Entry, frozen=True, tag="i"):
+class InformedEntry(Entry, frozen=True, tag="i"):
     committed: Number
     """Rounds that were behind the run."""
     progress: Real | None = None
@@ -85,34 +85,45 @@ class Informed(Entry, frozen=True, tag="i"):
     global_step: Number = 0
 
 
-class Supplied(Entry, frozen=True, tag="s"):
+class SuppliedEntry(Entry, frozen=True, tag="s"):
     leases: Row
     over: bool = False
     own: bool = False
     """Nothing is leased to it: it trains on its data in an order of its own."""
 
 
-class Gave(Entry, frozen=True, tag="g"):
+class GaveEntry(Entry, frozen=True, tag="g"):
     pass
 
 
-class Took(Entry, frozen=True, tag="k"):
+class TookEntry(Entry, frozen=True, tag="k"):
     ticket: Line
 
 
-class Forgot(Entry, frozen=True, tag="f"):
+class ForgotEntry(Entry, frozen=True, tag="f"):
     reset: bool
 
 
-class Marked(Entry, frozen=True, tag="m"):
+class MarkedEntry(Entry, frozen=True, tag="m"):
     cut: Number
 
 
-class Stopped(Entry, frozen=True, tag="x"):
+class StoppedEntry(Entry, frozen=True, tag="x"):
     pass
 
 
-AnyEntry = Began | Owned | Adopted | Informed | Supplied | Gave | Took | Forgot | Marked | Stopped
+AnyEntry = (
+    BeganEntry
+    | OwnedEntry
+    | AdoptedEntry
+    | InformedEntry
+    | SuppliedEntry
+    | GaveEntry
+    | TookEntry
+    | ForgotEntry
+    | MarkedEntry
+    | StoppedEntry
+)
 
 
 class Numbered:

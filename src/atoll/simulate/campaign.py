@@ -309,10 +309,10 @@ def _refused_at_the_end(world: World) -> tuple[int, ...]:
     lost = [0] * world.settings.fragments
     ending = False
     for record in world.disk.journal:
-        if isinstance(record, records.Changed) and record.reopen:
+        if isinstance(record, records.ChangedRecord) and record.reopen:
             ending, lost = False, [0] * world.settings.fragments
-        ending = ending or isinstance(record, records.Ended)
-        if ending and isinstance(record, records.Gone) and record.reason.startswith("its numbers are broken"):
+        ending = ending or isinstance(record, records.EndedRecord)
+        if ending and isinstance(record, records.GoneRecord) and record.reason.startswith("its numbers are broken"):
             lost = [so_far + more for so_far, more in zip(lost, record.lost, strict=True)]
     return tuple(lost)
 

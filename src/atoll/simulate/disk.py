@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.protocol.effects import Restorable, Restore
 from atoll.protocol.history import History, State
-from atoll.protocol.records import AnyRecord, Begun, Merged, Reigned, Restored, Started
+from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, RestoredRecord, StartedRecord, TermRecord
 from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.protocol.syncer.rollback import undone
 
@@ -38,7 +38,9 @@ class KeptCut:
 
 
 class SimulatedDisk:
-    def __init__(self, begun: Begun, dice: random.Random, *, sync_s: float = 0.0, every_round: bool = True) -> None:
+    def __init__(
+        self, begun: BegunRecord, dice: random.Random, *, sync_s: float = 0.0, every_round: bool = True
+    ) -> None:
         self.begun, self.random = begun, dice
         self.sync_s, self.every_round = sync_s, every_round
         self.journal: list[AnyRecord] = []
@@ -124,12 +126,12 @@ class SimulatedDisk:
 
     def _replayed(self, theta: list[float], place: int, step: float) -> list[float]:
         record, payload = self.journal[place], self.payloads.get(place)
-        if isinstance(record, Started):
+        if isinstance(record, StartedRecord):
             return list(self.start)
-        if isinstance(record, Restored):
+        if isinstance(record, RestoredRecord):
             assert isinstance(payload, list)
             return list(payload)
-        if isinstance(record, Merged):
+        if isinstance(record, MergedRecord):
             assert isinstance(payload, float)
             theta[record.fragment] -= step * payload
         return theta
@@ -147,7 +149,7 @@ class SimulatedDisk:
     def claim_term(self, history: History) -> int:
         """Claim the next term and begin its segment."""
         self.claim += 1
-        reigned = Reigned(self.claim, 0, "", history.committed)
+        reigned = TermRecord(self.claim, 0, "", history.committed)
         history.apply(reigned)
         self.append([(reigned, None)])
         return self.claim

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from atoll.protocol import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Announce, Finish, FromSyncer, Help, Leave, Started, Welcome
-from atoll.protocol.records import Gone
+from atoll.protocol.records import GoneRecord
 from atoll.protocol.settings import Settings
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.faults import TO_LEAVE, Fault
@@ -196,7 +196,7 @@ class Drains:
         needs_s = (settings.sync_every + 2) * slowest_s + settings.patience_s + settings.startup_s + trips_s
         return learner.leaving.waits_s >= needs_s
 
-    def watch_closed_account(self, gone: Gone) -> None:
+    def watch_closed_account(self, gone: GoneRecord) -> None:
         """Its last word came, and with it all its reports: nothing may be lost by them."""
         said = (gone.learner, gone.incarnation, gone.reason) in self._gave_all
         if said and any(gone.lost):

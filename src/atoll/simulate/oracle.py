@@ -12,7 +12,7 @@ from math import isfinite
 
 from atoll.protocol import records
 from atoll.protocol.history import History
-from atoll.protocol.records import Gone, Granted, Share
+from atoll.protocol.records import GoneRecord, GrantedRecord, Share
 from atoll.simulate.disk import SimulatedDisk
 from atoll.simulate.training import Payload
 from atoll.store.audit import JournalAudit
@@ -38,7 +38,7 @@ class Violation(AssertionError):
 
 @dataclass(slots=True)
 class SampleHolder:
-    granted: list[Granted] = field(default_factory=list)
+    granted: list[GrantedRecord] = field(default_factory=list)
     merged_to: int = 0
     over: bool = False
 
@@ -52,7 +52,7 @@ class Samples:
         self._merged: dict[Pass, dict[int, Piece]] = {}
         """Per pass and lease: what of it is held, and what of it is in the model."""
 
-    def add_lease(self, lease: Granted) -> None:
+    def add_lease(self, lease: GrantedRecord) -> None:
         where = (lease.dataset, lease.epoch)
         for ranges, name in ((self._held, ONE_HOLDER), (self._merged, ISSUED_AGAIN)):
             for start, stop, who in ranges.get(where, {}).values():
@@ -76,7 +76,7 @@ class Samples:
             merged[lease.lease] = (lease.start, stop, share.learner)
         life.merged_to = share.position
 
-    def release_life(self, gone: Gone) -> None:
+    def release_life(self, gone: GoneRecord) -> None:
         life = self.lives.get((gone.learner, gone.incarnation))
         if life is None or life.over:
             return
@@ -85,7 +85,7 @@ class Samples:
             del self._held[lease.dataset, lease.epoch][lease.lease]
 
 
-def _between(granted: list[Granted], low: int, high: int) -> list[tuple[Granted, int, int]]:
+def _between(granted: list[GrantedRecord], low: int, high: int) -> list[tuple[GrantedRecord, int, int]]:
     """The pieces of its leases that it took from position `low` to position `high`."""
     pieces, at = [], 0
     for lease in granted:
@@ -104,7 +104,7 @@ class Oracle:
         fragments: int,
         outer_lr: float,
         gradient: Callable[[int], float],
-        account_closed: Callable[[Gone], None],
+        account_closed: Callable[[GoneRecord], None],
     ) -> None:
         """`account_closed` is told of every account that the journal closes."""
         self._disk, self._fragments, self._outer_lr, self._gradient = disk, fragments, outer_lr, gradient
@@ -164,18 +164,18 @@ class Oracle:
             about = (getattr(record, "learner", ""), getattr(record, "fragment", -1))
             raise Violation("the journal's rules", str(wrong), *about) from wrong
         match record:
-            case records.Merged():
+            case records.MergedRecord():
                 self._merge(record)
-            case records.Passed():
+            case records.PassedRecord():
                 self._pass_round()
-            case records.Restored():
+            case records.RestoredRecord():
                 self._roll_back(record)
-            case records.Granted():
+            case records.GrantedRecord():
                 self.samples.add_lease(record)
-            case records.Gone():
+            case records.GoneRecord():
                 self.samples.release_life(record)
                 self._account_closed(record)
-            case records.Started():
+            case records.StartedRecord():
                 self.theta = list(self._disk.start)
                 self.versions = [0] * len(self.versions)
                 self.values.update({(f, 0): value for f, value in enumerate(self.theta)})
@@ -186,7 +186,7 @@ class Oracle:
         self.committed += 1
         self._versions_at.append(list(self.versions))
 
-    def _merge(self, record: records.Merged) -> None:
+    def _merge(self, record: records.MergedRecord) -> None:
         f = record.fragment
         weights = [share.weight for share in record.members]
         deltas = [share.weight * self._check_share(record, share).delta for share in record.members]
@@ -197,7 +197,7 @@ class Oracle:
         if not isfinite(self.theta[f]):
             raise Violation("no broken numbers are committed", f"fragment {f} is {self.theta[f]}", fragment=f)
 
-    def _roll_back(self, record: records.Restored) -> None:
+    def _roll_back(self, record: records.RestoredRecord) -> None:
         """Every fragment goes up by one and holds what it held then."""
         then = self._versions_at[record.round]
         self.theta = [self.values[f, version] for f, version in enumerate(then)]
@@ -205,7 +205,7 @@ class Oracle:
         self._versions_at[-1] = list(self.versions)
         self.values.update({(f, version): self.theta[f] for f, version in enumerate(self.versions)})
 
-    def _check_share(self, record: records.Merged, share: records.Share) -> Payload:
+    def _check_share(self, record: records.MergedRecord, share: records.Share) -> Payload:
         """What really came from this member, which must be what is written of it, and new."""
         f, who = record.fragment, share.learner
         payload = self.payloads.get((self.term, who, record.round, record.attempt))

@@ -14,7 +14,7 @@ import msgspec
 from atoll.protocol import effects as fx
 from atoll.protocol import tape
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, Ended, Joined, Merged, Played, Stretch
+from atoll.protocol.records import AnyRecord, EndedRecord, JoinedRecord, MergedRecord, PlayedRecord, Stretch
 from atoll.protocol.settings import Settings
 from atoll.simulate import inject
 from atoll.simulate.faults import Fault
@@ -40,16 +40,16 @@ class TapeWorld(World):
 
     def start_process(self, name: str, step_s: float, *, kept: bool = False) -> SimulatedLearner:
         learner = super().start_process(name, step_s, kept=kept)
-        began = tape.Began(0, 1, "", "", "cpu", True)
-        self.tapes[learner.session] = [began, tape.Supplied(0, (), own=True)]
+        began = tape.BeganEntry(0, 1, "", "", "cpu", True)
+        self.tapes[learner.session] = [began, tape.SuppliedEntry(0, (), own=True)]
         return learner
 
     def carry_out_learner_effect(self, learner: SimulatedLearner, effect: fx.LearnerEffect) -> None:
         match effect:
             case fx.Own():
-                self._say(learner, tape.Owned(learner.t))
+                self._say(learner, tape.OwnedEntry(learner.t))
             case fx.Forget(reset=reset):
-                self._say(learner, tape.Forgot(learner.t, reset))
+                self._say(learner, tape.ForgotEntry(learner.t, reset))
             case fx.Inform():
                 self._heard[learner.session] = effect
             case _:
@@ -62,11 +62,11 @@ class TapeWorld(World):
         match event:
             case fx.Stepped(t, stopped=True) if learner.session not in self._stopped:
                 self._stopped.add(learner.session)
-                self._say(learner, tape.Stopped(t))
+                self._say(learner, tape.StoppedEntry(t))
             case fx.Captured(t=t, reason=""):
-                self._say(learner, tape.Gave(t))
+                self._say(learner, tape.GaveEntry(t))
             case fx.Taken(ticket, t, ""):
-                self._say(learner, tape.Took(t, ticket))
+                self._say(learner, tape.TookEntry(t, ticket))
             case _:
                 pass
         super().on_learner_event(learner, event, effects)
@@ -76,13 +76,13 @@ class TapeWorld(World):
         gone = adopt.copy_t is not None and (adopt.fragment, adopt.copy_t) not in learner.copies
         rule = "overwrite" if adopt.rule == "carry" and gone else adopt.rule
         copy_t = adopt.copy_t if rule == "carry" and adopt.copy_t is not None else -1
-        self._say(learner, tape.Adopted(learner.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
+        self._say(learner, tape.AdoptedEntry(learner.t, adopt.fragment, adopt.version, tape.shorten_rule(rule), copy_t))
         super().on_adoption(learner, adopt, value, dropped)
 
     def on_step(self, learner: Training) -> None:
         assert isinstance(learner, SimulatedLearner)
         if (heard := self._heard.pop(learner.session, None)) is not None:
-            self._say(learner, tape.Informed(learner.t, heard.committed, heard.progress, heard.global_step))
+            self._say(learner, tape.InformedEntry(learner.t, heard.committed, heard.progress, heard.global_step))
 
     def _say(self, learner: SimulatedLearner, entry: tape.AnyEntry) -> None:
         self.tapes[learner.session].append(entry)
@@ -105,21 +105,21 @@ def make_tape(
 
 
 def _records(world: TapeWorld) -> list[AnyRecord]:
-    lives: dict[str, Joined] = {}
+    lives: dict[str, JoinedRecord] = {}
     lines: list[AnyRecord] = []
     for line in world.disk.journal:
-        if isinstance(line, Joined):
+        if isinstance(line, JoinedRecord):
             lives[line.session] = line
-        elif isinstance(line, Merged):
+        elif isinstance(line, MergedRecord):
             line = msgspec.structs.replace(line, digest="")
-        if isinstance(line, Ended) and line.final:
+        if isinstance(line, EndedRecord) and line.final:
             continue
         lines.append(line)
     tapes = tuple(_stretch(life, world.tapes[session]) for session, life in lives.items())
-    return [world.begun, *lines, Played(tapes), Ended("the tape is over", final=True)]
+    return [world.begun, *lines, PlayedRecord(tapes), EndedRecord("the tape is over", final=True)]
 
 
-def _stretch(life: Joined, entries: list[tape.AnyEntry]) -> Stretch:
+def _stretch(life: JoinedRecord, entries: list[tape.AnyEntry]) -> Stretch:
     return Stretch(life.learner, life.incarnation, 0, tuple(sorted(entries, key=lambda entry: entry.t)))
 
 

@@ -266,7 +266,7 @@ class SimulatedLearner(Training):
                 self.world.network.disconnect(self, reason)
             case fx.Stop(final=final, failed=failed):
                 self.world.queue.call_later(0.0 if final else self.world.courier_s, self.stop, final, failed)
-            case fx.Drain(reason):
+            case fx.AskToLeave(reason):
                 self.world.queue.call_later(self.world.courier_s, self.leave, reason)
             case fx.Note():
                 self.world.on_note(effect)

@@ -272,7 +272,7 @@ class SimulatedSyncer:
             case fx.Discard(learner, number, attempt):
                 self._discard((learner, number, attempt))
             case fx.Persist(lines):
-                if any(isinstance(line, records.Started) for line in lines):
+                if any(isinstance(line, records.StartedRecord) for line in lines):
                     self.served = [0] * len(self.served)
             case fx.Merge():
                 self._merge(effect)

@@ -52,7 +52,7 @@ class World:
         trace: Trace | None = None,
     ) -> None:
         self.settings = settings
-        self.begun = records.Begun("run", settings, {}, (), "plan")
+        self.begun = records.BegunRecord("run", settings, {}, (), "plan")
         self.queue, self.random = EventQueue(), random.Random(seed)
         self.trace = trace
         self.events = 0

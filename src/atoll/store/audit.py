@@ -26,26 +26,26 @@ from atoll.protocol.history import History
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.ledger import Ledger, LedgerState, Totals
 from atoll.protocol.records import (
-    Alarmed,
+    AlarmedRecord,
     AnyRecord,
-    Begun,
-    Changed,
-    CutDone,
-    Ended,
-    Gone,
-    Granted,
-    Joined,
-    Lent,
-    Merged,
-    Owned,
-    Passed,
-    Played,
-    Reigned,
-    Reset,
-    Restored,
-    Scored,
-    Sources,
-    Started,
+    BegunRecord,
+    ChangedRecord,
+    CutDoneRecord,
+    EndedRecord,
+    GoneRecord,
+    GrantedRecord,
+    JoinedRecord,
+    LentRecord,
+    MergedRecord,
+    OwnedRecord,
+    PassedRecord,
+    PlayedRecord,
+    ResetRecord,
+    RestoredRecord,
+    ScoredRecord,
+    SourcesRecord,
+    StartedRecord,
+    TermRecord,
 )
 from atoll.protocol.syncer.rollback import undone
 from atoll.store.audit_members import BadRun, MemberAudit
@@ -74,7 +74,7 @@ PLAIN_FIELDS = (
 
 
 class JournalAudit:
-    def __init__(self, begun: Begun, term: int = 1) -> None:
+    def __init__(self, begun: BegunRecord, term: int = 1) -> None:
         self.fragments = begun.settings.fragments
         if self.fragments < 1:
             raise BadRun(f"the run begins with {self.fragments} fragments")
@@ -108,52 +108,52 @@ class JournalAudit:
             self.history.apply(record)
         except (AssertionError, LookupError, ValueError) as error:
             raise BadRun(f"{type(record).__name__} cannot follow the records before it: {error}") from error
-        if isinstance(record, Merged | Passed):
+        if isinstance(record, MergedRecord | PassedRecord):
             self.members.forget_before(self.history.committed)
-        if isinstance(record, CutDone):
+        if isinstance(record, CutDoneRecord):
             self.recent.forget_before(min(self.history.cuts[0], self.history.good_cut))
 
     def _check_record(self, record: AnyRecord) -> None:
         match record:
-            case Begun(run):
+            case BegunRecord(run):
                 raise BadRun(f"the run begins a second time, as {run}")
-            case Reigned():
+            case TermRecord():
                 self._check_term(record)
-            case Joined():
+            case JoinedRecord():
                 self.members.check_join(record)
-            case Started(uploader):
+            case StartedRecord(uploader):
                 if self.history.started:
                     raise BadRun(f"the run starts a second time, from {uploader}")
-            case Merged():
+            case MergedRecord():
                 self._check_merged(record)
-            case Passed():
+            case PassedRecord():
                 self._check_round(record)
                 self.passed += 1
-            case Scored(round):
+            case ScoredRecord(round):
                 if not 0 <= round <= self.history.committed:
                     raise BadRun(f"round {round} is scored, with {self.history.committed} rounds committed")
-            case Restored():
+            case RestoredRecord():
                 self._check_rollback(record)
-            case Reset(fragment):
+            case ResetRecord(fragment):
                 self._check_fragment(fragment)
-            case Sources(datasets, epochs):
+            case SourcesRecord(datasets, epochs):
                 self._check_sources(wrong_sources(datasets, epochs))
-            case Granted():
+            case GrantedRecord():
                 self._check_lease(record)
-            case Gone():
+            case GoneRecord():
                 self.members.check_departure(record, self.history.committed)
-            case Changed():
+            case ChangedRecord():
                 self._check_change(record)
-            case CutDone():
+            case CutDoneRecord():
                 self._check_cut_record(record)
-            case Played(tapes):
+            case PlayedRecord(tapes):
                 for one in tapes:
                     self._check_tape(one.learner, one.incarnation, one.first)
-            case Ended(step=step):
+            case EndedRecord(step=step):
                 self._check_step("the end", step)
-            case Alarmed(wrong=wrong):
+            case AlarmedRecord(wrong=wrong):
                 self.alarm, self.alarms = self.alarm or wrong, self.alarms + 1
-            case Lent() | Owned():
+            case LentRecord() | OwnedRecord():
                 pass
 
     def _check_tape(self, learner: str, incarnation: int, first: int) -> None:
@@ -164,7 +164,7 @@ class JournalAudit:
             raise BadRun(f"the tape of {learner} goes on at entry {first}, after entry {life.taped - 1}")
         self.untaped += first - life.taped
 
-    def _check_term(self, record: Reigned) -> None:
+    def _check_term(self, record: TermRecord) -> None:
         if record.term <= self.term:
             raise BadRun(f"term {record.term} follows term {self.term}: terms only go up")
         if record.round != self.history.committed:
@@ -173,7 +173,7 @@ class JournalAudit:
 
     # ---- rounds -------------------------------------------------------------------------------------------------
 
-    def _check_round(self, record: Merged | Passed) -> None:
+    def _check_round(self, record: MergedRecord | PassedRecord) -> None:
         round, fragment, due = record.round, record.fragment, self.history.committed
         if round != due:
             raise BadRun(f"round {round} comes where round {due} is due")
@@ -190,7 +190,7 @@ class JournalAudit:
         if not step >= self.history.step:
             raise BadRun(f"{what} is at step {step:g} of the run, after step {self.history.step:g}")
 
-    def _check_merged(self, record: Merged) -> None:
+    def _check_merged(self, record: MergedRecord) -> None:
         self._check_round(record)
         before = self.history.versions[record.fragment]
         if record.version != before + 1:
@@ -204,7 +204,7 @@ class JournalAudit:
         self.rounds[record.fragment] = record.round
         self.recent.add_round(record)
 
-    def _check_rollback(self, record: Restored) -> None:
+    def _check_rollback(self, record: RestoredRecord) -> None:
         due = tuple(version + 1 for version in self.history.versions)
         if record.versions != due or record.at != self.history.committed:
             raise BadRun(f"a rollback behind {record.at} rounds makes versions {record.versions}, {due} are due")
@@ -225,7 +225,7 @@ class JournalAudit:
         if not 0 <= fragment < self.fragments:
             raise BadRun(f"fragment {fragment} is reset, the run has {self.fragments}")
 
-    def _check_change(self, record: Changed) -> None:
+    def _check_change(self, record: ChangedRecord) -> None:
         ours, theirs = self.history.settings, record.settings
         if (theirs.fragments, theirs.plan) != (ours.fragments, ours.plan):
             raise BadRun(f"the fragments of a run cannot change: {ours.fragments} became {theirs.fragments}")
@@ -234,7 +234,7 @@ class JournalAudit:
         except (msgspec.MsgspecError, AtollError) as error:
             raise BadRun(f"the outer settings were changed to what cannot be: {error}") from error
 
-    def _check_cut_record(self, record: CutDone) -> None:
+    def _check_cut_record(self, record: CutDoneRecord) -> None:
         newest = self.history.cuts[-1] if self.history.cuts else -1
         if not newest < record.cut <= self.history.committed:
             raise BadRun(f"cut {record.cut} is done after cut {newest}, with {self.history.committed} rounds committed")
@@ -247,7 +247,7 @@ class JournalAudit:
         if wrong is not None:
             raise BadRun(wrong)
 
-    def _check_lease(self, record: Granted) -> None:
+    def _check_lease(self, record: GrantedRecord) -> None:
         leases = self.history.leases
         if leases is None:
             raise BadRun(f"{_words(record)} is granted, but no record names the data")
@@ -258,7 +258,7 @@ class JournalAudit:
         if record != due:
             raise BadRun(self._not_due(record, due))
 
-    def _not_due(self, record: Granted, due: Granted | None) -> str:
+    def _not_due(self, record: GrantedRecord, due: GrantedRecord | None) -> str:
         assert self.history.leases is not None
         state = self.history.leases.state()
         if not 0 <= record.dataset < len(state.cursors) or not 0 <= record.start < record.stop:
@@ -362,7 +362,7 @@ def _first_field(ours: object, theirs: object, name: str) -> str:
     return name
 
 
-def _words(lease: Granted) -> str:
+def _words(lease: GrantedRecord) -> str:
     where = f"dataset {lease.dataset}, pass {lease.epoch}"
     return f"lease {lease.lease} (samples {lease.start} to {lease.stop} of {where})"
 
@@ -374,11 +374,11 @@ class RecentRounds:
         self._fragments = fragments
         self._since = 0
         """Rounds before this one are not known any more."""
-        self._merged: list[Merged] = []
+        self._merged: list[MergedRecord] = []
         self._digests: list[tuple[int, int, str]] = []
         """From how many rounds on, fragment, digest of the values from then on; in that order."""
 
-    def add_round(self, record: Merged) -> None:
+    def add_round(self, record: MergedRecord) -> None:
         self._merged.append(record)
         self._digests.append((record.round + 1, record.fragment, record.digest))
 
@@ -394,7 +394,7 @@ class RecentRounds:
         """After so many rounds; of version 0 no record tells the digest."""
         return {fragment: mark for since, fragment, mark in self._digests if since <= rounds}
 
-    def check_rollback(self, record: Restored) -> None:
+    def check_rollback(self, record: RestoredRecord) -> None:
         """BadRun says what the rollback restores or undoes that the records before it do not give."""
         if record.round >= self._since:
             held = self._digests_at(record.round)

@@ -22,7 +22,7 @@ from operator import gt
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.records import Gone, Joined, Merged, Share
+from atoll.protocol.records import GoneRecord, JoinedRecord, MergedRecord, Share
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.weights import limited, under_median
 from atoll.protocol.syncer.weights import weight as weigh_plainly
@@ -89,7 +89,7 @@ class MemberAudit:
 
     # ---- coming and going ---------------------------------------------------------------------------------------
 
-    def check_join(self, record: Joined) -> None:
+    def check_join(self, record: JoinedRecord) -> None:
         newest = self._newest.get(record.learner, 0)
         who = _who(record.learner, record.incarnation)
         if record.incarnation <= newest:
@@ -101,7 +101,7 @@ class MemberAudit:
         tally = IncarnationTally(record.origin, [None] * self.fragments, [0] * self.fragments, record.origin)
         self._known[record.learner, record.incarnation] = tally
 
-    def check_departure(self, record: Gone, committed: int) -> None:
+    def check_departure(self, record: GoneRecord, committed: int) -> None:
         who = _who(record.learner, record.incarnation)
         if not self.is_open(record.learner, record.incarnation):
             raise BadRun(f"{who} is gone, but {self._why_not_open(record.learner, record.incarnation)}")
@@ -112,7 +112,7 @@ class MemberAudit:
         tally.over_by = committed + self.fragments
         self._over.append((tally.over_by, (record.learner, record.incarnation)))
 
-    def _check_fates(self, who: str, tally: IncarnationTally, record: Gone) -> None:
+    def _check_fates(self, who: str, tally: IncarnationTally, record: GoneRecord) -> None:
         if len(record.dropped) != self.fragments or len(record.lost) != self.fragments:
             raise BadRun(f"{who} is gone with the fates of {len(record.lost)} fragments, the run has {self.fragments}")
         if record.missed and (len(record.missed) != self.fragments or any(map(gt, record.missed, record.dropped))):
@@ -135,7 +135,7 @@ class MemberAudit:
 
     # ---- contributions ------------------------------------------------------------------------------------------
 
-    def check_members(self, record: Merged, settings: Settings) -> None:
+    def check_members(self, record: MergedRecord, settings: Settings) -> None:
         names = [share.learner for share in record.members]
         if not names:
             raise BadRun(f"round {record.round} is merged from nothing")
@@ -145,7 +145,7 @@ class MemberAudit:
             self._take_share(record, share)
         _check_weights(record, settings)
 
-    def _take_share(self, record: Merged, share: Share) -> None:
+    def _take_share(self, record: MergedRecord, share: Share) -> None:
         who = f"round {record.round}: {_who(share.learner, share.incarnation)}"
         tally = self._known.get((share.learner, share.incarnation))
         _check_share(who, record.version, share)
@@ -182,7 +182,7 @@ def _check_share(who: str, version: int, share: Share) -> None:
         raise BadRun(f"{who} is merged into version {version} on a base of version {share.base}")
 
 
-def _check_weights(record: Merged, settings: Settings) -> None:
+def _check_weights(record: MergedRecord, settings: Settings) -> None:
     """All as the rules make them. Before limits were written down with each share, a round was within the run's limit,
     or (older still) all as they come: one that alone was made smaller or larger is neither."""
     plain = [weigh_plainly(share) for share in record.members]
@@ -204,7 +204,7 @@ def _check_weights(record: Merged, settings: Settings) -> None:
     )
 
 
-def _check_limits(record: Merged, settings: Settings) -> None:
+def _check_limits(record: MergedRecord, settings: Settings) -> None:
     for share in record.members:
         allowed = settings.weight_limits.get(share.learner, settings.weight_limit)
         if not (share.limit == allowed or 1.0 == share.limit <= allowed):

@@ -33,7 +33,7 @@ from msgspec import structs
 
 from atoll.protocol import records
 from atoll.protocol.errors import ConfigError
-from atoll.protocol.records import AnyRecord, Begun, Merged, Place, Reigned, Restored
+from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, Place, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.disk import (
     Buffer,
@@ -185,11 +185,11 @@ class Journal:
     def _check_first(self, record: AnyRecord) -> None:
         if self._after.term and self.position.offset == HEAD_BYTES:
             due = (self.position.term, self._after.offset, self._after.hash)
-            assert isinstance(record, Reigned), "the first record of a later term is Reigned"
+            assert isinstance(record, TermRecord), "the first record of a later term is Reigned"
             assert (record.term, record.before_bytes, record.before_hash) == due, f"Reigned has to name {due}"
 
     def _write_payload(self, record: AnyRecord, data: memoryview) -> AnyRecord:
-        assert isinstance(record, Merged | Restored), f"{type(record).__name__} has no payload"
+        assert isinstance(record, MergedRecord | RestoredRecord), f"{type(record).__name__} has no payload"
         if self._payloads is None:
             self._payloads = GrowingFile(payload_path(self._folder, self.position.term, self.file), self._disk)
             make_durable(self._folder, self._disk)
@@ -310,7 +310,7 @@ def _holds_records(folder: Path, term: int, disk: Disk, on_tail: OnTail) -> bool
 
 def _check_reigned(path: Path, term: int, before: Position, record: AnyRecord) -> None:
     """The first record of a later segment says what its head says."""
-    found = (record.term, record.before_bytes, record.before_hash) if isinstance(record, Reigned) else None
+    found = (record.term, record.before_bytes, record.before_hash) if isinstance(record, TermRecord) else None
     if before.term and found != (term, before.offset, before.hash):
         raise damaged(path, HEAD_BYTES, "record 1: it does not follow what the head of the file follows")
 
@@ -356,6 +356,6 @@ def read_tape(path: Path) -> list[AnyRecord]:
             ]
         except (Corrupt, DiskFailed) as error:
             raise ConfigError(str(error).replace(str(segment), str(path)).partition(": put back")[0]) from error
-    if tails or not lines or not isinstance(lines[0], Begun):
+    if tails or not lines or not isinstance(lines[0], BegunRecord):
         raise ConfigError(f"{path} is not a whole tape: make it again with atoll simulate tape")
     return lines

@@ -24,7 +24,7 @@ from atoll.numerics.fragments import FragmentPlan, elements, make_plan
 from atoll.numerics.outer import take_outer_step
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, Changed, Merged, Passed, Reset, Restored
+from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import BadCut, StoredCut, SyncerPart, compute_digest, known_cuts, open_cut, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
@@ -139,7 +139,7 @@ def plan_of(history: State) -> FragmentPlan:
 def replay_record(model: RebuiltModel, folder: Path, position: Position, record: AnyRecord) -> None:
     """What one record does to the model. NotKept: its outer gradient is not there; Corrupt: it gives something else."""
     match record:
-        case Merged(round=number, fragment=fragment, digest=mark, payload=place):
+        case MergedRecord(round=number, fragment=fragment, digest=mark, payload=place):
             if place is None:
                 raise NotKept(f"the outer gradient of round {number} was not kept: the run keeps none between cuts")
             path = payload_path(folder, position.term, place.file)
@@ -152,17 +152,17 @@ def replay_record(model: RebuiltModel, folder: Path, position: Position, record:
                 raise Corrupt(f"round {number}, at byte {place.offset} of {path}: {error}") from error
             if found != mark:
                 raise Corrupt(f"round {number} gives fragment {fragment} the digest {found}, its record says {mark}")
-        case Restored():
+        case RestoredRecord():
             _restore(model, folder, position, record)
-        case Reset(fragment):
+        case ResetRecord(fragment):
             model.reset_outer_state(fragment)
-        case Changed(outer=outer):
+        case ChangedRecord(outer=outer):
             model.change_outer(msgspec.convert(outer, Outer))
         case _:
             pass
 
 
-def _restore(model: RebuiltModel, folder: Path, position: Position, record: Restored) -> None:
+def _restore(model: RebuiltModel, folder: Path, position: Position, record: RestoredRecord) -> None:
     what = f"what the run was rolled back to behind round {record.at - 1}"
     if record.payload is None:
         raise NotKept(f"{what} was not kept")
@@ -247,17 +247,17 @@ def _newest(run: RunDir) -> ModelHead:
 
 def _replayed(head: ModelHead, folder: Path) -> ModelHead:
     for position, record in read(folder, start=head.position, disk=LocalDisk()):
-        if isinstance(record, Merged) and record.payload is None:
+        if isinstance(record, MergedRecord) and record.payload is None:
             head.remarks.append(f"round {record.round} and later ones kept no outer gradients: the model is older")
             return head
         replay_record(head.model, folder, position, record)
         head.position = position
-        if isinstance(record, Restored):
+        if isinstance(record, RestoredRecord):
             head.versions = list(record.versions)
-        if isinstance(record, Merged):
+        if isinstance(record, MergedRecord):
             head.versions[record.fragment] = record.version
             head.replayed += 1
-        if isinstance(record, Merged | Passed):
+        if isinstance(record, MergedRecord | PassedRecord):
             head.round = record.round + 1
     return head
 
@@ -295,18 +295,18 @@ class ParameterWalk:
         except NotKept as error:
             self._lose_model(record, error)
             return
-        if isinstance(record, Merged):
+        if isinstance(record, MergedRecord):
             self.rounds += 1
             self._findings.progress("rounds made again", self.rounds)
 
     def _lose_model(self, record: AnyRecord, error: NotKept) -> None:
         self.model = None
-        assert isinstance(record, Merged | Restored)
+        assert isinstance(record, MergedRecord | RestoredRecord)
         if self._at.number != self._newest:
             return
         if record.payload is not None:
             raise BadRun(f"{error}, and no newer cut makes up for it")
-        behind = record.round if isinstance(record, Merged) else record.at
+        behind = record.round if isinstance(record, MergedRecord) else record.at
         self._findings.add_remark(f"rounds from {behind} on kept no outer gradients: they cannot be made again")
 
     def _compare_cut(self, cut: StoredCut) -> None:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from atoll.numerics.fragments import Fragment, elements, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.records import AnyRecord, Begun, CutDone, Merged, Restored
+from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import compute_digest
@@ -80,7 +80,7 @@ class RunVerification:
     def __init__(self, run: RunDir, findings: Findings) -> None:
         self._run, self._findings = run, findings
         self._cuts = CutVerifier(run, findings)
-        self._begun: Begun | None = None
+        self._begun: BegunRecord | None = None
         self._audit: JournalAudit | None = None
         """None until the records can be judged: from the first one on, but for runs that were begun from a cut."""
         self._walk: ParameterWalk | None = None
@@ -146,13 +146,13 @@ class RunVerification:
 
     def _take_record(self, position: Position, record: AnyRecord) -> None:
         if self._begun is None:
-            if not isinstance(record, Begun):
+            if not isinstance(record, BegunRecord):
                 raise BadRun(f"the journal begins with {type(record).__name__}, not with the beginning of a run")
             self._begun = record
             self._audit = None if record.parent else JournalAudit(record, position.term)
         elif self._audit is not None:
             self._audit.take_record(record)
-        if isinstance(record, CutDone):
+        if isinstance(record, CutDoneRecord):
             self._cuts.take_record(record)
 
     def _meet_cut(self, position: Position) -> None:
@@ -239,7 +239,7 @@ class RunVerification:
                 f"{path} is not the head of the run: {of}the journal's head is round {history.committed}; {wrong}"
             )
 
-    def _check_best(self, begun: Begun) -> None:
+    def _check_best(self, begun: BegunRecord) -> None:
         found = check_best(self._run, begun)
         if found.problem:
             raise BadRun(found.problem)
@@ -291,7 +291,7 @@ class BestChecked:
     """Fragments of which the journal has no digest."""
 
 
-def check_best(run: RunDir, begun: Begun) -> BestChecked:
+def check_best(run: RunDir, begun: BegunRecord) -> BestChecked:
     """Compare every fragment of the best model with the digest that the journal has of its version.
 
     The values cannot be rebuilt once outer gradients are trimmed, but digests are kept. The journal has none of
@@ -317,9 +317,9 @@ def committed_digests(journal: Path, versions: list[int]) -> dict[int, str]:
     """By fragment, what the journal says of these versions."""
     found: dict[int, str] = {}
     for _, record in read(journal, disk=LocalDisk()):
-        if isinstance(record, Merged) and record.version == versions[record.fragment]:
+        if isinstance(record, MergedRecord) and record.version == versions[record.fragment]:
             found[record.fragment] = record.digest
-        elif isinstance(record, Restored):
+        elif isinstance(record, RestoredRecord):
             restored = zip(record.versions, record.digests, strict=True)
             found |= {f: mark for f, (version, mark) in enumerate(restored) if version == versions[f]}
     return found

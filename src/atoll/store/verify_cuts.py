@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atoll.protocol.records import Begun, CutDone
+from atoll.protocol.records import BegunRecord, CutDoneRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import (
@@ -60,7 +60,7 @@ class CutVerifier:
         self._stored: dict[int, StoredCut] = {}
         self._unreadable: dict[int, str] = {}
         self._met: set[int] = set()
-        self._done: dict[int, CutDone] = {}
+        self._done: dict[int, CutDoneRecord] = {}
         """The records of cuts that are not older than all that are here."""
         self._origin = 0
         """The cut that the run was begun from; no record tells of it."""
@@ -83,13 +83,13 @@ class CutVerifier:
 
     # ---- while the journal is read ------------------------------------------------------------------------------
 
-    def take_record(self, record: CutDone) -> None:
+    def take_record(self, record: CutDoneRecord) -> None:
         if not self.complete:
             self._done.clear()  # of those that are gone, only the newest should not be
         if record.cut >= min(self.complete, default=0):
             self._done[record.cut] = record
 
-    def begin_audit(self, begun: Begun, position: Position, *, origin: bool) -> JournalAudit | None:
+    def begin_audit(self, begun: BegunRecord, position: Position, *, origin: bool) -> JournalAudit | None:
         """A run that was begun from a cut of another goes on from what its own first cut holds, if that is here."""
         cut = self._find_cut_at(begun.run, position)
         if cut is None:

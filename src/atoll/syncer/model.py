@@ -25,7 +25,7 @@ from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello
-from atoll.protocol.records import Begun
+from atoll.protocol.records import BegunRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
 from atoll.protocol.syncer.outbox import TAPE_BYTES
@@ -87,7 +87,7 @@ def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> 
     settings = config.protocol.resolved(len(hello.tensors))
     settings = msgspec.structs.replace(settings, seed=config.seed)
     plan = make_plan(hello.tensors, settings.fragments, settings.plan)
-    begun = Begun(
+    begun = BegunRecord(
         run=run,
         settings=settings,
         outer=msgspec.to_builtins(config.outer),

@@ -99,7 +99,7 @@ def _from_the_beginning(folder: Path, disk: Disk, remarks: list[str]) -> Recover
     first = next(lines, None)
     if first is None:
         return None
-    if not isinstance(first[1], records.Begun):
+    if not isinstance(first[1], records.BegunRecord):
         raise BadCut(f"the journal in {folder} does not begin with the beginning of a run")
     found = Recovered(History(first[1]), None, first[0], remarks=remarks)
     return _apply(found, lines, folder, disk)
@@ -114,7 +114,7 @@ def _apply(
     found: Recovered, lines: Iterator[tuple[Position, records.AnyRecord]], folder: Path, disk: Disk
 ) -> Recovered:
     for position, record in lines:
-        if isinstance(record, records.Started) and found.parameters is None:
+        if isinstance(record, records.StartedRecord) and found.parameters is None:
             cuts = folder.parent / "cuts"
             remarks = found.remarks or [f"{cuts} holds no cut: put back a copy of that folder"]
             raise BadCut(f"the journal tells of parameters, but no cut holds them: {'; '.join(remarks)}")
@@ -129,7 +129,7 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
     """Apply one record to the parameters. BadCut or Corrupt: the result is not the one of then."""
     assert found.parameters is not None
     match record:
-        case records.Merged(round=number, fragment=fragment, version=version, digest=mark, payload=place):
+        case records.MergedRecord(round=number, fragment=fragment, version=version, digest=mark, payload=place):
             if place is None:
                 raise BadCut(f"round {number} has no outer gradient in the journal")
             gradient = payload(folder, position.term, place, disk=disk)
@@ -138,7 +138,7 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
             except ValueError as error:
                 raise BadCut(f"the journal does not give again what was committed: {error}") from error
             found.rounds += 1
-        case records.Restored(versions=versions, at=at, digests=marks, payload=place):
+        case records.RestoredRecord(versions=versions, at=at, digests=marks, payload=place):
             if place is None:
                 raise BadCut(f"what the run was rolled back to at round {at} is not in the journal")
             data = np.frombuffer(payload(folder, position.term, place, disk=disk), dtype=np.uint8)
@@ -148,9 +148,9 @@ def replay_record(found: Recovered, position: Position, record: records.AnyRecor
                 raise BadCut(f"the journal does not give again what the run was rolled back to: {error}") from error
             if given != marks:
                 raise BadCut(f"the journal does not give again what the run was rolled back to at round {at}")
-        case records.Reset(fragment):
+        case records.ResetRecord(fragment):
             found.parameters.reset_outer_state(fragment)
-        case records.Changed(outer=outer):
+        case records.ChangedRecord(outer=outer):
             found.parameters.change_outer(msgspec.convert(outer, Outer))
         case _:
             pass

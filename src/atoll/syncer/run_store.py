@@ -28,7 +28,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.effects import CompleteCut, Restore
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
-from atoll.protocol.records import AnyRecord, CutDone, Merged, Reigned, Restored
+from atoll.protocol.records import AnyRecord, CutDoneRecord, MergedRecord, RestoredRecord, TermRecord
 from atoll.protocol.syncer.effect_order import must_be_synced
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import (
@@ -83,7 +83,7 @@ class RunStore:
         """Payloads before this term and file may be deleted with the next append."""
         if self.recovered is not None:
             end, history = self.recovered.end, self.recovered.history
-            reigned = Reigned(lease.term, end.offset, end.hash, history.committed)
+            reigned = TermRecord(lease.term, end.offset, end.hash, history.committed)
             lines: list[AnyRecord] = [reigned, *self._unrecorded_cuts(history.cuts, self.recovered.cut)]
             self._journal.append([(line, None) for line in lines])
             for line in lines:
@@ -109,7 +109,7 @@ class RunStore:
         with suppress(OSError):
             write_atomic(self._out.norms, msgspec.json.encode(KeptNorms(run, norms)))
 
-    def _unrecorded_cuts(self, known: list[int], cut: int | None) -> list[CutDone]:
+    def _unrecorded_cuts(self, known: list[int], cut: int | None) -> list[CutDoneRecord]:
         """A cut whose manifest an earlier term wrote, but which it did not live to record in the journal."""
         if cut is None or (known and cut <= known[-1]) or cut not in complete_cuts(self._out.cuts) or cut == 0:
             return []
@@ -118,7 +118,7 @@ class RunStore:
         except BadCut:
             return []
         mark = compute_digest((folder_of(self._out.cuts, cut) / "manifest.json").read_bytes())
-        return [CutDone(cut, cut, tuple(sorted(manifest.learners)), mark)]
+        return [CutDoneRecord(cut, cut, tuple(sorted(manifest.learners)), mark)]
 
     @property
     def term(self) -> int:
@@ -134,7 +134,7 @@ class RunStore:
     def append(self, entries: Sequence[Entry]) -> None:
         """Append and sync, in a thread; one append at a time."""
         with self._writing:
-            if any(isinstance(record, Merged | Restored) for record, _ in entries):
+            if any(isinstance(record, MergedRecord | RestoredRecord) for record, _ in entries):
                 self._remove_model()
             self._journal.append(entries, sync=self._sync or must_be_synced(record for record, _ in entries))
             if (before := self._needless) is not None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from atoll.launch.replay.process import ReplayedProcess, ReplayServices
 from atoll.launch.replay.recording import ProcessRecording
 from atoll.mailbox.channel import CourierChannel, RunProgress, decode_to_training
-from atoll.protocol.records import Played, Stretch, decode, encode
+from atoll.protocol.records import PlayedRecord, Stretch, decode, encode
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Informed
+from atoll.protocol.tape import InformedEntry
 
 
 class Journal:
@@ -33,7 +33,7 @@ class Journal:
         return 2 * committed
 
 
-def told(entry: Informed, progress: dict[int, float]) -> RunProgress:
+def told(entry: InformedEntry, progress: dict[int, float]) -> RunProgress:
     near, theirs = CourierChannel.pair()
     actor = ReplayedProcess(ProcessRecording("a", "session", 1), [entry], cast(Any, None))
     actor._channel, actor._shared, actor._box = near, cast(ReplayServices, Journal(progress)), cast(Any, object())
@@ -49,10 +49,10 @@ def told(entry: Informed, progress: dict[int, float]) -> RunProgress:
 @given(progress=st.floats(0.0, 1.0) | st.just(math.nextafter(1.0, 2.0)), step=st.integers(0, 2**40))
 def test_it_is_told_the_very_values_that_were_taped(progress: float, step: int) -> None:
     """Through the journal, and whatever the journal's rounds say: a run from a cut has none for its beginning."""
-    record = decode(encode(Played((Stretch("a", 1, 0, (Informed(3, 41, progress, step),)),))))
-    assert isinstance(record, Played)
+    record = decode(encode(PlayedRecord((Stretch("a", 1, 0, (InformedEntry(3, 41, progress, step),)),))))
+    assert isinstance(record, PlayedRecord)
     [entry] = record.tapes[0].entries
-    assert isinstance(entry, Informed)
+    assert isinstance(entry, InformedEntry)
     found = told(entry, {41: 0.123})
     assert (found.committed, found.global_step) == (41, step)
     assert struct.pack(">d", found.progress) == struct.pack(">d", progress)
@@ -60,4 +60,4 @@ def test_it_is_told_the_very_values_that_were_taped(progress: float, step: int) 
 
 @pytest.mark.parametrize("committed", [0, 6])
 def test_a_tape_without_values_goes_by_the_rounds_of_the_journal(committed: int) -> None:
-    assert told(Informed(3, committed), {0: 0.0, 6: 0.25}) == RunProgress(committed, committed / 24, 2 * committed)
+    assert told(InformedEntry(3, committed), {0: 0.0, 6: 0.25}) == RunProgress(committed, committed / 24, 2 * committed)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from atoll.launch.replay.recording import ProcessRecording, RecordedCopy, read_recording
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Joined, Lent, Merged, Passed, Played, Share, Started, Stretch
+from atoll.protocol.records import (
+    BegunRecord,
+    JoinedRecord,
+    LentRecord,
+    MergedRecord,
+    PassedRecord,
+    PlayedRecord,
+    Share,
+    StartedRecord,
+    Stretch,
+)
 from atoll.protocol.settings import Settings
-from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
+from atoll.protocol.tape import AdoptedEntry, AnyEntry, BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, OwnedEntry
 
-BEGUN = Begun("run", Settings(learners=2, fragments=2, sync_every=2), {}, (), "plan")
-BEGAN = Began(0, 1, "2.13", "DEFAULT", "cpu", False)
+BEGUN = BegunRecord("run", Settings(learners=2, fragments=2, sync_every=2), {}, (), "plan")
+BEGAN = BeganEntry(0, 1, "2.13", "DEFAULT", "cpu", False)
 
 
-def played(learner: str, incarnation: int, first: int, *entries: AnyEntry) -> Played:
-    return Played((Stretch(learner, incarnation, first, entries),))
+def played(learner: str, incarnation: int, first: int, *entries: AnyEntry) -> PlayedRecord:
+    return PlayedRecord((Stretch(learner, incarnation, first, entries),))
 
 
 def part(*entries: object, copies: list[RecordedCopy]) -> ProcessRecording:
@@ -21,33 +31,33 @@ def part(*entries: object, copies: list[RecordedCopy]) -> ProcessRecording:
 
 
 def test_a_copy_stands_behind_the_adoption_that_gave_it_its_base() -> None:
-    adopted, copy = Adopted(3, 0, 7), RecordedCopy(3, 10, 0, base=7, steps=1)
+    adopted, copy = AdoptedEntry(3, 0, 7), RecordedCopy(3, 10, 0, base=7, steps=1)
     assert part(adopted, copies=[copy]).acts() == [adopted, copy]
 
 
 def test_and_before_the_one_that_took_its_base_away() -> None:
-    first, second, copy = Adopted(1, 0, 7), Adopted(3, 0, 8), RecordedCopy(3, 10, 0, base=7, steps=2)
+    first, second, copy = AdoptedEntry(1, 0, 7), AdoptedEntry(3, 0, 8), RecordedCopy(3, 10, 0, base=7, steps=2)
     assert part(first, second, copies=[copy]).acts() == [first, copy, second]
 
 
 def test_other_fragments_and_other_orders_do_not_matter() -> None:
-    acts = [Adopted(1, 0, 7), Adopted(3, 1, 8), Informed(3, 5)]
+    acts = [AdoptedEntry(1, 0, 7), AdoptedEntry(3, 1, 8), InformedEntry(3, 5)]
     copy = RecordedCopy(3, 10, 0, base=7, steps=2)
     assert part(*acts, copies=[copy]).acts() == [*acts, copy]
 
 
 def test_the_first_parameters_are_a_base_of_every_fragment() -> None:
-    owned, adopted, copy = Owned(0), Adopted(2, 1, 1), RecordedCopy(2, 1, 1, base=0, steps=2)
+    owned, adopted, copy = OwnedEntry(0), AdoptedEntry(2, 1, 1), RecordedCopy(2, 1, 1, base=0, steps=2)
     assert part(BEGAN, owned, adopted, copies=[copy]).acts() == [BEGAN, owned, copy, adopted]
 
 
 def test_copies_are_made_before_everything_is_forgotten() -> None:
-    adopted, forgot, copy = Adopted(1, 0, 7), Forgot(4, True), RecordedCopy(4, 9, 0, base=7, steps=3)
+    adopted, forgot, copy = AdoptedEntry(1, 0, 7), ForgotEntry(4, True), RecordedCopy(4, 9, 0, base=7, steps=3)
     assert part(adopted, forgot, copies=[copy]).acts() == [adopted, copy, forgot]
 
 
 def test_after_a_cut_only_what_came_behind_its_mark_is_played() -> None:
-    entries = [Adopted(1, 0, 7), Marked(4, 20), Adopted(4, 1, 7), Adopted(6, 0, 8)]
+    entries = [AdoptedEntry(1, 0, 7), MarkedEntry(4, 20), AdoptedEntry(4, 1, 7), AdoptedEntry(6, 0, 8)]
     copies = [RecordedCopy(3, 9, 0, 7, 2), RecordedCopy(4, 10, 1, 7, 1), RecordedCopy(6, 11, 0, 7, 5)]
     acts = part(*entries, copies=copies).acts(after=20)
     assert acts == [entries[2], copies[1], copies[2], entries[3]]
@@ -55,31 +65,31 @@ def test_after_a_cut_only_what_came_behind_its_mark_is_played() -> None:
 
 def test_after_a_cut_it_knows_of_the_run_what_it_knew_at_the_mark() -> None:
     """Its first step behind the cut went by it, and the state it saved does not hold it."""
-    first, known, later = Informed(1, 5, 0.1, 7), Informed(3, 9, 0.3, 11), Informed(6, 12, 0.4, 15)
-    assert part(first, known, Marked(4, 20), later, copies=[]).acts(after=20) == [known, later]
-    assert part(first, known, Marked(4, 20), copies=[]).acts(after=20) == [], "nothing is left to be played"
+    first, known, later = InformedEntry(1, 5, 0.1, 7), InformedEntry(3, 9, 0.3, 11), InformedEntry(6, 12, 0.4, 15)
+    assert part(first, known, MarkedEntry(4, 20), later, copies=[]).acts(after=20) == [known, later]
+    assert part(first, known, MarkedEntry(4, 20), copies=[]).acts(after=20) == [], "nothing is left to be played"
 
 
 def test_a_journal_becomes_a_score() -> None:
     share = Share("a", 1, 2, 2, 20, 200.0, 0)
-    merged = Merged(0, 0, 1, 1, "all", (share,), "digest")
+    merged = MergedRecord(0, 0, 1, 1, "all", (share,), "digest")
     score = read_recording(
         [
             BEGUN,
-            Joined("a", 1, "one", 0),
-            Joined("b", 1, "two", 0),
-            played("a", 1, 0, BEGAN, Owned(0)),
-            Started("a"),
+            JoinedRecord("a", 1, "one", 0),
+            JoinedRecord("b", 1, "two", 0),
+            played("a", 1, 0, BEGAN, OwnedEntry(0)),
+            StartedRecord("a"),
             merged,
-            Lent("ticket", "a", 1, 2),
-            Joined("a", 2, "one", 2),
-            Joined("b", 2, "three", 0),
-            played("a", 2, 2, Forgot(2, True)),
-            Passed(1, 1, "nobody", 0.25, 2.5),
+            LentRecord("ticket", "a", 1, 2),
+            JoinedRecord("a", 2, "one", 2),
+            JoinedRecord("b", 2, "three", 0),
+            played("a", 2, 2, ForgotEntry(2, True)),
+            PassedRecord(1, 1, "nobody", 0.25, 2.5),
         ]
     )
     assert [(one.learner, one.number, one.joined_at) for one in score.parts] == [("a", 1, 0), ("b", 1, 0), ("b", 2, 1)]
-    assert score.parts[0].entries == [BEGAN, Owned(0), Forgot(2, True)], "one process, two incarnations"
+    assert score.parts[0].entries == [BEGAN, OwnedEntry(0), ForgotEntry(2, True)], "one process, two incarnations"
     assert score.parts[0].copies == [RecordedCopy(2, 0, 0, 0, 2)]
     assert score.lent == {"ticket": (score.parts[0], 2)}
     assert (score.rounds, len(score.decisions)) == (2, 3)
@@ -88,27 +98,29 @@ def test_a_journal_becomes_a_score() -> None:
 
 def test_a_run_made_of_a_cut_is_told_what_the_cut_knows_of_its_progress() -> None:
     history = History(BEGUN)
-    for record in (Started("a"), Passed(0, 0, "nobody", 0.125, 1.5)):
+    for record in (StartedRecord("a"), PassedRecord(0, 0, "nobody", 0.125, 1.5)):
         history.apply(record)
-    score = read_recording([BEGUN, Passed(1, 1, "nobody", 0.25, 2.5)])
+    score = read_recording([BEGUN, PassedRecord(1, 1, "nobody", 0.25, 2.5)])
     score.begin_at(history)
     assert score.progress == {1: 0.125, 2: 0.25} and score.global_steps == {1: 1, 2: 2}
 
 
 def test_a_learner_has_the_number_that_it_had_in_the_run() -> None:
-    joined = [Joined("b", 1, "one", 0), Joined("a", 1, "two", 0), Joined("b", 2, "three", 0)]
+    joined = [JoinedRecord("b", 1, "one", 0), JoinedRecord("a", 1, "two", 0), JoinedRecord("b", 2, "three", 0)]
     score = read_recording([BEGUN, *joined])
     assert [(part.learner, part.index) for part in score.parts] == [("b", 0), ("a", 1), ("b", 0)]
-    named = read_recording([BEGUN, Joined("learner-1", 1, "one", 0), Joined("learner-0", 1, "two", 0)])
+    named = read_recording([BEGUN, JoinedRecord("learner-1", 1, "one", 0), JoinedRecord("learner-0", 1, "two", 0)])
     assert [part.index for part in named.parts] == [1, 0]
     before = History(BEGUN)
     for name in ("z", "a"):
-        before.apply(Joined(name, 1, "earlier", 0))
+        before.apply(JoinedRecord(name, 1, "earlier", 0))
     score.begin_at(before)
     assert [(part.learner, part.index) for part in score.parts] == [("b", 2), ("a", 1), ("b", 2)]
 
 
 def test_what_is_missing_of_a_tape_is_known() -> None:
-    score = read_recording([BEGUN, Joined("a", 1, "one", 0), played("a", 1, 0, BEGAN), played("a", 1, 4, Owned(0))])
+    score = read_recording(
+        [BEGUN, JoinedRecord("a", 1, "one", 0), played("a", 1, 0, BEGAN), played("a", 1, 4, OwnedEntry(0))]
+    )
     assert score.parts[0].missing == "its tape lacks entries 1 to 3"
     assert score.parts[0].entries == [BEGAN]

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.system.conftest import Event, Run
 
-from atoll.protocol.records import AnyRecord, Merged, Passed
+from atoll.protocol.records import AnyRecord, MergedRecord, PassedRecord
 from atoll.store.disk import LocalDisk
 from atoll.store.journal import read
 from atoll.store.verify import VerifyReport, verify_run
@@ -68,11 +68,11 @@ def outages(run: Run, died: list[dict[str, Any]]) -> list[Outage]:
 
 def check_rounds(run: Run, most_untold: int) -> None:
     """Every round once and in order over all terms, and what was told is what is in the journal, member by member."""
-    rounds = [record for record in records(run) if isinstance(record, Merged | Passed)]
+    rounds = [record for record in records(run) if isinstance(record, MergedRecord | PassedRecord)]
     assert [record.round for record in rounds] == list(range(len(rounds)))
     told = {event["round"]: event for event in run.events("round")}
     assert [event["round"] for event in run.events("round")] == sorted(told), "none is told of twice"
-    merged = {record.round: record for record in rounds if isinstance(record, Merged)}
+    merged = {record.round: record for record in rounds if isinstance(record, MergedRecord)}
     assert told.keys() <= merged.keys(), f"told, but not in the journal: {sorted(told.keys() - merged.keys())}"
     assert len(merged.keys() - told.keys()) <= most_untold, "a death keeps one round from being told, at most"
     for number, event in told.items():
@@ -84,14 +84,14 @@ def _as_told(event: Event) -> tuple[Any, ...]:
     return event["fragment"], event["version"], event["attempt"], members
 
 
-def _as_written(record: Merged) -> tuple[Any, ...]:
+def _as_written(record: MergedRecord) -> tuple[Any, ...]:
     members = [(m.learner, m.incarnation, m.t, m.steps, m.tokens, m.base) for m in record.members]
     return record.fragment, record.version, record.attempt, members
 
 
 def check_adopted(run: Run) -> int:
     """Every version that a learner holds is in the journal, with the very bytes it holds; how many were compared."""
-    written = {(r.fragment, r.version): r.digest for r in records(run) if isinstance(r, Merged)}
+    written = {(r.fragment, r.version): r.digest for r in records(run) if isinstance(r, MergedRecord)}
     held = [line for diary in diaries(run).values() for line in diary if "version" in line]
     for line in held:
         found = written.get((line["fragment"], line["version"]))

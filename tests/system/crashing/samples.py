@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from atoll.protocol.records import AnyRecord, Gone, Granted, Merged, Share, Sources
+from atoll.protocol.records import AnyRecord, GoneRecord, GrantedRecord, MergedRecord, Share, SourcesRecord
 
 Sample = tuple[int, int, int]
 """Dataset, pass and position in it."""
@@ -40,20 +40,20 @@ class Samples:
         samples = cls()
         for record in records:
             match record:
-                case Sources(datasets):
+                case SourcesRecord(datasets):
                     samples.lengths = tuple(length for _, length, _ in datasets)
-                case Granted():
+                case GrantedRecord():
                     samples._granted(record)
-                case Merged():
+                case MergedRecord():
                     for share in record.members:
                         samples._merged(record.fragment, share)
-                case Gone():
+                case GoneRecord():
                     samples._gone(record)
                 case _:
                     pass
         return samples
 
-    def _granted(self, lease: Granted) -> None:
+    def _granted(self, lease: GrantedRecord) -> None:
         holder = (lease.learner, lease.incarnation)
         assert holder not in self.again_from, f"{holder} is gone, and is leased {lease}"
         for position in range(lease.start, lease.stop):
@@ -73,7 +73,7 @@ class Samples:
         self.merged_to[holder] = max(self.merged_to[holder], share.position)
         self.merged.setdefault(fragment, Counter()).update(held[before : share.position])
 
-    def _gone(self, record: Gone) -> None:
+    def _gone(self, record: GoneRecord) -> None:
         holder = (record.learner, record.incarnation)
         if record.again_from < 0:
             assert holder not in self.held, f"{holder} is gone with its leases"

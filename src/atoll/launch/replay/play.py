@@ -28,7 +28,7 @@ from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.errors import ConfigError, RunFailed
 from atoll.protocol.history import History
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import AnyRecord, Begun, Merged, Passed, Reigned, Restored
+from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, PassedRecord, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.cuts import CutState, check_cut, complete_cuts, read_syncer_part
 from atoll.store.disk import Corrupt, LocalDisk
@@ -41,9 +41,9 @@ from atoll.syncer.recovery import outer_of
 Key = tuple[type[AnyRecord], int]
 
 
-def _key(record: Merged | Restored) -> Key:
+def _key(record: MergedRecord | RestoredRecord) -> Key:
     """Which round it is, or behind how many rounds."""
-    return type(record), record.at if isinstance(record, Restored) else record.round
+    return type(record), record.at if isinstance(record, RestoredRecord) else record.round
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class RunReplay:
 
         def lines() -> Iterator[AnyRecord]:
             for position, record in read(self.out.journal, disk=LocalDisk()):
-                if isinstance(record, Merged | Restored):
+                if isinstance(record, MergedRecord | RestoredRecord):
                     terms[_key(record)] = position.term
                 yield record
 
         first = next(read(self.out.journal, disk=LocalDisk()), None)
-        if first is None or not isinstance(first[1], Begun):
+        if first is None or not isinstance(first[1], BegunRecord):
             raise ConfigError(f"{self.out.path} holds no tape: its journal does not begin with the beginning of a run")
         return read_recording(lines()), terms
 
@@ -95,7 +95,7 @@ class RunReplay:
         parameters = Parameters(plan, outer_of(History(begun)))
         decisions, parts, states = self._beginning(score, parameters)
 
-        def gradient(record: Merged | Restored) -> memoryview | None:
+        def gradient(record: MergedRecord | RestoredRecord) -> memoryview | None:
             if record.payload is None:
                 return None
             try:
@@ -138,8 +138,8 @@ class RunReplay:
             n
             for n, one in enumerate([*score.decisions, None])
             if one is None
-            or (isinstance(one, Merged | Passed) and one.round >= history.committed)
-            or (isinstance(one, Restored) and one.at >= history.committed)
+            or (isinstance(one, MergedRecord | PassedRecord) and one.round >= history.committed)
+            or (isinstance(one, RestoredRecord) and one.at >= history.committed)
         )
         parts: list[tuple[ProcessRecording, list[RecordedAction]]] = []
         states: dict[str, Path] = {}
@@ -271,23 +271,23 @@ class TapeRun:
         """The journal of this run, in one term."""
         lease = acquire(self.out.journal)
         journal = Journal.begin(self.out.journal, lease.term, disk=LocalDisk())
-        kept = [self._record_first(line, conductor.outcome) for line in lines if not isinstance(line, Reigned)]
+        kept = [self._record_first(line, conductor.outcome) for line in lines if not isinstance(line, TermRecord)]
         journal.append([(line, None) for line in kept])
         journal.close()
         lease.release()
 
     def _record_first(self, line: AnyRecord, outcome: ReplayOutcome) -> AnyRecord:
-        if isinstance(line, Begun):
+        if isinstance(line, BegunRecord):
             outer = msgspec.to_builtins(self.config.outer)
             named = {"tensors": self._tensors, "fingerprint": self._plan.fingerprint, "outer": outer}
             return msgspec.structs.replace(line, seed=self.config.seed, **named)
-        if isinstance(line, Merged):
+        if isinstance(line, MergedRecord):
             digest, marks = outcome.made[line.round]
             return msgspec.structs.replace(line, digest=digest, marks=marks)
         return line
 
 
-def _plan(begun: Begun, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:
+def _plan(begun: BegunRecord, tensors: tuple[TensorSpec, ...]) -> FragmentPlan:
     if begun.settings.fragments > len(tensors):
         raise ConfigError(
             f"the tape cuts the model into {begun.settings.fragments} fragments, it has {len(tensors)} tensors: "

@@ -188,35 +188,35 @@ class ReplayedProcess:
         match act:
             case RecordedCopy():
                 return self._order_copy(act)
-            case tape.Adopted():
+            case tape.AdoptedEntry():
                 return self._adopt_version(act)
-            case tape.Informed():
+            case tape.InformedEntry():
                 send(self._make_progress(act))
-            case tape.Supplied(_, leases, over, own):
+            case tape.SuppliedEntry(_, leases, over, own):
                 ranges = tuple(self._house.leases(lease) for lease in leases)
                 self._supply_leases(fx.Supply(ranges, over, "its data was its own in the run" if own else ""))
-            case tape.Owned():
+            case tape.OwnedEntry():
                 self._house.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
                 self._box.base_version[:] = 0
                 send(fx.Own())
-            case tape.Forgot(_, reset):
+            case tape.ForgotEntry(_, reset):
                 self._epoch += 1
                 self._box.base_version[:] = -1
                 self._copies.clear()
                 send(ForgetOrder(self._epoch, reset))
-            case tape.Gave():
+            case tape.GaveEntry():
                 send(fx.Capture(self._next))
                 self._waits_for = "its state"
-            case tape.Took(_, ticket):
+            case tape.TookEntry(_, ticket):
                 return self._take_state(ticket)
-            case tape.Stopped():
+            case tape.StoppedEntry():
                 self._asked_to_stop = True
                 send(StopOrder("as in the run", final=False))
-            case tape.Began() | tape.Marked():
+            case tape.BeganEntry() | tape.MarkedEntry():
                 pass
         return None
 
-    def _make_progress(self, act: tape.Informed) -> RunProgress:
+    def _make_progress(self, act: tape.InformedEntry) -> RunProgress:
         if act.progress is not None:
             return RunProgress(act.committed, act.progress, act.global_step)
         progress, step = self._house.progress(act.committed), self._house.global_step(act.committed)
@@ -234,7 +234,7 @@ class ReplayedProcess:
         self.channel.send(ReadOrder(self._free, act.round, act.fragment, act.t))
         return None
 
-    def _adopt_version(self, act: tape.Adopted) -> str | None:
+    def _adopt_version(self, act: tape.AdoptedEntry) -> str | None:
         assert self._box is not None
         values = self._house.version(act.fragment, act.version)
         if values is None:
@@ -352,7 +352,7 @@ class ReplayedProcess:
     def _compare_machine(self, entries: tuple[tape.AnyEntry, ...]) -> None:
         then = self.part.began
         for now in entries:
-            if isinstance(now, tape.Began) and then is not None and then.torch:
+            if isinstance(now, tape.BeganEntry) and then is not None and then.torch:
                 for name in ("threads", "torch", "cpu", "device"):
                     if getattr(now, name) != getattr(then, name):
                         text = f"{name}: {getattr(then, name)} in the run, {getattr(now, name)} here"

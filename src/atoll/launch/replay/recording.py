@@ -16,19 +16,19 @@ from atoll.protocol.history import History, number_learners
 from atoll.protocol.messages import Range
 from atoll.protocol.records import (
     AnyRecord,
-    Begun,
-    Changed,
-    Granted,
-    Joined,
-    Lent,
-    Merged,
-    Passed,
-    Played,
-    Reset,
-    Restored,
-    Started,
+    BegunRecord,
+    ChangedRecord,
+    GrantedRecord,
+    JoinedRecord,
+    LentRecord,
+    MergedRecord,
+    PassedRecord,
+    PlayedRecord,
+    ResetRecord,
+    RestoredRecord,
+    StartedRecord,
 )
-from atoll.protocol.tape import Adopted, AnyEntry, Began, Forgot, Informed, Marked, Owned
+from atoll.protocol.tape import AdoptedEntry, AnyEntry, BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, OwnedEntry
 
 
 class RecordedCopy(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class RecordedCopy(msgspec.Struct, frozen=True):
 
 
 RecordedAction = AnyEntry | RecordedCopy
-Decision = Started | Merged | Passed | Reset | Restored | Changed
+Decision = StartedRecord | MergedRecord | PassedRecord | ResetRecord | RestoredRecord | ChangedRecord
 
 
 @dataclass
@@ -67,9 +67,9 @@ class ProcessRecording:
         return f"{self.learner}-{self.number}" if self.number > 1 else self.learner
 
     @property
-    def began(self) -> Began | None:
+    def began(self) -> BeganEntry | None:
         first = self.entries[0] if self.entries else None
-        return first if isinstance(first, Began) else None
+        return first if isinstance(first, BeganEntry) else None
 
     def began_after(self, rounds: int) -> bool:
         """Whether it joined when this many rounds were behind the run."""
@@ -80,17 +80,17 @@ class ProcessRecording:
         knew of the run at the mark: that is no part of the state it saved."""
         if after < 0:
             return _in_place([], self.entries, self.copies)
-        marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, Marked) and entry.cut == after]
+        marks = [n for n, entry in enumerate(self.entries) if isinstance(entry, MarkedEntry) and entry.cut == after]
         start = marks[-1] + 1 if marks else len(self.entries)  # a cut may be taken anew, in a new term
         before = self.entries[:start]
-        known = [entry for entry in before if isinstance(entry, Informed)][-1:]
+        known = [entry for entry in before if isinstance(entry, InformedEntry)][-1:]
         acts = _in_place(before, self.entries[start:], self.copies)
         return [*known, *acts] if acts else []
 
 
 @dataclass
 class RunRecording:
-    begun: Begun
+    begun: BegunRecord
     parts: list[ProcessRecording] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     leases: dict[int, Range] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RunRecording:
 def read_recording(records: Iterable[AnyRecord]) -> RunRecording:
     lines = iter(records)
     begun = next(lines)
-    assert isinstance(begun, Begun), "a journal begins with the beginning of a run"
+    assert isinstance(begun, BegunRecord), "a journal begins with the beginning of a run"
     score = RunRecording(begun)
     for record in lines:
         _take(score, record)
@@ -132,30 +132,30 @@ def read_recording(records: Iterable[AnyRecord]) -> RunRecording:
 
 def _take(score: RunRecording, record: AnyRecord) -> None:
     match record:
-        case Joined(learner, incarnation, session):
+        case JoinedRecord(learner, incarnation, session):
             score.of[learner, incarnation] = _part(score, learner, session)
-        case Played(tapes):
+        case PlayedRecord(tapes):
             for one in tapes:
                 _add(score.of[one.learner, one.incarnation], one.first, one.entries)
-        case Merged():
+        case MergedRecord():
             for share in record.members:
                 copy = RecordedCopy(share.t, record.round, record.fragment, share.base, share.steps)
                 score.of[share.learner, share.incarnation].copies.append(copy)
             _decided(score, record)
-        case Passed():
+        case PassedRecord():
             _decided(score, record)
-        case Started() | Reset() | Restored() | Changed():
+        case StartedRecord() | ResetRecord() | RestoredRecord() | ChangedRecord():
             score.decisions.append(record)
-        case Granted():
+        case GrantedRecord():
             range_ = Range(record.lease, record.dataset, record.epoch, record.start, record.stop)
             score.leases[record.lease] = range_
-        case Lent(ticket, learner, incarnation, t):
+        case LentRecord(ticket, learner, incarnation, t):
             score.lent[ticket] = (score.of[learner, incarnation], t)
         case _:
             pass
 
 
-def _decided(score: RunRecording, record: Merged | Passed) -> None:
+def _decided(score: RunRecording, record: MergedRecord | PassedRecord) -> None:
     score.decisions.append(record)
     score.rounds = record.round + 1
     score.progress[score.rounds], score.global_steps[score.rounds] = record.progress, int(record.step)
@@ -194,7 +194,7 @@ def _in_place(before: list[AnyEntry], entries: list[AnyEntry], copies: list[Reco
             now = []
         while waiting and waiting[0].t <= entry.t:
             (now if waiting[0].t == entry.t else acts).append(waiting.popleft())
-        if isinstance(entry, Adopted | Forgot):
+        if isinstance(entry, AdoptedEntry | ForgotEntry):
             acts.extend(copy for copy in now if held.is_base_of(copy, entry))
             now = [copy for copy in now if not held.is_base_of(copy, entry)]
         held.take(entry)
@@ -210,13 +210,13 @@ class HeldVersions:
         self._others = -1
 
     def take(self, entry: AnyEntry) -> None:
-        if isinstance(entry, Adopted):
+        if isinstance(entry, AdoptedEntry):
             self._versions[entry.fragment] = entry.version
-        elif isinstance(entry, Forgot | Owned):
+        elif isinstance(entry, ForgotEntry | OwnedEntry):
             self._versions.clear()
-            self._others = 0 if isinstance(entry, Owned) else -1
+            self._others = 0 if isinstance(entry, OwnedEntry) else -1
 
-    def is_base_of(self, copy: RecordedCopy, before: Adopted | Forgot) -> bool:
+    def is_base_of(self, copy: RecordedCopy, before: AdoptedEntry | ForgotEntry) -> bool:
         """Whether a copy of this very step was made before that entry took its base away."""
-        touched = isinstance(before, Forgot) or before.fragment == copy.fragment
+        touched = isinstance(before, ForgotEntry) or before.fragment == copy.fragment
         return touched and self._versions.get(copy.fragment, self._others) == copy.base

@@ -35,7 +35,7 @@ from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import difference
 from atoll.protocol import tape
 from atoll.protocol.messages import TensorSpec
-from atoll.protocol.records import Changed, Merged, Passed, Reset, Restored, Started
+from atoll.protocol.records import ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord, StartedRecord
 from atoll.syncer.parameters import Parameters
 
 LOOK_S = 0.5
@@ -82,7 +82,7 @@ class ReplaySyncer:
         stage: Callable[[tuple[TensorSpec, ...]], Parameters],
         begun: bool,
         launch: Callable[[ProcessRecording, str], Child],
-        gradient: Callable[[Merged | Restored], memoryview | None],
+        gradient: Callable[[MergedRecord | RestoredRecord], memoryview | None],
         jobs: int,
         until: int | None = None,
         watch: Callable[[ReplayOutcome], None] = lambda outcome: None,
@@ -95,9 +95,9 @@ class ReplaySyncer:
         self._decisions, self._at = list(decisions), 0
         self._launch, self._gradient, self._jobs, self._until, self._watch = launch, gradient, jobs, until, watch
         self._waiting = [(part, acts) for part, acts in parts if acts]
-        adoptions = [act for _, acts in parts for act in acts if isinstance(act, tape.Adopted)]
+        adoptions = [act for _, acts in parts for act in acts if isinstance(act, tape.AdoptedEntry)]
         self._packed: dict[int, ByteArray | None] = {
-            decision.round: None for decision in decisions if isinstance(decision, Restored)
+            decision.round: None for decision in decisions if isinstance(decision, RestoredRecord)
         }
         """By the rounds behind the run, what it is rolled back to later."""
         self._needed = Counter((act.fragment, act.version) for act in adoptions)
@@ -133,7 +133,9 @@ class ReplaySyncer:
         )
         if self._begun:
             self._keep_current(range(settings.fragments))
-            self._keep_for_rollback(next((one.round for one in self._decisions if isinstance(one, Merged | Passed)), 0))
+            self._keep_for_rollback(
+                next((one.round for one in self._decisions if isinstance(one, MergedRecord | PassedRecord)), 0)
+            )
 
     # ---- the course of it -------------------------------------------------------------------------------------------
 
@@ -166,7 +168,11 @@ class ReplaySyncer:
 
     def _is_over(self) -> bool:
         decision = self._decisions[self._at] if self._at < len(self._decisions) else None
-        beyond = self._until is not None and isinstance(decision, Merged | Passed) and decision.round > self._until
+        beyond = (
+            self._until is not None
+            and isinstance(decision, MergedRecord | PassedRecord)
+            and decision.round > self._until
+        )
         return decision is None or beyond or self.outcome.difference is not None or bool(self.outcome.stopped)
 
     @property
@@ -211,9 +217,9 @@ class ReplaySyncer:
         if next(one for one, _ in self._waiting if one.learner == part.learner) is not part:
             return False
         for act in acts:
-            if isinstance(act, tape.Adopted):
+            if isinstance(act, tape.AdoptedEntry):
                 return (act.fragment, act.version) in self._versions
-            if isinstance(act, tape.Owned | RecordedCopy):
+            if isinstance(act, tape.OwnedEntry | RecordedCopy):
                 return True
         return True
 
@@ -254,7 +260,7 @@ class ReplaySyncer:
                 self.outcome.stopped = f"{actor.part.name} ended ({describe_exit(code)}): {words}"
 
     def _explain_wait(self) -> str:
-        number = next((d.round for d in self._decisions[self._at :] if isinstance(d, Merged | Passed)), -1)
+        number = next((d.round for d in self._decisions[self._at :] if isinstance(d, MergedRecord | PassedRecord)), -1)
         names = {actor.part.name for actor in self._actors}
         reasons = [f"{name}: {reason}" for name, reason in sorted(self._reasons.items()) if name in names]
         return f"the tape does not lead on to round {number}" + (f" ({'; '.join(reasons)})" if reasons else "")
@@ -277,27 +283,27 @@ class ReplaySyncer:
             return False
         decision = self._decisions[self._at]
         match decision:
-            case Started():
+            case StartedRecord():
                 if not self._begun:
                     return False
-            case Merged():
+            case MergedRecord():
                 if not self._merge_round(decision):
                     return False
-            case Passed(number):
+            case PassedRecord(number):
                 self.outcome.through = number
                 self._keep_for_rollback(number + 1)
-            case Restored():
+            case RestoredRecord():
                 if not self._restore_state(decision):
                     return False
-            case Reset(fragment):
+            case ResetRecord(fragment):
                 self._parameters.reset_outer_state(fragment)
-            case Changed(outer=outer):
+            case ChangedRecord(outer=outer):
                 self._parameters.change_outer(msgspec.convert(outer, Outer))
         self._at += 1
         self._watch(self.outcome)
         return True
 
-    def _merge_round(self, record: Merged) -> bool:
+    def _merge_round(self, record: MergedRecord) -> bool:
         members = [share.learner for share in record.members]
         if all((record.round, name) in self._given for name in members):
             deltas = [self._given.pop((record.round, name)) for name in members]
@@ -338,7 +344,7 @@ class ReplaySyncer:
         if rounds in self._packed:
             self._packed[rounds] = self._parameters.pack_state()
 
-    def _restore_state(self, record: Restored) -> bool:
+    def _restore_state(self, record: RestoredRecord) -> bool:
         packed = self._packed[record.round]
         if packed is None and (kept := self._gradient(record)) is not None:
             packed = np.frombuffer(kept, dtype=np.uint8)
@@ -359,14 +365,14 @@ class ReplaySyncer:
         self._keep_current(range(len(made)))
         return True
 
-    def _compute_factors(self, record: Merged) -> list[FloatArray]:
+    def _compute_factors(self, record: MergedRecord) -> list[FloatArray]:
         """What the filter left of each contribution then; nothing was filtered where none has any."""
         if not any(share.factors for share in record.members):
             return []
         whole = np.ones(len(self._parameters.plan.fragments[record.fragment].tensors), np.float32)
         return [np.frombuffer(share.factors, np.float32) if share.factors else whole for share in record.members]
 
-    def _find_difference(self, record: Merged) -> VersionDifference:
+    def _find_difference(self, record: MergedRecord) -> VersionDifference:
         part = self._parameters.plan.fragments[record.fragment]
         names = [tensor.name for tensor in part.tensors]
         mine = self._parameters.tensor_marks(record.fragment)

@@ -244,7 +244,7 @@ class LearnerMachine:
                 self._train_if_recovered()
                 self._send_report(now)
             case msg.Drain(reason=reason):
-                self._do(fx.Drain(reason))
+                self._do(fx.AskToLeave(reason))
             case msg.Ending(reason=reason):
                 self._begin_ending(reason)
             case msg.Finish(reason=reason, versions=versions):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from atoll.protocol.leases import wrong_sources
 from atoll.protocol.limits import MOST, clipped
 from atoll.protocol.messages import Contribution, Lease, Progress, Range, Register
-from atoll.protocol.records import Alarmed, Gone, Granted, Joined, Owned, Sources
+from atoll.protocol.records import AlarmedRecord, GoneRecord, GrantedRecord, JoinedRecord, OwnedRecord, SourcesRecord
 from atoll.protocol.syncer.claims import beyond_lease
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
@@ -37,12 +37,12 @@ class Accounts:
         before = self.state.history.lives.get(learner.name)
         origin = before.total if before is not None and before.session == learner.session else learner.origin
         joined = (learner.name, learner.incarnation, learner.session, learner.t, origin, learner.declared)
-        self.state.out.persist(Joined(*joined))
+        self.state.out.persist(JoinedRecord(*joined))
 
     def record_owner(self, learner: KnownLearner, token: str) -> None:
         """Its name is that token's: also a syncer that takes over knows whose it is."""
         if token and self.state.history.owners.get(learner.name) != token:
-            self.state.out.persist(Owned(learner.name, token))
+            self.state.out.persist(OwnedRecord(learner.name, token))
 
     def close_life(self, learner: KnownLearner, reason: str, under_way: Contribution | None = None) -> None:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
@@ -54,7 +54,7 @@ class Accounts:
             merged_to = self.state.history.leases.merged_to(learner.name, learner.incarnation)
             again = max(merged_to, under_way.position if under_way else 0)
         fate = self.state.history.ledger.closing(learner.name, learner.incarnation, under_way.total if under_way else 0)
-        record = Gone(
+        record = GoneRecord(
             learner=learner.name,
             incarnation=learner.incarnation,
             t=learner.t,
@@ -99,7 +99,7 @@ class Accounts:
     def _raise_alarm(self, learner: KnownLearner, wrong: str) -> None:
         if (learner.name, learner.incarnation) not in self._alarmed:
             self._alarmed.add((learner.name, learner.incarnation))
-            self.state.out.persist(Alarmed(learner.name, learner.incarnation, clipped(wrong)))
+            self.state.out.persist(AlarmedRecord(learner.name, learner.incarnation, clipped(wrong)))
             self.state.out.note("unbalanced", f"the ledger does not balance: {wrong}", learner)
 
     # ---- leases -------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Accounts:
         """The first to come says what the run's data is; one with other data keeps it to itself."""
         reason = wrong_sources(message.datasets, message.epochs) or _wrong_sizes(message)
         if reason is None and self.state.history.leases is None:
-            self.state.out.persist(Sources(message.datasets, message.epochs))
+            self.state.out.persist(SourcesRecord(message.datasets, message.epochs))
         if reason is None:
             assert self.state.history.leases is not None
             reason = self.state.history.leases.differs(message.datasets, message.epochs)
@@ -182,5 +182,5 @@ def _wrong_sizes(message: Register) -> str | None:
     return None
 
 
-def _range(lease: Granted) -> Range:
+def _range(lease: GrantedRecord) -> Range:
     return Range(lease.lease, lease.dataset, lease.epoch, lease.start, lease.stop)

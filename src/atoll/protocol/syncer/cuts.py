@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from atoll.protocol.effects import CompleteCut, TakeCut
 from atoll.protocol.messages import CutSaved, Ending
-from atoll.protocol.records import CutDone
+from atoll.protocol.records import CutDoneRecord
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
@@ -124,7 +124,7 @@ class Cuts:
         if (open_ := self.open) is None or open_.cut != cut:
             return
         self.open = None
-        self.state.out.persist(CutDone(cut, cut, tuple(sorted(open_.saved)), manifest))
+        self.state.out.persist(CutDoneRecord(cut, cut, tuple(sorted(open_.saved)), manifest))
         without = f", without {', '.join(sorted(open_.left_out))}" if open_.left_out else ""
         self.state.out.note(
             "cut",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from atoll.protocol.effects import Persist, SyncerEffect, TakeCut
-from atoll.protocol.records import AnyRecord, Ended, Restored
+from atoll.protocol.records import AnyRecord, EndedRecord, RestoredRecord
 
 P = TypeVar("P")
 """A payload: what is kept of a round or a rollback beside its record."""
@@ -115,4 +115,4 @@ def must_be_synced(records: Iterable[AnyRecord]) -> bool:
     and left with the finished model, so a run that forgot its end would go on from older versions without them. Nor is
     a rollback: it would take as many bad scores again.
     """
-    return any(isinstance(record, Ended | Restored) for record in records)
+    return any(isinstance(record, EndedRecord | RestoredRecord) for record in records)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from atoll.protocol import schedule
 from atoll.protocol.effects import Finished
 from atoll.protocol.messages import Ending, Finish
-from atoll.protocol.records import Ended
+from atoll.protocol.records import EndedRecord
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.peers import Peers
 from atoll.protocol.syncer.rounds import Rounds
@@ -84,7 +84,7 @@ class RunEnd:
         if self.state.phase != "running":
             return
         if not self.state.history.ended:
-            self.state.out.persist(Ended(reason, step=self.rounds.step))
+            self.state.out.persist(EndedRecord(reason, step=self.rounds.step))
         self.state.enter_phase("ending", reason)
         self.state.out.note("ending", f"the run ends: {reason}; the last steps are collected")
         self.last_cycle.begin_cycle(now)
@@ -93,7 +93,9 @@ class RunEnd:
             self.state.out.send(learner.name, Ending(reason=reason))
 
     def _finish_run(self, reason: str) -> None:
-        self.state.out.persist(Ended(reason, final=True, step=self.rounds.step, progress=self.rounds.spent_share()))
+        self.state.out.persist(
+            EndedRecord(reason, final=True, step=self.rounds.step, progress=self.rounds.spent_share())
+        )
         self.state.enter_phase("finished", reason)
         self.state.out.note("finishing", f"the run is over: {reason}")
         for learner in self.state.members.connected_learners():

@@ -21,7 +21,7 @@ from operator import gt
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Expel
 from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Started, Welcome
-from atoll.protocol.records import Started as StartedRecord
+from atoll.protocol.records import StartedRecord
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.ending import Assembly

@@ -23,7 +23,7 @@ from math import inf
 from atoll.protocol import effects as fx
 from atoll.protocol import messages as msg
 from atoll.protocol.history import History
-from atoll.protocol.records import Begun, Changed, Reset
+from atoll.protocol.records import BegunRecord, ChangedRecord, ResetRecord
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Spread
 from atoll.protocol.syncer.accounts import Accounts
@@ -68,7 +68,7 @@ class Syncer:
 
     @classmethod
     def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
-        return cls(History(Begun(run, settings, {}, (), fingerprint)))
+        return cls(History(BegunRecord(run, settings, {}, (), fingerprint)))
 
     # ---- the face ---------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Syncer:
                 self.rounds.commit_round(now, event)
             case fx.Unmergeable(number, reason, reset):
                 if reset:
-                    self.state.out.persist(Reset(self.state.open_rounds[number].fragment, reason))
+                    self.state.out.persist(ResetRecord(self.state.open_rounds[number].fragment, reason))
                 self.rounds.fail_round(now, self.state.open_rounds[number], reason)
             case fx.Scored(number, loss):
                 self.rollback.take_score(number, loss)
@@ -299,7 +299,7 @@ class Syncer:
         if self.state.is_merging():
             return
         self._asked = None
-        self.state.out.persist(Changed(asked.settings, asked.outer, asked.what, asked.reopen))
+        self.state.out.persist(ChangedRecord(asked.settings, asked.outer, asked.what, asked.reopen))
         self.state.out.add_effect(fx.Retune(asked.outer))
         self.state.change_settings()
         if asked.reopen:

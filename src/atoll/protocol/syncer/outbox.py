@@ -15,7 +15,7 @@ from atoll.protocol.effects import Discard, Note, Persist, Send, SyncerEffect
 from atoll.protocol.history import History
 from atoll.protocol.limits import MOST, Budgets
 from atoll.protocol.messages import FromSyncer
-from atoll.protocol.records import AnyRecord, Lent, Played, Stretch, encode
+from atoll.protocol.records import AnyRecord, LentRecord, PlayedRecord, Stretch, encode
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.tape import KEPT, AnyEntry
 
@@ -92,7 +92,7 @@ class Taping:
         self._history = history
         self._waiting: dict[str, list[Stretch]] = {}
         """By learner; more than one only where entries are missing in between."""
-        self._lent: list[Lent] = []
+        self._lent: list[LentRecord] = []
         self._room = Budgets(TAPE_BYTES, ROUND_BYTES)
         """By learner, in bytes of the journal; rounds are the time."""
         self._over: set[str] = set()
@@ -126,15 +126,15 @@ class Taping:
     def note_lent_state(self, ticket: str, peer: str, incarnation: int, t: int) -> None:
         """One that lends without end is not written down any more."""
         if self._fits(peer, PLACE_BYTES):
-            self._lent.append(Lent(ticket, peer, incarnation, t))
+            self._lent.append(LentRecord(ticket, peer, incarnation, t))
 
     def _fits(self, learner: str, size: int) -> bool:
         return self._room.take(learner, self._history.committed, size)
 
-    def take_records(self) -> list[Played | Lent]:
+    def take_records(self) -> list[PlayedRecord | LentRecord]:
         """All that waits, to be written down now."""
         tapes = tuple(stretch for name in sorted(self._waiting) for stretch in self._waiting[name])
-        found: list[Played | Lent] = [*([Played(tapes)] if tapes else []), *self._lent]
+        found: list[PlayedRecord | LentRecord] = [*([PlayedRecord(tapes)] if tapes else []), *self._lent]
         self._waiting, self._lent = {}, []
         self._over.clear()
         return found

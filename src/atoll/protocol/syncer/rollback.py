@@ -18,7 +18,7 @@ from math import isfinite
 
 from atoll.protocol import guard
 from atoll.protocol.effects import CommitRestored, Restorable, Restore
-from atoll.protocol.records import AnyRecord, Merged, Restored, Scored, Undone
+from atoll.protocol.records import AnyRecord, MergedRecord, RestoredRecord, ScoredRecord, Undone
 from atoll.protocol.syncer.contributions import Strikes
 from atoll.protocol.syncer.rounds import Rounds
 from atoll.protocol.syncer.state import SyncerState
@@ -28,11 +28,11 @@ REASON = "the run is rolled back"
 
 def undone(lines: Iterable[AnyRecord], since: int, fragments: int) -> tuple[Undone, ...]:
     """Per incarnation, what these records merged from round `since` on and did not roll back themselves."""
-    merged: list[Merged] = []
+    merged: list[MergedRecord] = []
     for line in lines:
-        if isinstance(line, Merged) and line.round >= since:
+        if isinstance(line, MergedRecord) and line.round >= since:
             merged.append(line)
-        elif isinstance(line, Restored):
+        elif isinstance(line, RestoredRecord):
             merged = [one for one in merged if one.round < line.round]
     tokens: dict[tuple[str, int], list[int]] = {}
     for one in merged:
@@ -61,7 +61,7 @@ class Rollback:
         if not guard.counts(before, number, committed):
             return
         loss = loss if loss is not None and isfinite(loss) else None
-        self.state.out.persist(Scored(number, loss))
+        self.state.out.persist(ScoredRecord(number, loss))
         trend = self.state.history.trend
         if trend.bad > before.bad and self.state.settings.guard == "rollback" and not self._refused:
             self._to = guard.target(trend, committed)
@@ -123,7 +123,7 @@ class Rollback:
         reason = f"the validation loss was good at round {self._to}, and is not any more"
         self._to, self._asked = None, False
         self.state.out.persist(
-            Restored(ready.round, at, versions, ready.digests, ready.undone, reason),
+            RestoredRecord(ready.round, at, versions, ready.digests, ready.undone, reason),
             restored=True,
         )
         self.state.out.add_effect(CommitRestored(versions, at))

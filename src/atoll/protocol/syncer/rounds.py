@@ -102,7 +102,7 @@ class Rounds:
     def skip_next(self) -> None:
         """The next round of the last cycle has nothing to collect."""
         fragment = schedule.fragment_of(self.state.next_round, self.state.settings)
-        passed = records.Passed(self.state.next_round, fragment, NOTHING_LEFT, self.spent_share(), self.step)
+        passed = records.PassedRecord(self.state.next_round, fragment, NOTHING_LEFT, self.spent_share(), self.step)
         self.state.out.persist(passed)
         self.state.next_round += 1
         self._count_round()
@@ -319,7 +319,9 @@ class Rounds:
             return
         del self.state.open_rounds[round_.number]
         self._count_round()
-        self.state.out.persist(records.Passed(round_.number, round_.fragment, reason, self.spent_share(), self.step))
+        self.state.out.persist(
+            records.PassedRecord(round_.number, round_.fragment, reason, self.spent_share(), self.step)
+        )
         text = f"round {round_.number} is passed over: {reason}"
         self.state.out.note("passed", text, round=round_.number, fragment=round_.fragment, reason=reason)
         self._announce_version(round_, ())
@@ -342,11 +344,11 @@ class Rounds:
         for seat in round_.given:
             self.state.out.discard(seat.learner, round_.number, round_.attempt)
 
-    def _record(self, round_: Round, event: Merged) -> records.Merged:
+    def _record(self, round_: Round, event: Merged) -> records.MergedRecord:
         version = self.state.versions[round_.fragment]
         factors = {one.learner: one.factors for one in event.judged}
         shares = tuple(_share(round_, seat, factors.get(seat.learner, b"")) for seat in round_.given)
-        return records.Merged(
+        return records.MergedRecord(
             round_.number,
             round_.fragment,
             version,
