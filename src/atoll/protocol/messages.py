@@ -61,7 +61,7 @@ Tape = Annotated[tuple[AnyEntry, ...], Meta(max_length=KEPT)]
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True, omit_defaults=True):
     clock: Clock = {}
     term: Count = 0
-    """The reign of the syncer that sends it, or that the sender last heard of."""
+    """The term of the syncer that sends it, or the newest that the sender has heard of."""
     cut: Count = 0
     """The newest cut that was opened: the first message that names it is a learner's marker."""
     seq: Count = 0

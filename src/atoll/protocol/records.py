@@ -1,27 +1,27 @@
-"""What a syncer writes down before it tells anybody: the decisions of a run, small enough to keep for ever.
+"""Records of the journal: the decisions of a run, durable before anybody hears of them, small enough to keep for ever.
 
-A run's state is a fold over its records (history.py); the merged outer gradients lie beside them and are named by their
-place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
+A run's state is a fold over its records (history.py). The merged outer gradients are stored beside them; a record names
+their place. Structs are written as arrays without names: a round of four members takes under 300 bytes.
 
-    Begun     the run: its settings, model and data               first of all
-    Reigned   a new term, and what it found of the one before      first of every later segment
-    Joined    a learner's incarnation has begun
-    Owned     by which token a learner's name came: only in a run that asks for tokens
-    Started   version 0 is in cut 0
-    Merged    a round: its members, weights and reason, and where its outer gradient lies
-    Passed    a round that came to nothing
-    Reset     a fragment's outer state starts anew: its last step was not finite
-    Scored    what the run's evaluator found
-    Restored  every fragment is as it was some rounds ago: values and outer state lie beside it
-    Sources   the data that leases are cut from
-    Granted   a lease: a range of the data for one learner
-    Gone      an incarnation is over: what it had reported, what was dropped, what is lost
-    Alarmed   what an incarnation reported does not fit the ledger
-    Changed   settings that the operator changed while it ran
-    Cut       a complete cut
-    Played    parts of learners' tapes: what their training processes were told, and after which step (tape.py)
-    Lent      a copy of a learner's state that a newcomer may take
-    Ended     the run ends; and once more, final: its last round is behind it
+    BegunRecord     the run: its settings, model and data               first of all
+    TermRecord      a new term, and what it found of the one before      first of every later segment
+    JoinedRecord    a learner's incarnation has begun
+    OwnedRecord     which join token owns a learner's name: only in a run that asks for tokens
+    StartedRecord   version 0 is in cut 0
+    MergedRecord    a round: its members, weights and reason, and where its outer gradient is stored
+    PassedRecord    a round that was passed over, and why
+    ResetRecord     a fragment's outer state starts anew: its last step was not finite
+    ScoredRecord    a score of the run's evaluator
+    RestoredRecord  a rollback: values and outer state of all fragments are stored beside it
+    SourcesRecord   the data that leases are taken from
+    GrantedRecord   a lease: a range of the data for one learner
+    GoneRecord      an incarnation is over: what it had reported, what was dropped, what is lost
+    AlarmedRecord   what an incarnation reported does not fit the ledger
+    ChangedRecord   settings that the operator changed while it ran
+    CutDoneRecord   a complete cut
+    PlayedRecord    parts of learners' tapes (tape.py)
+    LentRecord      a copy of a learner's state that a newcomer may take
+    EndedRecord     the run ends; and once more, final: its last round is behind it
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@ A learner's training is its script, its data and the orders it carried out betwe
 entries here; with the decisions of the syncer (records.py), who was in each round and by which weight, they repeat a
 run bit for bit. `t` is the step after which an order was carried out; 0: before the first.
 
-    Began      a training process: what it runs on, and the state it went on from
-    Owned      its own parameters are the run's version 0
-    Adopted    a version is in its model
-    Informed   what `learner.progress` and `learner.global_step` say from now on
-    Supplied   leases that it may take samples from
-    Gave       its state was copied for newcomers
-    Took       a peer's state is in place
-    Forgot     it holds no version any more; `reset`: its inner optimizer starts afresh
-    Marked     its part of a cut was saved here
-    Stopped    the training loop was told to end
+    BeganEntry      a training process: what it runs on, and the state it went on from
+    OwnedEntry      its own parameters are the run's version 0
+    AdoptedEntry    a version is in its model
+    InformedEntry   what `learner.progress` and `learner.global_step` say from now on
+    SuppliedEntry   leases that it may take samples from
+    GaveEntry       its state was copied for newcomers
+    TookEntry       a peer's state is in place
+    ForgotEntry     it holds no version any more; `reset`: its inner optimizer starts afresh
+    MarkedEntry     its part of a cut was saved here
+    StoppedEntry    the training loop was told to end
 
 Entries are numbered from 0 in each training process, so that what is said twice is written down once, and what is
 missing is known to be missing.

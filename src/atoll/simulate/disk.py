@@ -149,9 +149,9 @@ class SimulatedDisk:
     def claim_term(self, history: History) -> int:
         """Claim the next term and begin its segment."""
         self.claim += 1
-        reigned = TermRecord(self.claim, 0, "", history.committed)
-        history.apply(reigned)
-        self.append([(reigned, None)])
+        began = TermRecord(self.claim, 0, "", history.committed)
+        history.apply(began)
+        self.append([(began, None)])
         return self.claim
 
 

@@ -11,7 +11,7 @@ Rules:
 - after any other failure, a failed datasync above all, the journal is dead: what is on the disk is not known any more,
   and the next syncer finds out by reading it;
 - every term writes files of its own, and none of a predecessor's is ever changed. The head of a segment says where the
-  one before counts up to (its seal), so that a reader knows the way before it has read a record; Reigned, the first
+  one before counts up to (its seal), so that a reader knows the way before it has read a record; TermRecord, the first
   record, says the same inside the chain. What a replaced syncer wrote behind its seal is ignored, and so is a whole
   segment that nobody follows because its writer came too late;
 - the chain of hashes is checked while reading. What was acknowledged is never dropped in silence: segments.py says what
@@ -185,8 +185,8 @@ class Journal:
     def _check_first(self, record: AnyRecord) -> None:
         if self._after.term and self.position.offset == HEAD_BYTES:
             due = (self.position.term, self._after.offset, self._after.hash)
-            assert isinstance(record, TermRecord), "the first record of a later term is Reigned"
-            assert (record.term, record.before_bytes, record.before_hash) == due, f"Reigned has to name {due}"
+            assert isinstance(record, TermRecord), "the first record of a later term is TermRecord"
+            assert (record.term, record.before_bytes, record.before_hash) == due, f"TermRecord has to name {due}"
 
     def _write_payload(self, record: AnyRecord, data: memoryview) -> AnyRecord:
         assert isinstance(record, MergedRecord | RestoredRecord), f"{type(record).__name__} has no payload"

@@ -83,8 +83,8 @@ class RunStore:
         """Payloads before this term and file may be deleted with the next append."""
         if self.recovered is not None:
             end, history = self.recovered.end, self.recovered.history
-            reigned = TermRecord(lease.term, end.offset, end.hash, history.committed)
-            lines: list[AnyRecord] = [reigned, *self._unrecorded_cuts(history.cuts, self.recovered.cut)]
+            began = TermRecord(lease.term, end.offset, end.hash, history.committed)
+            lines: list[AnyRecord] = [began, *self._unrecorded_cuts(history.cuts, self.recovered.cut)]
             self._journal.append([(line, None) for line in lines])
             for line in lines:
                 history.apply(line)

@@ -61,7 +61,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     validation_round: int | None
     learners: tuple[LearnerStatus, ...]
     term: int = 0
-    """Which reign of a syncer this is."""
+    """The syncer's term."""
     cut: int | None = None
     """The newest complete cut."""
     alarm: str = ""

@@ -52,7 +52,7 @@ def _of_run(status: RunStatus, viewers: int) -> Iterator[Metric]:
         ("validation_loss", "Of the global model.", status.validation_loss),
         ("validation_round", "The round that was scored.", status.validation_round),
         ("learners_expected", "M.", status.expected),
-        ("term", "Which reign of a syncer this is.", status.term),
+        ("term", "The term of the syncer.", status.term),
         ("alarm", "1 while nothing can be committed, or the loss is bad.", 1.0 if status.alarm else 0.0),
         ("dashboard_viewers", "Browsers that look on.", viewers),
     ]

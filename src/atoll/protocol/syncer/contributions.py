@@ -193,7 +193,7 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
 
 
 def not_its_own(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
-    """Whether a contribution was meant for another run, life or reign than the channel's that it came on.
+    """Whether a contribution was meant for another run, life or term than that of its connection.
 
     Version 1 names neither run nor life. Who was welcomed knows the term: whoever is asked has heard of it.
     """
