@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.protocol.world import World
 
@@ -160,6 +161,59 @@ def test_after_a_crash_of_the_syncer_those_that_trained_are_given_time_to_come_b
     helped = until(world, "helped")
     assert helped.data["peer"] in ("learner-0", "learner-1") and newcomer.source
     assert not world.said("fresh")
+
+
+def opened_again(**changes: int) -> World:
+    """A run of two that the operator ended, and opened again in another term."""
+    world = running(2, 2, steps=400)
+    world.end("the operator asked for it")
+    world.run_to_end()
+    world.inject(fx.Over())
+    for name in world.learners:
+        world.kill(name)
+    world.finished = False
+    settings = msgspec.structs.replace(world.syncer.settings, **changes)
+    opening = fx.ChangeAsked(settings, {}, "more", reopen=True)  # the first thing that a resumed syncer is told
+    world.begin_term = lambda syncer: world.deliver(syncer, opening)  # type: ignore[method-assign]
+    world.crash_syncer()
+    assert all(one.closed for one in world.syncer.members.learners.values()) and world.syncer.phase == "running"
+    return world
+
+
+@pytest.mark.parametrize("later_s", [0.12, 40.0])
+def test_in_a_run_that_is_opened_again_the_peers_that_come_back_are_waited_for(later_s: float) -> None:
+    """It was told that nobody is there, 0.12 s before the other came; its contributions were refused from then on."""
+    world = opened_again()
+    newcomer = world.join("learner-0")
+    world.at(world.now + later_s, lambda: world.join("learner-1", kept=True))
+    world.run_until(seconds=later_s + 0.2)
+    assert until(world, "helped").data["peer"] == newcomer.source == "learner-1"
+    assert not world.said("fresh") and not world.said("refused")
+
+
+def test_when_those_that_may_come_back_do_not_it_goes_on_alone() -> None:
+    world = opened_again(assemble_s=20)
+    world.join("learner-0")
+    world.run_until(seconds=19.5)
+    assert not world.said("fresh")
+    world.run_until(seconds=1.5)
+    assert world.said("fresh")[0].data["reason"] == "no healthy peer is there"
+
+
+def test_nobody_is_waited_for_that_the_opened_run_has_no_room_for() -> None:
+    world = opened_again(learners=1)
+    world.join("learner-0")
+    world.run_until(seconds=0.5)
+    assert world.said("fresh")
+
+
+def test_one_that_had_left_before_the_run_ended_is_not_waited_for() -> None:
+    world = opened_again()
+    world.syncer.members.learners["learner-1"].merged = [0, 0, 0, 0]
+    world.syncer.members.expect_back(world.syncer.versions)
+    world.join("learner-0")
+    world.run_until(seconds=0.5)
+    assert world.said("fresh")
 
 
 def test_a_peer_that_does_not_answer_just_now_is_given_time() -> None:

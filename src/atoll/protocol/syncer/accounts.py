@@ -48,7 +48,7 @@ class Accounts:
         """This incarnation is over; `under_way`: its newest contribution to a round that may be committed yet."""
         if learner.closed:
             return
-        learner.closed = True
+        learner.closed, learner.may_return = True, False
         again = -1
         if self.state.history.leases is not None and self.state.history.leases.holds(learner.name, learner.incarnation):
             merged_to = self.state.history.leases.merged_to(learner.name, learner.incarnation)

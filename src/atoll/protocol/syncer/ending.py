@@ -113,6 +113,7 @@ class RunEnd:
     def reopen_run(self) -> None:
         """A run that had ended, or had begun to, goes on; the history says so already."""
         self.state.reopen()
+        self.state.members.expect_back(self.state.versions)
         self._was_over = False
 
 

@@ -9,6 +9,7 @@ pulls), not stalled (it is there but makes no steps).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
@@ -107,6 +108,8 @@ class KnownLearner:
     """Why it was asked to leave, once it was."""
     closed: bool = False
     """Its account is closed: this incarnation is over for good."""
+    may_return: bool = False
+    """It was in the last rounds of a run that had ended and is opened again: it may come back, or has."""
     probed_at: float = 0.0
 
     @property
@@ -192,6 +195,7 @@ class Membership:
             least=self.least,
             draining=self.asked_to_leave.get(hello.session, ""),
             declared=hello.tokens_per_step,
+            may_return=known is not None and known.may_return,
         )
         learner.budgeted.begin(now)
         self._add(learner)
@@ -208,6 +212,13 @@ class Membership:
         learner.merged_tokens = {f: tokens for f, (version, _, tokens) in enumerate(life.merged) if version >= 0}
         learner.closed = not life.open
         self._add(learner)
+
+    def expect_back(self, versions: Sequence[int]) -> None:
+        """The run had ended and is opened again: those whose last steps are in its newest versions may come back."""
+        for one in self.learners.values():
+            one.may_return = one.closed and any(
+                0 <= last == now for last, now in zip(one.merged, versions, strict=True)
+            )
 
     def recall_progress(self, progress: float) -> None:
         """An earlier term came this far: the rest of what it was told by then it had not counted."""

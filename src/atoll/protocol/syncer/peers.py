@@ -10,6 +10,7 @@ Rules kept here, each with its test:
 - several newcomers are spread over several peers;
 - if a peer goes away, declines or takes too long, another one is asked; two tries are enough;
 - a peer whose state was refused gets one strike, and that newcomer never asks it again;
+- in a run that is opened again, those of its last rounds are given the time to come back;
 - without a peer, or after two tries, the newcomer goes on with a fresh inner optimizer;
 - it is a member of no round before that is settled;
 - tickets and chance come from the sessions of both, which nobody else knows.
@@ -191,14 +192,21 @@ class Peers:
             self._go_on(recovery, f"two tries came to nothing ({recovery.why})")
         elif (peer := self._healthiest_peer(recovery)) is not None:
             self._ask_peer(now, recovery, peer)
-        elif self._may_come(recovery) and now < (until := recovery.since + self._patience_s(recovery)):
+        elif now < (until := recovery.since + self._patience_s(recovery)):
             wakes.append(until)
         else:
             self._go_on(recovery, f"no healthy peer is there{f' ({recovery.why})' if recovery.failed else ''}")
 
     def _patience_s(self, recovery: Recovery) -> float:
-        """A fresh inner optimizer warms up; without the run's frozen parameters nothing can be trained."""
-        return self.state.settings.assemble_s if recovery.frozen else self.state.settings.patience_s
+        """How long it waits for a peer that is not there; 0: nobody may come. A fresh inner optimizer warms up; without
+        the run's frozen parameters nothing can be trained. Those that come back into a run that was opened again are
+        being started: they have the time that a run has to assemble."""
+        settings = self.state.settings
+        if self._may_return(recovery):
+            return settings.assemble_s
+        if not self._may_come(recovery):
+            return 0.0
+        return settings.assemble_s if recovery.frozen else settings.patience_s
 
     def _healthiest_peer(self, recovery: Recovery) -> KnownLearner | None:
         """One that has not failed yet before one that has, then whoever helps the fewest, then by chance."""
@@ -217,6 +225,17 @@ class Peers:
         lacking = {one.newcomer.name for one in seeks}
         others = [one for one in self.state.members.learners.values() if one.name not in lacking]
         return any(not one.closed and not one.stopped and recovery.trusts(one) for one in others)
+
+    def _may_return(self, recovery: Recovery) -> bool:
+        """Whether one of the last rounds of a run that was opened again is on its way: it is not back yet and the run
+        has room for it, or it does not step yet. Who seeks would otherwise begin afresh a moment before it is there."""
+        members = self.state.members
+        room = len(members.connected_learners()) < self.state.settings.learners
+        return any(
+            one.may_return and not one.stopped and (one.connected or room) and recovery.trusts(one)
+            for one in members.learners.values()
+            if one.name not in self.open
+        )
 
     def _chance_of(self, newcomer: KnownLearner) -> Callable[[KnownLearner], str]:
         """A draw that nobody can foresee or bend: it takes the newcomer's session."""
