@@ -43,6 +43,7 @@ def formed(events: list[Event], generation: int) -> list[Event]:
     return [e for e in events if e["kind"] == "formed" and e["generation"] == generation]
 
 
+@pytest.mark.faults
 def test_elastic_ranks_go_on_without_the_dead_and_take_it_in_again(tmp_path: Path) -> None:
     run = ElasticRun(config(tmp_path, 3), RunDir.create(tmp_path / "run"), LIMIT_S)
     killed: list[int] = []

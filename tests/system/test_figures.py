@@ -14,6 +14,7 @@ from atoll.store.rundir import read_model_facts
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.faults
 def test_a_run_of_a_users_own_script_is_told_in_its_own_words(run: Run) -> None:
     words = ("--learners", "2", "--steps", "200", "--set", "evaluate_every=4", "--set", "wait_for_learners_s=55")
     run.train(SCRIPTS / "scored.py", *words).ended()
