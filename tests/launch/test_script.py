@@ -84,12 +84,19 @@ USAGE_ERRORS = {
     "atoll.Learner(torch.nn.Linear(1, 1), optimiser=None)": "TypeError: Learner.__init__() got an unexpected keyword",
     "atoll.Learner(torch.nn.Linear(1, 1)).step(tokens=1)": "RuntimeError: learner.step() outside of 'with",
     "atoll.evaluate(None)": "TypeError: evaluate() missing 1 required positional argument",
+    "atoll.Learner(torch.nn.Linear(1, 1)).batches(torch.utils.data.DataLoader([0]), 1)": (
+        "TypeError: learner.batches takes a dataset, not a DataLoader"
+    ),
+    "atoll.Learner(torch.nn.Linear(1, 1), 3)": "TypeError: 'optimizer' is a int: give torch optimizers",
     "atoll.Learner(torch.nn.Linear(1, 1)).stpe": "AttributeError: 'Learner' object has no attribute 'stpe'",
 }
-CALLS = list(USAGE_ERRORS)
+CALLS = [
+    pytest.param(call, marks=() if place in (0, 1, 4) else pytest.mark.faults)
+    for place, call in enumerate(USAGE_ERRORS)
+]
 
 
-@pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.faults) for call in CALLS[2:])])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_call_ends_at_the_scripts_line_and_the_supervisor_is_told(tmp_path: Path, call: str) -> None:
     done = run(tmp_path, f"import atoll, torch\n{call}", ATOLL_SUPERVISOR=str(os.getpid()))
     assert done.returncode == USAGE

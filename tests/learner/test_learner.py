@@ -470,9 +470,11 @@ class TestLeaving:
         assert joined.courier.of(Goodbye) == [Goodbye("the end of the run did not come")]
 
     def test_a_script_that_fails_says_goodbye_and_fails_as_it_would_alone(self, joined: Joined) -> None:
-        with pytest.raises(ZeroDivisionError), joined.learner:
-            raise ZeroDivisionError
-        assert joined.courier.of(Goodbye) == [Goodbye("its training script ended with ZeroDivisionError")]
+        with pytest.raises(ZeroDivisionError) as caught, joined.learner:
+            raise ZeroDivisionError("no samples")
+        where = f"(test_learner.py, line {caught.traceback[0].lineno + 1})"
+        reason = f"its training script ended with ZeroDivisionError: no samples {where}"
+        assert joined.courier.of(Goodbye) == [Goodbye(reason)]
         assert joined.courier.closed
 
     def test_ctrl_c_is_one_line_and_130(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
@@ -606,7 +608,8 @@ class TestFailing:
             next(learner.batches(torch.zeros(3, 2), batch_size=4))
         assert caught.value.code == 2
         assert "3 samples" in capsys.readouterr().err
-        assert joined.courier.of(Goodbye) == [Goodbye("its training script ended with ConfigError")]
+        (goodbye,) = joined.courier.of(Goodbye)
+        assert "ended with ConfigError: " in goodbye.reason and "3 samples" in goodbye.reason
 
     def test_another_version_of_atoll_is_named(self, joined: Joined, capsys: pytest.CaptureFixture[str]) -> None:
         joined.courier.answers = lambda frame: [Welcomed(joined.rules, "other", 1)] if isinstance(frame, Start) else []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from atoll.learner.loading import check_dataset
 from atoll.learner.script import DRAIN_S, END_WAIT_S, LEAVE_WAIT_S, LeaveWait, broken_off, patience_s
+from atoll.protocol.limits import LINE
 
 
 def early() -> LeaveWait:
@@ -54,6 +58,21 @@ def test_whoever_was_asked_to_go_says_why_and_what_became_of_its_state() -> None
     assert early().goodbye_reason("it was drained: x", saved=False) == said
 
 
-def test_a_script_that_failed_is_told_of_by_the_kind_of_its_error() -> None:
+def test_a_script_that_failed_is_told_of_by_its_error_and_the_users_line() -> None:
+    """The process may take long to end: whoever looks on should not have to wait for that."""
     assert broken_off(KeyboardInterrupt()) == "it was interrupted"
-    assert broken_off(ValueError("secret")) == "its training script ended with ValueError"
+    assert broken_off(ValueError()) == "its training script ended with ValueError"
+    with pytest.raises(TypeError) as caught:
+        check_dataset(3, "batches")
+    line = caught.traceback[0].lineno + 1
+    said = broken_off(caught.value)
+    assert said.startswith("its training script ended with TypeError: learner.batches takes a dataset with a length")
+    assert said.endswith(f" (test_leaving.py, line {line})"), "not the line of ours that noticed"
+
+
+def test_a_long_message_of_an_error_is_cut_and_stays_one_line() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("size mismatch\n\x1b[31m" + "x" * 10_000)
+    said = broken_off(caught.value)
+    assert said.startswith("its training script ended with RuntimeError: size mismatch \ufffd[31mxxx")
+    assert len(said) < LINE and said.isprintable() and "(test_leaving.py, line " in said

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from atoll.launch.script import SUPERVISOR
+from atoll.learner.script import is_library
 from atoll.store.atomic import mode_in
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0)
@@ -221,7 +222,6 @@ def cores() -> int:
 
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?")
-_LIBRARIES = ("site-packages", "dist-packages", "/lib/python3")
 WORDS = 300
 """Characters of an exception's message that are shown; the log has the whole of it."""
 
@@ -256,7 +256,7 @@ def read_script_error(log: str) -> ScriptError | None:
     ending = next((line for line in lines[last + 1 :] if line and not line[0].isspace()), "")
     if (exception := _EXCEPTION.fullmatch(ending)) is None:
         return None
-    own = [found for number, found in frames if number >= _start(lines, last) and not _in_library(found["file"])]
+    own = [found for number, found in frames if number >= _start(lines, last) and not is_library(found["file"])]
     place = own[-1] if own else frames[-1][1]
     return ScriptError(exception["kind"], exception["text"] or "", place["file"], int(place["line"]))
 
@@ -276,7 +276,3 @@ def find_shared_error(errors: Iterable[ScriptError | None]) -> ScriptError | Non
 def _start(lines: list[str], last: int) -> int:
     """Where the traceback begins that the line `last` is a part of."""
     return next((n for n in range(last, -1, -1) if lines[n].startswith("Traceback (most recent call last)")), last)
-
-
-def _in_library(file: str) -> bool:
-    return file.startswith("<") or any(part in file for part in _LIBRARIES)

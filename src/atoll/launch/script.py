@@ -29,7 +29,9 @@ TERM_S = 10.0
 
 PACKAGE = Path(__file__).parents[1]
 _API = tuple(str(PACKAGE / name) for name in ("__init__.py", "learner/learner.py", "learner/evaluate.py"))
-"""The modules whose functions a script calls."""
+"""The modules whose functions a script calls …"""
+_CHECKS = ("check_dataset", "check_options", "check_kept", "optimizers_by_path")
+"""… and the functions that check for them what they were given."""
 _SIGNATURE = re.compile(r"(Learner\.\w+|evaluate)\(\) (got|missing|takes)")
 """How Python complains of a call that does not fit, before the function is entered."""
 
@@ -76,7 +78,10 @@ def is_usage_error(error: Exception) -> bool:
         return True
     frames = _frames(error.__traceback__)
     kinds = (TypeError, ValueError, RuntimeError, AttributeError)
-    return bool(frames) and isinstance(error, kinds) and _file(frames[-1]) in _API
+    if not frames or not isinstance(error, kinds):
+        return False
+    file, function = _file(frames[-1]), frames[-1].tb_frame.f_code.co_name
+    return file in _API or (_is_own(file) and function in _CHECKS)
 
 
 def remove_own_frames(error: BaseException | None, *, usage: bool = False) -> None:

@@ -23,10 +23,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from atoll.fabric.wire import one_line
 from atoll.protocol.errors import ConfigError
 from atoll.store.keys import read_link
 
@@ -150,7 +153,28 @@ class LeaveWait:
 
 
 def broken_off(error: BaseException) -> str:
-    """The goodbye of a learner whose script failed."""
+    """The goodbye of a learner whose script failed: the exception with its message, and the user's line."""
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
-    return f"its training script ended with {type(error).__name__}"
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"its training script ended with {one_line(words)}{_place(error)}"
+
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = ("site-packages", "dist-packages", "/lib/python3")
+
+
+def is_library(file: str) -> bool:
+    return file.startswith("<") or any(part in file for part in _LIBRARIES)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line that is the user's, by its file's name; empty: there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not is_library(file) and not _is_atolls(Path(file))]
+    return f" ({one_line(Path(own[-1][0]).name)[:80]}, line {own[-1][1]})" if own else ""
+
+
+def _is_atolls(path: Path) -> bool:
+    """The built-in workload is a script like any other."""
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "workloads")
