@@ -10,7 +10,7 @@ from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.machine import Syncer
-from atoll.syncer.status import Meter, nobody_here
+from atoll.syncer.status import Meter, nobody_here, nobody_started
 
 CONFIG: Config = convert(
     {"protocol": {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "steps": 40}}, "a test"
@@ -182,8 +182,21 @@ def test_a_run_that_nobody_works_for_says_so_and_how_to_start_a_learner(machine:
     assert meter.make_status(1.0, "r", machine).notice == "the certificate ends"
 
 
+def test_a_run_whose_learners_are_started_for_it_says_that_they_come(machine: Syncer) -> None:
+    meter = Meter(CONFIG)
+    meter.supervised = True
+    assert meter.make_status(1.0, "r", None).notice == "Starting 2 learners …"
+    assert meter.make_status(1.0, "r", machine).notice == ""
+    machine.handle(1.0, Lost("a", "gone"))
+    machine.handle(1.0, Lost("b", "gone"))
+    assert meter.make_status(1.0, "r", machine).notice == "Starting 2 learners …", "a run that goes on knows them"
+    meter.note_event(1.0, "joined", {"learner": "a"})
+    assert meter.make_status(1.0, "r", machine).notice == "Nobody is here: the supervisor restarts 2 learners …"
+
+
 def test_a_run_that_is_over_waits_for_nobody() -> None:
     assert nobody_here("finished", ()) == nobody_here("ending", ()) == ""
+    assert nobody_started("finished", (), 1, False) == "" != nobody_started("waiting", (), 1, False)
 
 
 def test_a_run_that_waits_for_learners_says_for_how_many() -> None:

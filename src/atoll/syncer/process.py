@@ -166,6 +166,7 @@ async def _serve(
         service = SyncerService(
             config, run=run, events=events, run_store=run_store, evaluated=evaluated, pages=begin.pages
         )
+        service.meter.supervised = supervised
         if begin.changes or begin.reopen:
             service.change(begin.changes, reopen=begin.reopen)
         loop = asyncio.get_running_loop()

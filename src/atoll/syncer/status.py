@@ -41,6 +41,8 @@ class Meter:
         """By name, the last incarnation that was lost or left, and its seconds spent stepping …"""
         self._busy_before = 0.0
         """… and the sum over all earlier ones: what is kept does not grow with every incarnation."""
+        self._joined = False
+        """Whether a learner has come since this syncer started."""
         self._seen: dict[str, deque[tuple[float, int]]] = {}
         self._alive: set[str] = set()
         self._alive_s = 0.0
@@ -51,12 +53,15 @@ class Meter:
         """Why nothing can be committed; empty: it can."""
         self._rules_alarm = ""
         """The alarm that the state machine raised; empty: it is over."""
+        self.supervised = False
+        """`atoll train` starts the learners, and restarts them."""
         self.notice: Callable[[], str] = str
         """What the operator should do soon; empty: nothing."""
 
     def note_event(self, at: float, kind: str, data: dict[str, Any], text: str = "") -> None:
         if kind in ("joined", "recovered", "lost", "left", "ending"):
             self._count_alive(at, kind, data.get("learner", ""))
+        self._joined = self._joined or kind == "joined"
         if kind == "recovered" and self._began is None:
             self._began = at
         elif kind == "round":
@@ -138,7 +143,7 @@ class Meter:
             term=machine.history.term if machine else 0,
             cut=max(machine.history.cuts, default=None) if machine else None,
             alarm=self.alarm or self._rules_alarm,
-            notice=self.notice() or nobody_here(phase, learners) or awaited_learners(machine),
+            notice=self.notice() or self._nobody_here(phase, learners) or awaited_learners(machine),
             expected=settings.learners,
             liveness=self._liveness(now, elapsed) if elapsed > 0 else None,
             bytes_in=traffic[0],
@@ -151,6 +156,11 @@ class Meter:
             overlap=settings.overlap,
             step_s=machine.members.step_s() if machine else None,
         )
+
+    def _nobody_here(self, phase: str, learners: Sequence[LearnerStatus]) -> str:
+        if self.supervised:
+            return nobody_started(phase, learners, self._learners, self._joined)
+        return nobody_here(phase, learners)
 
     def _liveness(self, now: float, elapsed: float) -> float:
         return min(1.0, (self._alive_s + self._alive_since(now)) / (max(self._learners, 1) * elapsed))
@@ -201,9 +211,23 @@ class Meter:
         return (many - few) / (last - first) if last > first and one.connected else 0.0
 
 
+def is_deserted(phase: str, learners: Sequence[LearnerStatus]) -> bool:
+    """No learner is connected, and the run is not over."""
+    return phase not in ("ending", "finished") and all(one.state == "gone" for one in learners)
+
+
+def nobody_started(phase: str, learners: Sequence[LearnerStatus], wanted: int, joined: bool) -> str:
+    """A notice for a run of `atoll train` without connected learners: it starts them itself. `joined`: some were here
+    since the syncer started."""
+    if not is_deserted(phase, learners):
+        return ""
+    what = f"{wanted} learner{'' if wanted == 1 else 's'}"
+    return f"Nobody is here: the supervisor restarts {what} …" if joined else f"Starting {what} …"
+
+
 def nobody_here(phase: str, learners: Sequence[LearnerStatus]) -> str:
-    """A notice for a run without connected learners; empty: there are some, or it is over."""
-    if phase in ("ending", "finished") or any(one.state != "gone" for one in learners):
+    """The same for a run whose learners are started by hand."""
+    if not is_deserted(phase, learners):
         return ""
     start = "start one with `atoll learn SCRIPT --join LINK`, or with `--syncer URL` on this machine"
     if not learners:
