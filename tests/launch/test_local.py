@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ if os.environ["ATOLL_LEARNER"] == "learner-1":
             break
     raise MemoryError("no room for the model")
 """
-    run = local(tmp_path, code, listens=lambda link: run.end("a test asked for it"))
+    run = local(tmp_path, code, listens=lambda link: run.request_end("a test asked for it"))
     await run.run()
     assert "learner-1 failed and did not come back: MemoryError: no room for the model" in run.shortfall
 
@@ -243,3 +244,38 @@ async def test_what_cannot_be_shown_ends_no_run_and_is_said_once(tmp_path: Path)
 def test_a_script_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"there is no script none\.py"):
         script_arguments(Path("none.py"), [])
+
+
+async def test_a_learner_that_dies_as_the_run_ends_is_not_started_again(tmp_path: Path) -> None:
+    """Its new process would not be there in time, and the end would wait for it."""
+
+    def end_once_dead(status: RunStatus | None) -> None:
+        if any(one["process"] == "learner-1" for one in events(run, "exited")):
+            run.request_end("a test asked for it")
+
+    code = "import os, signal, time\nif os.environ['ATOLL_LEARNER'][-1] == '1': os.kill(os.getpid(), 9)\ntime.sleep(3)"
+    run = local(tmp_path, code, watch=end_once_dead)
+    await run.run()
+    assert not events(run, "restarted")
+    assert not run.shortfall.startswith("learner-1"), "it was killed, and did not fail"
+
+
+@pytest.mark.faults
+async def test_a_learner_that_was_restarted_and_has_not_joined_holds_up_no_end(tmp_path: Path) -> None:
+    def end_once_restarted(status: RunStatus | None) -> None:
+        if events(run, "restarted"):
+            run.request_end("a test asked for it")
+
+    code = """
+import os, pathlib, time
+if os.environ["ATOLL_LEARNER"] == "learner-1":
+    died = pathlib.Path(__file__).with_name("died")
+    if died.exists():
+        time.sleep(60)
+    died.touch()
+    os.kill(os.getpid(), 9)
+"""
+    run = local(tmp_path, code, watch=end_once_restarted)
+    begun = time.monotonic()
+    await run.run()
+    assert time.monotonic() - begun < children.LAST_S

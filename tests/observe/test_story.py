@@ -97,6 +97,14 @@ def test_a_restart_without_a_kill_is_told(events: list[Event]) -> None:
     assert any(line.startswith("b died and came back (") for line in story(summarise(events), events))
 
 
+def test_only_who_joined_again_came_back(events: list[Event]) -> None:
+    """A restart alone is none: the run may end before the new process is there."""
+    events = [e for e in events if e["kind"] != "killed" and not (e["kind"] == "joined" and e["incarnation"] == 2)]
+    told = story(summarise(events), events)
+    assert any(line.startswith("b died and did not come back (") for line in told)
+    assert not any("came back" in line for line in told)
+
+
 def test_a_run_that_was_gone_on_with_says_so(events: list[Event]) -> None:
     told = {**summarise(events), "resumes": [{"at_s": 1.0, "after": "killed"}, {"at_s": 2.0, "after": "ended"}]}
     assert "It was ended 1 time and killed whole 1 time before this, and gone on with." in story(told, events)

@@ -150,6 +150,8 @@ class LocalRun:
             self._failure: AtollError | None = None
             self._errors: dict[str, ScriptError] = {}
             """By process, what its script failed with last."""
+            self._here: set[str] = set()
+            """Learners that joined since they were started last."""
             self._first_tokens: int | None = None
             self._stepped = self._scored = self._joined = False
             """Since this supervisor started."""
@@ -261,9 +263,13 @@ class LocalRun:
         self._events.say("started", f"{child.name} started", {"process": child.name, "pid": child.process.pid})
 
     async def _wait_for_scripts(self) -> None:
-        """Scripts may have something to do after the run. The evaluator has not: its last score was waited for."""
+        """Scripts may have something to do after the run. The evaluator has not: its last score was waited for.
+        Nor has a learner that was restarted and has not joined again."""
         if self._scorer is not None:
             self._scorer.kill_all()
+        for name in self._learners.keys() - self._here:
+            if self._learners[name].restarts:
+                self._learners[name].kill_all()
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
             self._note_late_failures()
@@ -279,8 +285,7 @@ class LocalRun:
                 self._say_exited(child, code)
                 self._note_failure(child, code)
             elif code is None and child.waiting:
-                self._note_failure(child, 1)
-                child.cancel_restart()
+                self._abandon_restart(child)
 
     def _note_failure(self, child: Child, code: int) -> None:
         """Its script failed, and the run ends without it. What Atoll itself had to say ended it in good order."""
@@ -315,6 +320,7 @@ class LocalRun:
         self._stepped = self._stepped or status.tokens > self._first_tokens
         self._scored = self._scored or status.validation_round is not None
         self._joined = self._joined or bool(status.learners)
+        self._here |= {one.learner for one in status.learners if one.state != "gone"}
 
     # ---- for those that do things to it ---------------------------------------------------------------------------
 
@@ -380,7 +386,10 @@ class LocalRun:
         for child in self._list_children()[1:]:
             code = child.poll_exit()
             if code is None:
-                self._restart_if_due(child)
+                if child is self._scorer or not self._is_ending:
+                    self._restart_if_due(child)
+                elif child.waiting:
+                    self._abandon_restart(child)
                 continue
             self._say_exited(child, code)
             if child is self._scorer:
@@ -392,10 +401,21 @@ class LocalRun:
         if not any(child.running or child.waiting for child in self._learners.values()):
             self._end_without_learners()
 
+    @property
+    def _is_ending(self) -> bool:
+        """Learners that die now are not restarted: a restart takes longer than the run, and the end would wait for
+        it."""
+        return self._ending or any(order.startswith("end ") for order in self._orders)
+
+    def _abandon_restart(self, child: Child) -> None:
+        child.cancel_restart()
+        self._note_failure(child, 1)
+
     def _restart_if_due(self, child: Child) -> bool:
         due = child.restart_if_due()
         if due:
             assert child.process is not None
+            self._here.discard(child.name)
             data: dict[str, object] = {"process": child.name, "pid": child.process.pid}
             self._events.say("restarted", f"{child.name} was started again", data)
         return due
@@ -427,7 +447,7 @@ class LocalRun:
             self._refusal = self._refusal or self._read_last_words(child)
         elif not self._stepped and find_shared_error(self._errors.get(name) for name in self._learners):
             self._fail_with_script(child, "the script failed on every learner before its first step")
-        elif self._ending:
+        elif self._is_ending:
             if code > 0:
                 self._note_failure(child, code)
         elif not child.restart_later():
@@ -470,7 +490,7 @@ class LocalRun:
 
     def _end_without_learners(self) -> None:
         """The syncer writes down what there is; a run that nobody finished has failed."""
-        if self._ending:
+        if self._is_ending:
             return
         self._ending = True
         if self._done:

@@ -21,6 +21,7 @@ from rich.text import Text
 from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
+from atoll.protocol.errors import ConfigError
 from atoll.protocol.settings import USUAL
 from atoll.store.verify import VerifyReport
 from atoll.telemetry.events import Event
@@ -81,14 +82,37 @@ def _kills(summary: Summary) -> list[str]:
 
 
 def _deaths(events: Sequence[Event]) -> str:
-    """The restarts that no kill of ours explains."""
-    restarts = Counter(event["process"] for event in events if event["kind"] == "restarted")
-    restarts.subtract(event["process"] for event in events if event["kind"] == "killed")
-    names = sorted(process for process, times in restarts.items() if times > 0)
-    deaths = [event for event in events if event["kind"] == "exited" and event.get("code") != 0]
-    last = {event["process"]: str(event.get("text", "")) for event in deaths}
-    how = "; ".join(last[name] for name in names if name in last) or "logs/ may say why"
-    return f"{listing(names)} died and came back ({how})." if names else ""
+    """Those that no kill of ours explains. A learner is back when it has joined."""
+    planned: Counter[str] = Counter()
+    dead: dict[str, str] = {}
+    back: dict[str, str] = {}
+    for event in events:
+        name = str(event.get("learner") or event.get("process", ""))
+        match event["kind"]:
+            case "killed":
+                planned[name] += 1
+            case "exited" if event.get("code") in (0, ConfigError.exit_code):
+                dead.pop(name, None)  # it did what it could; or a warning says why it cannot take part
+            case "exited" if planned[name]:
+                planned[name] -= 1
+            case "exited":
+                dead[name] = str(event.get("text", ""))
+            case "joined" if name in dead:
+                back[name] = dead.pop(name)
+            case "restarted" if name in NO_LEARNERS and name in dead:
+                back[name] = dead.pop(name)
+            case "started":
+                dead.pop(name, None)  # by an operator, or with a run that goes on
+    told = [_dead(sorted(back), "died and came back", back), _dead(sorted(dead), "died and did not come back", dead)]
+    return " ".join(sentence for sentence in told if sentence)
+
+
+NO_LEARNERS = ("syncer", "evaluator")
+
+
+def _dead(names: Sequence[str], what: str, how: dict[str, str]) -> str:
+    causes = "; ".join(how[name] for name in names if how[name]) or "logs/ may say why"
+    return f"{listing(names)} {what} ({causes})." if names else ""
 
 
 def _restart_after(recovery: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, Any] | None:
