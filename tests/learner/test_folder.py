@@ -7,12 +7,14 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from atoll.learner.folder import LearnerFolder, claim_folder, default_names, make_proof, run_or_address
+from atoll.learner.folder import LearnerFolder, ask_run, claim_folder, default_names, make_proof, run_or_address
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import is_name
 
@@ -107,6 +109,76 @@ def test_a_pod_that_is_called_by_its_index_has_that_name() -> None:
 )
 def test_folders_are_kept_apart_by_run_or_address(syncer: str, folder: str) -> None:
     assert run_or_address(syncer) == folder
+
+
+def save_part(folder: Path | None, run: str) -> Path:
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run").write_text(run)
+    (folder / "cut-000001.safetensors").touch()
+    return folder
+
+
+@pytest.mark.parametrize("again", ["http://127.0.0.1:7177", "atoll://127.0.0.1:7177/r1"])
+def test_what_is_saved_is_found_by_the_run_also_at_another_address(tmp_path: Path, again: str) -> None:
+    first = claim_folder(SYNCER, "anna")
+    saved = save_part(first.enter_run("r1"), "r1")
+    assert saved == tmp_path / "atoll-learners" / "r1" / "anna"
+    first.release()
+    assert claim_folder(again, "anna").enter_run("r1") == saved
+
+
+def test_two_runs_on_one_address_have_folders_of_their_own() -> None:
+    first = claim_folder(SYNCER, "anna")
+    saved = save_part(first.enter_run("r1"), "r1")
+    first.release()
+    second = claim_folder(SYNCER, "anna").enter_run("r2")
+    assert second is not None and second != saved and not list(second.glob("cut-*"))
+
+
+def test_what_an_earlier_version_saved_by_the_address_is_found_if_it_is_of_this_run(tmp_path: Path) -> None:
+    old = save_part(tmp_path / "atoll-learners" / "127.0.0.1-7077" / "anna", "r1")
+    moved = claim_folder("http://127.0.0.1:7177", "anna")
+    assert moved.enter_run("r1") == old
+    moved.release()
+    here = claim_folder(SYNCER, "anna")
+    assert here.enter_run("r1") == old == here.path
+    assert here.enter_run("r2") == tmp_path / "atoll-learners" / "r2" / "anna"
+
+
+def test_a_folder_that_is_named_serves_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_FOLDER", str(tmp_path / "own"))
+    assert claim_folder(SYNCER, "anna").enter_run("r1") == tmp_path / "own"
+
+
+def test_a_process_that_came_by_a_link_has_the_folder_of_its_run() -> None:
+    by_link, by_address = claim_folder("atoll://127.0.0.1:7077/r1", "anna"), claim_folder(SYNCER, "anna")
+    with pytest.raises(ConfigError, match=r"anna is here already, from .+, pid \d+"):
+        by_address.enter_run("r1")
+    by_link.release()
+    assert by_address.enter_run("r1") == by_link.path
+
+
+class Answers(BaseHTTPRequestHandler):
+    code, body = 200, b'{"run": "r1", "phase": "waiting"}'
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(self.body if self.path == "/v1/status" else b"")
+
+    def log_message(self, format: str, *words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "run"), [(200, Answers.body, "r1"), (401, Answers.body, ""), (200, b"<html>", "")]
+)
+def test_the_syncer_at_an_address_says_which_run_it_serves(code: int, body: bytes, run: str) -> None:
+    with HTTPServer(("127.0.0.1", 0), type("Told", (Answers,), {"code": code, "body": body})) as server:
+        Thread(target=server.handle_request).start()
+        assert ask_run(f"http://127.0.0.1:{server.server_port}") == run
+    assert ask_run(f"http://127.0.0.1:{server.server_port}") is None, "nobody is there any more"
 
 
 def test_a_named_learner_has_a_folder_below_the_current_one(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ class TestInARun:
             assert capsys.readouterr().err == "atoll: joined run r1 as learner-0\n"
             learner.step(tokens=1)
             assert capsys.readouterr().err == ""
-        assert read_run(Path("atoll-learners/127.0.0.1-9/learner-0")) == "r1"
+        assert read_run(Path("atoll-learners/r1/learner-0")) == "r1"
 
     def test_one_that_begins_without_the_runs_parameters_says_when_it_has_joined(
         self, capsys: pytest.CaptureFixture[str]
@@ -239,7 +239,14 @@ class TestInARun:
         assert said.startswith("atoll: no syncer answers: connection refused, tried for 0.05 s; is the run over")
         assert said.count("\n") == 1
 
-    def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: "r1")
+        self.train_twice(capsys)
+        assert Path("atoll-learners/r1/learner-0/cut-000007.safetensors").exists()
+
+    def train_twice(self, capsys: pytest.CaptureFixture[str]) -> None:
         """The learner is killed, and started again with the same line."""
         for life in (1, 2):
             model = small()
@@ -260,8 +267,11 @@ class TestInARun:
                 assert isinstance(kept, fx.Saved) and kept.file == "cut-000007.safetensors", kept
         assert "goes on with the inner optimizer, schedules and random states of step 1" in capsys.readouterr().err
 
-    def test_a_part_of_another_run_is_not(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.test_a_part_of_a_cut_of_its_own_is_put_back_by_hand(capsys)
+    def test_a_part_of_another_run_is_not(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ATOLL_FOLDER", "own")
+        self.train_twice(capsys)
         model = small()
         optimizer = torch.optim.AdamW(model.parameters())
         joined = Joined(model, optimizer=optimizer)
@@ -270,6 +280,29 @@ class TestInARun:
             assert not optimizer.state
         said = capsys.readouterr().err
         assert "is of run r1: the inner optimizer begins afresh" in said and "joined run r2" in said
+        assert read_run(Path("own")) == "r2" and Path("own/r1/cut-000007.safetensors").exists(), "never deleted"
+
+    def test_a_part_is_found_at_another_address_and_another_run_on_the_same_one_leaves_it(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runs = iter(["r1", "r1", "r2", "r1"])
+        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: next(runs))
+        self.train_twice(capsys)
+        for run, kept in (("r2", False), ("r1", True)):
+            joined = Joined(model := small(), optimizer=torch.optim.AdamW(model.parameters()))
+            joined.name_run(run)
+            with joined.learner:
+                start = joined.courier.of(Start)[0]
+                assert isinstance(start, Start) and start.kept == kept
+
+    def test_a_syncer_that_is_not_there_yet_is_asked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What it saved of the run is looked for once the run is known: it may be started before its syncer."""
+        answers = iter([None, None, "r1"])
+        monkeypatch.setattr("atoll.learner.session.ask_run", lambda syncer: next(answers))
+        joined = Joined(small(), join_wait_s=5.0)
+        with joined.learner:
+            assert next(answers, "no more") == "no more"
+            assert joined.stay._folder == Path("atoll-learners/r1/learner-0").absolute()
 
     def test_every_step_is_reported_with_its_counters(self, joined: Joined) -> None:
         with joined.learner as learner:

@@ -210,8 +210,8 @@ def test_a_state_for_later_needs_a_folder(tmp_path: Path) -> None:
     assert read(tmp_path / "learner-0" / FILE).tensors["weight"][0] == 3.0
 
 
-def test_parts_of_another_run_are_removed_when_a_run_is_entered(tmp_path: Path) -> None:
-    """A syncer's address names a folder too, and cuts of every run have the same numbers."""
+def test_parts_of_another_run_are_set_aside_when_a_run_is_entered(tmp_path: Path) -> None:
+    """Cuts of every run have the same numbers; the second run on an address deleted the parts of the first."""
     saver = Saver(tmp_path)
     part, left = tmp_path / "cut-000070.safetensors", tmp_path / "preempted.safetensors"
     saver.enter_run("first")
@@ -220,7 +220,9 @@ def test_parts_of_another_run_are_removed_when_a_run_is_entered(tmp_path: Path) 
     saver.enter_run("first")
     assert part.exists() and read_run(tmp_path) == "first"
     saver.enter_run("second")
-    assert not part.exists() and left.exists() and read_run(tmp_path) == "second"
+    assert not part.exists() and not left.exists() and read_run(tmp_path) == "second"
+    aside = tmp_path / "first"
+    assert (aside / part.name).exists() and (aside / left.name).exists() and read_run(aside) == "first"
 
 
 def test_parts_in_a_folder_that_says_nothing_of_a_run_stay(tmp_path: Path) -> None:

@@ -27,6 +27,40 @@ def start_script(run: Run, where: str) -> subprocess.Popen[str]:
     )
 
 
+def test_parts_are_kept_by_the_run_and_not_by_its_address(run: Run) -> None:
+    """A second run on the same address deleted them, and the first one on another address did not find them."""
+    settings, other = run.folder / "settings.toml", Run(run.folder)
+    settings.write_text(SETTINGS)
+    port = str(run.free_port())
+    run.start("syncer", "--config", settings, "--out", run.out, "--port", port)
+    parts = train_until_cut(run)
+    other.out = run.folder / "other"
+    other.start("syncer", "--config", settings, "--out", other.out, "--port", port)
+    assert not set(train_until_cut(other)) & set(parts) and all(part.exists() for part in parts)
+
+    run.start("syncer", "--resume", run.out, "--port", "0")
+    run.until(lambda events: len([event for event in events if event["kind"] == "started"]) == 2)
+    run.until(lambda events: (run.out / "syncer.url").read_text() != f"http://127.0.0.1:{port}")
+    learner = start_script(run, run.address())
+    run.until(lambda events: 2 in {incarnation for _, incarnation in members(events)})
+    run.interrupt()
+    run.ended()
+    said = learner.communicate(timeout=WAIT_S)[1]
+    assert "goes on with the inner optimizer, schedules and random states of step" in said
+
+
+def train_until_cut(run: Run) -> list[Path]:
+    """One learner by the syncer's address; the parts that it leaves."""
+    before = set(Path(run.folder, "atoll-learners").glob("*/*/cut-*.safetensors"))
+    learner = start_script(run, run.address())
+    run.until(lambda events: bool(cuts_with_learners(events)))
+    run.interrupt()
+    run.ended()
+    said = learner.communicate(timeout=WAIT_S)[1]
+    assert learner.returncode == 0, said
+    return [part for part in Path(run.folder, "atoll-learners").glob("*/*/cut-*.safetensors") if part not in before]
+
+
 def cuts_with_learners(events: list[Event]) -> list[Event]:
     return [event for event in events if event["kind"] == "cut" and event["learners"]]
 

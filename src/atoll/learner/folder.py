@@ -1,11 +1,13 @@
 """A learner's folder: where it lies, the name that goes with it, and the lock that says who has it.
 
     ATOLL_FOLDER              where a supervisor or the operator names one (atoll learn --folder)
-    atoll-learners/RUN/NAME   otherwise, below the current folder. RUN is the run that the join link names; without a
-                              link it is the syncer's address, as 127.0.0.1-7077
+    atoll-learners/RUN/NAME   otherwise, below the current folder. Where no link names the run, the syncer is asked
+                              for it when the learner joins; until then its name is kept by the syncer's address, as
+                              atoll-learners/127.0.0.1-7077/NAME
 
     lock          flock'ed by the training process that has the folder, with its pid, the learner's name and the machine
     succession    the secret by which a restart proves to the syncer that the name is its own; mode 600
+    run           the run that the parts of cuts in it are of (saved_state.py)
 
 Rules:
 - one process has a folder at a time: a second one of the same name is refused, and one whose name is only a default
@@ -16,6 +18,8 @@ Rules:
 - what is shown to the syncer is made of the secret and this machine's name: a folder that two machines share makes
   neither of them the other's successor;
 - it stays where it is when the script changes the current folder;
+- what is saved lies by the run and not by the address: another address finds it, and another run on the same address
+  does not touch it. Where an earlier version saved by the address, that folder is used if it is of this run;
 - where no folder can be made, the learner trains without one; where it cannot be locked, with a secret of its own.
 """
 
@@ -30,9 +34,12 @@ import socket
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
 from itertools import count, islice
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import msgspec
 
 from atoll.fabric.address import parse_address
 from atoll.protocol.errors import ConfigError
@@ -43,6 +50,8 @@ from atoll.store.keys import kept_secret
 from atoll.store.rundir import checked_name
 
 ROOT = Path("atoll-learners")
+RUN = "run"
+STATUS = "/v1/status"
 INDEXES = (
     ("SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME"),
     ("JOB_COMPLETION_INDEX", ""),
@@ -60,6 +69,9 @@ class LearnerFolder:
     def __init__(self, name: str, path: Path | None = None, lock: int | None = None) -> None:
         """`path`: None where there is no folder; `lock`: the descriptor that holds it, ours from here on."""
         self.name, self.path = name, path
+        self.runs: Path | None = None
+        """Where the folders of all runs lie; None: this one was named, or there is none."""
+        self._of_run: LearnerFolder | None = None
         self.host, self.pid = socket.gethostname()[:LONGEST], os.getpid()
         secret = _kept_secret(path) if path is not None and lock is not None else secrets.token_hex(16)
         self.proof = make_proof(secret, self.host)
@@ -68,8 +80,18 @@ class LearnerFolder:
             mine = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _release(mine))
 
+    def enter_run(self, run: str) -> Path | None:
+        """Where this learner saves its part of that run's cuts. ConfigError: another process has it."""
+        if self.runs is None or not is_name(run) or (path := find_saved(self.runs, run, self.name)) == self.path:
+            return self.path
+        if self._of_run is None or self._of_run.path != path:
+            self._of_run = _claim(path, self.name) or _refuse(path, self.name)
+        return self._of_run.path
+
     def release(self) -> None:
         """Another process may have it now."""
+        if self._of_run is not None:
+            self._of_run.release()
         if self._close is not None:
             self._close()
 
@@ -85,11 +107,12 @@ def claim_folder(syncer: str, name: str = "", env: Mapping[str, str] = os.enviro
     root = ROOT.absolute() / run_or_address(syncer)
     with suppress(OSError):
         ROOT.mkdir(mode=0o700, exist_ok=True)
-    if name:
-        return _claim(root / name, name) or _refuse(root / name, name)
-    for default in islice(default_names(env), MOST):
-        if (found := _claim(root / default, default)) is not None:
+    for one in [name] if name else islice(default_names(env), MOST):
+        if (found := _claim(root / one, one)) is not None:
+            found.runs = root.parent
             return found
+    if name:
+        return _refuse(root / name, name)
     raise ConfigError(f"{MOST} learners of {root} are here already: name this one with --name")
 
 
@@ -100,6 +123,47 @@ def run_or_address(syncer: str) -> str:
         return address.run
     parts = urlsplit(address.urls[0])
     return f"{re.sub(r'[^A-Za-z0-9.]+', '-', parts.hostname or '').strip('-.')}-{parts.port}"
+
+
+def find_saved(runs: Path, run: str, name: str) -> Path:
+    """The folder of a learner in a run: by the run's name, unless only another one has parts of it."""
+    own = runs / run / name
+    if read_run(own) != run:
+        with suppress(OSError):
+            old = [path for one in runs.iterdir() if read_run(path := one / name) == run]
+            return max(old, key=lambda path: (path / RUN).stat().st_mtime, default=own)
+    return own
+
+
+def read_run(folder: Path) -> str:
+    """Which run the parts in a folder are of; empty: nobody has said so."""
+    try:
+        return (folder / RUN).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+class _Status(msgspec.Struct):
+    run: str
+
+
+def ask_run(syncer: str, limit_s: float = 2.0) -> str | None:
+    """The run that is served at an address of this machine; empty: nobody says; None: nobody answers."""
+    address = parse_address(syncer)
+    for url in address.urls:
+        parts = urlsplit(url)
+        connection = HTTPConnection(parts.hostname or "", parts.port or 0, timeout=limit_s)
+        try:
+            connection.request("GET", STATUS, headers=address.headers_for(f"{url}{STATUS}"))
+            answer = connection.getresponse()
+            return msgspec.json.decode(answer.read(), type=_Status).run if answer.status == 200 else ""
+        except msgspec.MsgspecError:
+            return ""
+        except (OSError, HTTPException):
+            continue
+        finally:
+            connection.close()
+    return None
 
 
 def default_names(env: Mapping[str, str] = os.environ, host: str = "") -> Iterator[str]:

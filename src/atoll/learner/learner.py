@@ -191,7 +191,7 @@ class Learner:
                 self.optimizer,
                 self._extras,
                 self._from_peers,
-                folder=self._folder.path,
+                folder=self._folder,
                 courier=self._courier,
                 tally=self._tally,
                 feed=self._feed,

@@ -6,7 +6,7 @@ lost connection. In its folder:
 
     cut-NNNNNN.safetensors    its part of that snapshot
     preempted.safetensors     saved on leaving, for the next process of this name; used once
-    run                       the run that the parts belong to; joining another run removes them
+    run                       the run that the parts belong to; joining another run moves them to a folder of its name
     lives                     the parts that the last processes continued from; a replay needs them
 
 Saving: the training process only copies, between two steps; a thread writes the file and fsyncs it, one at a time. If
@@ -38,6 +38,7 @@ import msgspec
 import torch
 from torch import nn
 
+from atoll.learner.folder import RUN, read_run
 from atoll.learner.model import BufferRule
 from atoll.learner.script import DRAIN_S, FILE, LIMIT_S, say
 from atoll.learner.snapshot import Snapshot, read, write
@@ -45,6 +46,7 @@ from atoll.learner.state import Optimizers, Stateful, capture, restore
 from atoll.mailbox.box import Mailbox
 from atoll.protocol.effects import Saved
 from atoll.protocol.errors import AtollError
+from atoll.protocol.limits import is_name
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.store.atomic import make_folder, write_atomic
@@ -122,7 +124,6 @@ def fill_box(box: Mailbox, state: dict[str, Any], run: str = "") -> None:
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
-RUN = "run"
 LIVES = "lives"
 MOST_LIVES = 3
 """Of so many lives, the newest, the parts stay that they went on from."""
@@ -193,14 +194,13 @@ class Saver:
             write_atomic(self._folder / LIVES, "\n".join([*lives, part][-MOST_LIVES:]).encode())
 
     def enter_run(self, run: str) -> None:
-        """The parts that lie here are of this run from now on."""
+        """The parts that lie here are of this run from now on. Those of another run are set aside, never removed."""
         if self._folder is None or not run or read_run(self._folder) == run:
             return
         with suppress(OSError):  # a disk that is full or gone costs cuts, not steps
             make_folder(self._folder)
-            if read_run(self._folder):
-                for part in list_parts(self._folder):
-                    part.unlink(missing_ok=True)
+            if is_name(other := read_run(self._folder)):
+                _set_aside(self._folder, self._folder / other)
             write_atomic(self._folder / RUN, run.encode())
 
     def save(self, cut: int, t: int, snapshot: Snapshot, kept: tuple[int, ...] = ()) -> None:
@@ -250,12 +250,12 @@ def list_parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("cut-*.safetensors"), key=_number)
 
 
-def read_run(folder: Path) -> str:
-    """Which run the parts in a folder are of; empty: nobody has said so."""
-    try:
-        return (folder / RUN).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
+def _set_aside(folder: Path, aside: Path) -> None:
+    make_folder(aside)
+    for file in (*list_parts(folder), *(folder / name for name in (FILE, LIVES, UNMERGED, RUN))):
+        if file.exists():
+            file.replace(aside / file.name)
+    say(f"the parts of run {aside.name} are in {aside} now")
 
 
 def read_lives(folder: Path) -> list[str]:
@@ -293,6 +293,8 @@ def find_saved_part(folder: Path | None, run: str = "") -> SavedPart | None:
     """What the launcher says to go on from, or what lies in this learner's folder. `run`: the one that it joins, where
     its link says so."""
     path, exact = os.environ.get("ATOLL_STATE"), os.environ.get("ATOLL_EXACT") == "1"
+    if folder is not None and is_name(run) and read_run(folder) != run == read_run(folder / run):
+        folder = folder / run  # another run had the folder in between
     of = read_run(folder) if folder is not None else ""
     other = bool(run and of and run != of)
     if folder is not None and not exact and not other and (left := folder / FILE).exists():

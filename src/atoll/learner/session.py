@@ -21,6 +21,7 @@ from atoll.fabric.address import parse_address
 from atoll.learner.boundary import SharedMailbox
 from atoll.learner.courier_process import CourierProcess, TapeRecorder, describe_machine
 from atoll.learner.data import Feed, NamedDataset
+from atoll.learner.folder import LearnerFolder, ask_run
 from atoll.learner.model import BufferRule, load_weights
 from atoll.learner.peer_state import PeerOrder, PeerStates
 from atoll.learner.saved_state import OwnState, SavedPart, Saver, describe_place, find_saved_part
@@ -46,6 +47,9 @@ from atoll.protocol.effects import Stepped
 from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.protocol.tape import BeganEntry, ForgotEntry, InformedEntry, MarkedEntry, StoppedEntry, SuppliedEntry
 from atoll.store.rundir import UNMERGED
+
+DIAL_S = 5.0
+"""A courier has this long to dial, also where all other time was spent on asking which run it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,13 @@ class RunSession:
         extras: Mapping[str, Stateful],
         from_peers: Collection[str] = (),
         *,
-        folder: Path | None = None,
+        folder: LearnerFolder,
         courier: CourierProcess,
         tally: StepCounter,
         feed: Feed,
     ) -> None:
         """`extras`: what the script registered; `from_peers`: the names of those that a newcomer takes from a peer;
-        `folder`: where it saves its part of cuts."""
+        `folder`: where it saves its part of cuts, by the run."""
         self._joining, self._model, self._optimizers = joining, model, optimizers
         self._courier, self._tally, self._feed = courier, tally, feed
         self._session = secrets.token_hex(8)
@@ -98,7 +102,9 @@ class RunSession:
         self._inputs = InputDigest(model, wanted=lambda: feed.position < 0)
         self._kept = False
         """Its inner optimizer comes out of a cut, and is put back once it has joined."""
-        self._folder, self._saver = folder, Saver(folder)
+        self._own_folder, self._folder, self._saver = folder, folder.path, Saver(folder.path)
+        self._join_by = 0.0
+        """Until then it waits for its run."""
         self._preemption = LeaveRequest()
         self._until: int | None = 0 if courier.replays else None
         """Replay: the step at which it waits."""
@@ -134,7 +140,10 @@ class RunSession:
         self.shared.describe()
         if init := os.environ.get("ATOLL_INIT"):
             load_weights(self._model, Path(init))
-        earlier = find_saved_part(self._folder, self._named_run())
+        self._join_by = time.monotonic() + self._joining.wait_s
+        run = self._named_run() or self._ask_run()
+        self._use_folder_of(run)
+        earlier = find_saved_part(self._folder, run)
         self._kept = earlier is not None
         if earlier is not None:
             self._saver.note_life(earlier.file)
@@ -176,10 +185,27 @@ class RunSession:
         """What the join link says; empty: nothing."""
         return "" if self._courier.replays else parse_address(self._joining.url).run
 
+    def _ask_run(self) -> str:
+        """What the syncer at a plain address says: what was saved of its run is looked for before the run hears of
+        this learner. Empty: a folder was named, or nobody answers; then the courier goes on asking."""
+        if self._courier.replays or self._own_folder.runs is None:
+            return ""
+        while (run := ask_run(self._joining.url)) is None and not self._preemption.asked:
+            if time.monotonic() >= self._join_by:
+                break
+            time.sleep(0.25)
+        return run or ""
+
+    def _use_folder_of(self, run: str) -> None:
+        """From here on. Nothing is being saved yet."""
+        if run and (folder := self._own_folder.enter_run(run)) != self._folder:
+            self._folder, self._saver = folder, Saver(folder)
+
     def _say_joined(self) -> None:
         """Once: a learner that trains before it has the run's parameters joins later."""
         if not self._joined and not self._courier.replays and self.shared.has_parameters():
             self._joined = True
+            self._use_folder_of(self._run)
             self._saver.enter_run(self._run)
             say(f"joined run {self._run} as {self._joining.name}")
 
@@ -212,7 +238,7 @@ class RunSession:
 
     def _join(self) -> None:
         """Wait for the run's parameters and a peer's state; past the patience, train on and take them later."""
-        deadline = time.monotonic() + self._joining.wait_s
+        deadline = max(self._join_by, time.monotonic() + min(self._joining.wait_s, DIAL_S))
         while self._until is not None and self._until <= self._tally.t and not self._final:
             self.wait(0.5)
         while self._until is None and not self._final and not self._is_current() and not self._preemption.asked:
