@@ -21,6 +21,7 @@ from atoll.cli.shared import where
 from atoll.launch.local import Kill, LocalRun
 from atoll.protocol.errors import ConfigError
 from atoll.store.cuts import complete_cuts
+from atoll.store.writer_lease import hold_run
 
 
 def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -204,6 +205,26 @@ def test_the_status_of_a_run_that_was_cut_off_says_how_to_go_on(
         (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
     assert atoll(monkeypatch, "status", "old") == 0
     assert "it was cut off. It goes on with: atoll train --resume old" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", [True, False])
+def test_the_status_of_a_run_that_starts_does_not_say_that_it_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, address: bool
+) -> None:
+    path = folder / "old" / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in small_run()[:9]))
+    (folder / "old" / "journal").mkdir()
+    (folder / "old" / "run.toml").write_text("")
+    if address:
+        (folder / "old" / "syncer.url").write_text("http://127.0.0.1:9")
+    with hold_run(folder / "old"):
+        assert atoll(monkeypatch, "status", "old") == 0
+        told = capsys.readouterr().out
+        assert told.startswith("This run is starting") and "cut off" not in told
+        assert atoll(monkeypatch, "status", "old", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"state": "starting"}
+    assert atoll(monkeypatch, "status", "old") == 0
+    assert "cut off" in capsys.readouterr().out
 
 
 def test_an_https_address_is_opened_by_the_link_or_the_run_that_belongs_to_it(

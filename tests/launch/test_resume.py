@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tests.store.written import WrittenRun, begun, cut_run, flip, with_rounds
 
-from atoll.launch.resume import Resume, from_cut, plan_resume
+from atoll.launch.resume import Resume, describe_resume, from_cut, plan_resume
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.records import BegunRecord, ChangedRecord, EndedRecord, TermRecord
 from atoll.store import disk as disk_module
@@ -273,6 +273,16 @@ def test_a_run_that_spent_its_budget_says_so_and_nothing_is_touched(tmp_path: Pa
         plan_resume(run.dir, changes)
     assert "\n" not in str(error.value)
     assert every_byte(run.dir.path) == before
+
+
+def test_the_advice_for_a_spent_run_names_what_works(tmp_path: Path) -> None:
+    run = cut_run(tmp_path / "run")
+    assert describe_resume(run.dir) == f"atoll train --resume {run.dir.path}"
+    with_budget(run, steps=8).end()
+    advice = f"atoll train --resume {run.dir.path} --steps N (more than the 8 that are done)"
+    assert describe_resume(run.dir) == advice and plan_resume(run.dir, ("steps=99",)).reopen
+    assert describe_resume(run.dir, Path("short")).startswith("atoll train --resume short --steps N ")
+    assert describe_resume(RunDir(tmp_path / "none")) == f"atoll train --resume {tmp_path / 'none'}"
 
 
 def test_a_budget_that_was_spent_between_two_rounds_is_spent(tmp_path: Path) -> None:

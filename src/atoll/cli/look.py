@@ -13,6 +13,7 @@ from atoll.cli.shared import address_of, is_address, short, where
 from atoll.fabric.address import without_secrets
 from atoll.fabric.local_secrets import is_own_process
 from atoll.fabric.transfer import get_json, make_dashboard_link, post_drain, post_settings
+from atoll.launch.resume import describe_resume
 from atoll.observe.figures import plain
 from atoll.observe.report import write_report
 from atoll.observe.report.reading import read_run
@@ -23,7 +24,7 @@ from atoll.protocol.errors import ConfigError, RunFailed, Unreachable
 from atoll.store.export import export_best, export_run
 from atoll.store.rundir import RunDir, newest_run
 from atoll.store.verify import verify_run
-from atoll.store.writer_lease import syncer_holding
+from atoll.store.writer_lease import is_alive
 from atoll.telemetry.status import RunStatus
 
 
@@ -32,12 +33,18 @@ def status(run: str, watch: bool, json_: bool) -> None:
     if folder is not None and _is_over(folder):
         _show_end(folder, as_json=json_)
         return
+    if folder is not None and not folder.address.exists() and is_alive(folder.path):
+        _show_start(as_json=json_)
+        return
     url = where(run)
     try:
         now = asyncio.run(_status(url))
     except Unreachable as error:
         if folder is not None:
-            _show_end(folder, as_json=json_)
+            if is_alive(folder.path):
+                _show_start(as_json=json_)
+            else:
+                _show_end(folder, as_json=json_)
             return
         hint = "is the run over? Then name its folder, and its figures are shown"
         raise Unreachable(f"no syncer answers at {without_secrets(url)}: {hint}") from error
@@ -68,11 +75,17 @@ def running_processes(events: Path) -> dict[str, int]:
 
 
 def _is_over(run: RunDir) -> bool:
-    """Nobody on this machine serves it, and its figures are there, or no address of a syncer is. An address alone says
+    """Nobody on this machine has it, and its figures are there, or no address of a syncer is. An address alone says
     nothing: the port may be another run's by now."""
-    if not run.holds_run() or syncer_holding(run.journal):
+    if not run.holds_run() or is_alive(run.path):
         return False
     return run.summary.exists() or not run.address.exists()
+
+
+def _show_start(*, as_json: bool) -> None:
+    """Somebody has the run, and its syncer does not answer."""
+    text = "This run is starting, or its syncer is: nothing answers yet. Ask again in a few seconds."
+    print(msgspec.json.encode({"state": "starting"}).decode() if as_json else text)
 
 
 def _show_end(run: RunDir, *, as_json: bool) -> None:
@@ -90,7 +103,7 @@ def _show_end(run: RunDir, *, as_json: bool) -> None:
     elif not run.summary.exists():
         deaths = [e["text"] for e in found.timeline if e["kind"] == "exited" and e.get("code") and e.get("text")]
         why = plain(deaths[-1] if deaths else str(found.summary.get("reason")))
-        text = f"This run failed: {why}. Once that is mended, it goes on with: {again}"
+        text = f"This run failed: {why}. Once that is mended, it goes on with: {describe_resume(run, short(run.path))}"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

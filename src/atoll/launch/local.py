@@ -44,7 +44,7 @@ from atoll.launch.children import (
     read_script_error,
 )
 from atoll.launch.environment import VISIBLE, Assignment, LaunchEnvironment, capture_environment, write_environment
-from atoll.launch.resume import Resume
+from atoll.launch.resume import Resume, describe_resume
 from atoll.launch.script import USAGE
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, RunFailed, Unreachable
 from atoll.store.atomic import Appender, write_atomic
@@ -148,6 +148,8 @@ class LocalRun:
             self._ending = False
             self._refusal = self._unshown = ""
             self._failure: AtollError | None = None
+            self._mended = ""
+            """What leads over to the command that goes on with a failed run."""
             self._errors: dict[str, ScriptError] = {}
             """By process, what its script failed with last."""
             self._here: set[str] = set()
@@ -184,11 +186,15 @@ class LocalRun:
                 beside.cancel()
                 await asyncio.wait([beside])
         if self._failure is not None:
-            raise self._failure
+            raise self._failure if not self._mended else RunFailed(self._describe_failure())
         if beside is not None and not beside.cancelled() and (error := beside.exception()) is not None:
             raise error
         await self._wait_for_scripts()
         self._show_status(None)
+
+    def _describe_failure(self) -> str:
+        """With the command that goes on with the run: what that needs is known at the end."""
+        return f"{self._failure}{self._mended}{describe_resume(self.out)}"
 
     async def _supervise_until_over(self) -> None:
         while (code := self._syncer.poll_exit()) != 0:
@@ -458,10 +464,8 @@ class LocalRun:
         """The run ends in good order, with what was merged so far."""
         if self._failure is not None or self._interrupts:
             return
-        self._failure = RunFailed(
-            f"{what}: {self._read_last_words(child)}. The whole traceback is in {child.log}; "
-            f"once the script is mended, the run goes on with: atoll train --resume {self.out.path}"
-        )
+        self._failure = RunFailed(f"{what}: {self._read_last_words(child)}. The whole traceback is in {child.log}")
+        self._mended = "; once the script is mended, the run goes on with: "
         self._ending = True
         for one in self._list_children()[1:]:
             one.cancel_restart()
@@ -500,11 +504,9 @@ class LocalRun:
         self._failure = (
             ConfigError(self._refusal)
             if self._refusal
-            else RunFailed(
-                f"every learner died too often{words}; their logs are in {self.out.logs}. "
-                f"Once they are mended, it goes on with: atoll train --resume {self.out.path}"
-            )
+            else RunFailed(f"every learner died too often{words}; their logs are in {self.out.logs}")
         )
+        self._mended = "" if self._refusal else ". Once they are mended, it goes on with: "
         self._send_order("unscored")
         self._send_order("end no learner is left")
 

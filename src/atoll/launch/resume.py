@@ -29,7 +29,7 @@ import msgspec
 
 from atoll.protocol import records
 from atoll.protocol.effects import ChangeAsked
-from atoll.protocol.errors import ConfigError
+from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.history import History
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
@@ -153,6 +153,18 @@ def spent_budget(head: History, settings: Settings) -> str:
         if machine.progress >= 1.0:
             return f"{getattr(settings, name):,} {name}"
     return ""
+
+
+def describe_resume(out: RunDir, shown: Path | None = None) -> str:
+    """The command that goes on with a run that ended; with a larger budget, where its own is spent."""
+    command = f"atoll train --resume {shown or out.path}"
+    try:
+        head = read_head(out)
+        spent = spent_budget(head, head.settings) if head is not None else ""
+    except (AtollError, OSError):  # what is wrong with it is said when it is gone on with
+        return command
+    amount, _, budget = spent.partition(" ")
+    return f"{command} --{budget} N (more than the {amount} that are done)" if spent else command
 
 
 def _is_spent(out: RunDir, head: History, changes: tuple[str, ...]) -> bool:
