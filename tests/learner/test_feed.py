@@ -230,8 +230,11 @@ def test_its_own_order_is_its_own() -> None:
 def test_alone_it_knows_how_much_of_the_pass_is_done() -> None:
     feed = Feed(seed=7, name="learner-0")
     found = feed.open({"text": TEXT[:8], "code": CODE[:12]}, 4, None)
-    shares = [feed.passed for _ in own(feed, found)]
-    assert shares == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
+    shares = []
+    for _ in own(feed, found):
+        shares.append(feed.passed)
+        feed.stepped()
+    assert [*shares, feed.passed] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), "and all of it after the last step"
 
 
 # ---- other lives, cuts, loops ----------------------------------------------------------------------------------------

@@ -57,6 +57,15 @@ def half_frozen() -> nn.Sequential:
 
 
 class TestAlone:
+    @pytest.mark.parametrize("loader", [{}, {"collate_fn": list}])
+    def test_after_the_last_step_of_the_pass_all_of_it_is_done(self, loader: dict[str, type]) -> None:
+        with Learner(small()) as learner:
+            seen = []
+            for _ in learner.batches(torch.zeros(20, 2), batch_size=4, **loader):
+                seen.append(learner.progress)
+                learner.step(tokens=4)
+            assert [*seen, learner.progress] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+
     def test_it_counts_and_changes_nothing(self) -> None:
         model = small()
         before = model.weight.detach().clone()

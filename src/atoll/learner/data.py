@@ -249,6 +249,8 @@ class Feed:
         """What leases are asked for; None: its data is its own, counted but not leased."""
         self.passed = 0.0
         """Alone: how much of the one pass is done."""
+        self._own_batches = self._own_done = 0
+        """Alone: batches of the pass, and those whose steps are made."""
         self._leased: LeasedSamples | None = None
         self._saved: dict[str, Any] | None = None
         self._used: Callable[[], int] | None = None
@@ -264,6 +266,9 @@ class Feed:
         used = self._used() if self._used is not None else None
         if self._leased is not None:
             self._leased.stepped(used)
+        elif self._own_batches:
+            self._own_done += 1 if used is None else used
+            self.passed = min(1.0, self._own_done / self._own_batches)
 
     def take_leases(self, ranges: tuple[Range, ...], over: bool, own: str) -> None:
         if own:
@@ -357,15 +362,13 @@ class Feed:
         """Every dataset in turn, each in a seeded order of this learner's own."""
         random = generator(self._seed, self._name, incarnation)
         turns = [(dataset, orders(len(one.samples), batch_size, random, passes)) for dataset, one in enumerate(found)]
-        whole = sum(len(source.samples) // batch_size for source in found)
-        number = 0
+        self._own_batches = sum(len(source.samples) // batch_size for source in found)
+        self._own_done, self.passed = 0, 0.0
         while turns and not done():
             for dataset, turn in list(turns):
                 if (indices := next(turn, None)) is None:
                     turns.remove((dataset, turn))
                 elif not done():
-                    self.passed = number / whole
-                    number += 1
                     yield dataset, indices
 
     # ---- as a cut carries it ------------------------------------------------------------------------------------

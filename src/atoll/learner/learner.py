@@ -79,7 +79,7 @@ class Learner:
         join_wait_s: float = JOIN_WAIT_S,
     ) -> None:
         if os.environ.get("ATOLL_ROLE") == "evaluator":
-            raise SystemExit("atoll: this script brings no scorer (atoll.evaluate); validation loss is not measured")
+            raise SystemExit("atoll: this script brings no scorer: it does not call atoll.evaluate")
         check_kept(optimizer)
         _refuse_mistakes(model, optimizer)
         self.model, self.optimizer = model, optimizer
@@ -219,6 +219,8 @@ class Learner:
         self._tally.stepped(tokens)
         if self._session is not None:
             self._session.stepped(tokens, loss)
+        else:
+            self._feed.stepped()
         self._tally.train()
 
     def batches(
