@@ -38,7 +38,16 @@ def test_the_largest_float_is_finite() -> None:
 
 
 def test_an_absurd_norm_is_refused() -> None:
-    assert seasoned(0.3).judge(0, of_norm(12.3)) == "norm 12.3 is 41 times the running median 0.3 (limit 10)"
+    assert seasoned(0.3).judge(0, of_norm(1230)) == "norm 1.23e+03 is 4.1e+03 times the running median 0.3 (limit 10)"
+
+
+def test_a_norm_that_may_be_sound_is_refused_with_the_setting_that_lets_it_in() -> None:
+    """As after a learning rate that rose again."""
+    screen = seasoned(0.3)
+    told = "norm 12.3 is 41 times the running median 0.3 (limit 10)"
+    assert screen.judge(0, of_norm(12.3)) == f"{told}; if its learning rate rose: atoll set RUN norm_limit=82"
+    screen.limit = 82.0
+    assert screen.judge(0, of_norm(12.3)) is None
 
 
 def test_a_large_norm_within_the_limit_is_accepted() -> None:
@@ -95,7 +104,8 @@ def test_a_learner_that_was_not_heard_for_long_has_more_to_give() -> None:
     assert [screen.judge(0, of_norm(2.4), steps=24) for _ in range(8)] == [None] * 8
     assert screen.judge(0, of_norm(100.0), steps=1000) is None
     refusal = screen.judge(0, of_norm(100.0), steps=24)
-    assert refusal == "norm per step 4.17 is 41.7 times the running median 0.1 (limit 10)"
+    assert refusal is not None
+    assert refusal.startswith("norm per step 4.17 is 41.7 times the running median 0.1 (limit 10); ")
 
 
 def test_another_length_or_fragment_is_refused() -> None:

@@ -28,6 +28,8 @@ EARLY = 4
 """Norms that must be known before any is refused."""
 EARLY_LIMIT = 100.0
 """Times the limit, before there are enough norms."""
+HONEST = 10.0
+"""A norm up to so many times the limit may be sound work: its refusal names the setting that lets it in."""
 CHUNK = 65_536
 """Elements looked at together when those that are not finite are counted."""
 
@@ -89,7 +91,12 @@ class NormScreen:
         limit = self.limit if len(accepted) >= self._least else EARLY_LIMIT * self.limit
         if usual == 0.0 or norm <= limit * usual:
             return None
-        return f"{called} {norm:.3g} is {norm / usual:.3g} times the running median {usual:.3g} (limit {limit:g})"
+        ratio = norm / usual
+        told = f"{called} {norm:.3g} is {ratio:.3g} times the running median {usual:.3g} (limit {limit:g})"
+        if ratio > HONEST * limit:
+            return told
+        higher = math.ceil(2 * self.limit * ratio / limit)
+        return f"{told}; if its learning rate rose: atoll set RUN norm_limit={higher}"
 
 
 def _norm(values: FloatArray) -> float:
