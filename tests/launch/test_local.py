@@ -109,6 +109,17 @@ async def test_a_scorer_that_fails_before_its_first_score_ends_the_run(tmp_path:
         await local(tmp_path, code, evaluator=True).run()
 
 
+async def test_a_script_without_a_scorer_is_told_so_and_no_score_is_missed(tmp_path: Path) -> None:
+    words = "this script brings no scorer"
+    code = (
+        f"import os, sys, time\nif os.environ['ATOLL_ROLE'] == 'evaluator': sys.exit('atoll: {words}')\ntime.sleep(2)"
+    )
+    run = local(tmp_path, code, evaluator=True)
+    await run.run()
+    assert [e["text"] for e in events(run, "warning")] == [f"the model is not scored: {words}"]
+    assert [e["text"] for e in events(run, "exited") if e["process"] == "evaluator"] == ["evaluator ended"]
+
+
 @pytest.mark.faults
 async def test_a_mistake_that_the_evaluator_only_met_first_is_the_scripts(tmp_path: Path) -> None:
     code = "import os, time\nif os.environ['ATOLL_ROLE'] != 'evaluator': time.sleep(1)\nopen('no/such/file')"

@@ -11,6 +11,7 @@ from rich.console import Console
 from atoll.observe.screen import LiveScreen, PlainLines, choose_screen
 from atoll.observe.story import print_closing, story
 from atoll.observe.summary import summarise
+from atoll.observe.tail import status_line
 from atoll.telemetry.events import Event
 from atoll.telemetry.status import RunStatus
 
@@ -190,6 +191,14 @@ def test_plain_lines_come_every_few_seconds_and_events_at_once(status: Status, n
         "   1:04   63 %  round 1,203 · 4 of 4 learners in it · H 24.0/24 · goodput 93 % · merged 90 % · "
         "84.1k tokens/s · validation 1.83 · left 0:38",
     ]
+
+
+def test_a_plain_line_of_a_run_that_starts_says_what_it_waits_for(status: Status) -> None:
+    early = msgspec.structs.replace(
+        status("waiting"), learners=status().learners[:1], notice="Waiting for 3 more of 4 learners."
+    )
+    told = "waiting for the first parameters, 1 learner here · Waiting for 3 more of 4 learners."
+    assert status_line(early).strip() == f"–  {told}"
 
 
 def test_the_screen_is_for_terminals_only() -> None:

@@ -92,6 +92,13 @@ def test_bad_figures_become_warnings(events: list[Event]) -> None:
         assert words in warnings
 
 
+def test_equal_shares_of_the_learners_are_not_told(events: list[Event]) -> None:
+    summary = summarise(events)
+    for one in summary["per_learner"].values():
+        one["merged_share"] = 0.93
+    assert not any("By learner" in line for line in story(summary))
+
+
 def test_a_restart_without_a_kill_is_told(events: list[Event]) -> None:
     events = [event for event in events if event["kind"] != "killed"]
     assert any(line.startswith("b died and came back (") for line in story(summarise(events), events))

@@ -434,7 +434,8 @@ class LocalRun:
     def _say_exited(self, child: Child, code: int) -> None:
         """With the cause, where its log ends with one. Where to read on is said once for every mistake."""
         error = read_script_error(child.read_log_tail()) if code in (1, USAGE) else None
-        text = f"failed: {error.summary}" if error is not None else f"ended: {describe_exit(code)}"
+        how = "" if code == ConfigError.exit_code else f": {describe_exit(code)}"  # a warning with its words follows
+        text = f"failed: {error.summary}" if error is not None else f"ended{how}"
         self._events.say("exited", f"{child.name} {text}", {"process": child.name, "code": code})
         if error is None:
             self._errors.pop(child.name, None)
@@ -481,7 +482,8 @@ class LocalRun:
         if code not in (0, 2) and child.restart_later():
             return
         if code != 0:
-            self._log_warning(child, f"the model is not scored any more: {self._read_last_words(child)}")
+            never = "" if self._scored else "the model is not scored"
+            self._log_warning(child, f"{never or 'the model is not scored any more'}: {self._read_last_words(child)}")
         self._send_order("unscored")
 
     def _blame_scorer(self, child: Child) -> None:

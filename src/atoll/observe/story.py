@@ -164,6 +164,8 @@ def _by_learner(summary: Summary) -> str:
     if len(shares) < 2:
         return ""
     (least, low), (most, high) = shares[0], shares[-1]
+    if percent(least) == percent(most):
+        return ""
     return f" By learner, from {percent(least)} ({low}) to {percent(most)} ({high}) were merged."
 
 

@@ -246,7 +246,9 @@ class Comings:
 def status_line(status: RunStatus) -> str:
     """The run in one line."""
     if status.phase == "waiting":
-        return f"{NONE:>7}  waiting for the first parameters, {len(status.learners)} learners here"
+        here = len(status.learners)
+        told = f"waiting for the first parameters, {here} learner{'' if here == 1 else 's'} here"
+        return f"{NONE:>7}  {told}{f' · {plain(status.notice)}' if status.notice else ''}"
     here = max(len(status.members), sum(learner.state != "gone" for learner in status.learners))
     parts = [
         f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
