@@ -176,6 +176,20 @@ def test_the_last_one_leaves_without_loss_and_the_run_waits_for_the_next(synchro
     assert world.syncer.committed > rounds
 
 
+def test_one_whose_loop_has_ended_does_not_stand_in_for_one_that_still_steps() -> None:
+    settings = Settings(learners=3, fragments=1, sync_every=4, quorum=1)
+    state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))
+    for name in ("a", "b", "c"):
+        one, _ = state.members.greet_learner(0.0, LearnerMachine(name, name, ()).hello(), "run")
+        one.state, one.versions, one.steps, one.t = "training", (0,), (0,) if name == "c" else (4,), 4
+    state.members.learners["a"].stopped = True
+    closing, round_ = RoundClosing(state), Round(0, 0, 0.0, due_at=0.0)
+    ready = closing.ready_learners(round_)
+    assert [one.name for one in ready] == ["a", "b"]
+    verdict = closing.judge_round(1.0, round_, ready, in_turn=True, wakes=[])
+    assert not verdict.close and verdict.reason.startswith("grace window open"), "c steps, and is waited for"
+
+
 def test_where_nobody_steps_a_round_that_would_collect_nothing_is_passed_over_so_that_the_next_collects() -> None:
     settings = Settings(learners=1, fragments=2, sync_every=4)
     state = SyncerState(History(BegunRecord("run", settings, {}, (), "")))

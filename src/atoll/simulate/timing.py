@@ -176,7 +176,8 @@ class Timing:
         gathering, key = rounds.closing, (round_.number, round_.attempt)
         if gathering.state.draining or settings.synchronous or round_.due_at is None:
             return
-        ready, live = len(gathering.ready_learners(round_)), len(syncer.machine.members.stepping_learners())
+        able = gathering.ready_learners(round_)
+        ready, live = len(able), gathering.count_live(able)
         if ready < self._least_quorum(syncer, now):
             self._quorum_since.pop(key, None)
             return

@@ -113,8 +113,13 @@ class RoundClosing:
         if round_.due_at is None and in_turn and (not self._is_paced(round_) or self.pace.is_due()):
             round_.due_at = now
         self._note_on_time(round_, ready)
-        live = len(self.state.members.stepping_learners())
+        live = self.count_live(ready)
         return judge(now, ready=len(ready), live=live, quorum=quorum, grace_ends=self._grace_ends(round_))
+
+    def count_live(self, ready: list[KnownLearner]) -> int:
+        """Those that step, and those that are ready though their training loop has ended: without the latter, one of
+        them would stand in for a learner that still steps, and the round would not wait for that one."""
+        return len({one.name for one in (*self.state.members.stepping_learners(), *ready)})
 
     def note_frozen(self, now: float, round_: Round) -> None:
         """Book what the gathering took."""
