@@ -290,3 +290,15 @@ if os.environ["ATOLL_LEARNER"] == "learner-1":
     begun = time.monotonic()
     await run.run()
     assert time.monotonic() - begun < children.LAST_S
+
+
+def test_why_a_learner_is_not_connected_is_the_supervisors_to_say(tmp_path: Path) -> None:
+    run = local(tmp_path, "")
+    waiting = Child("learner-0", [], {}, tmp_path / "log")
+    waiting.restart_later()
+    run._learners = {"learner-0": waiting, "learner-1": Child("learner-1", [], {}, tmp_path / "log")}
+    run._done, run._orders, run._ending = {"learner-1"}, [], False
+    names = ("learner-0", "learner-1", "by-hand")
+    assert [run._absence(name, "training") for name in names] == ["restarting", "done", "gone"]
+    run._orders.append("end the operator asked for it")
+    assert run._absence("learner-0", "ending") == "gone", "no restart comes any more"

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from atoll.observe.figures import measure
 from atoll.observe.screen import LiveScreen, PlainLines, choose_screen
 from atoll.observe.story import print_closing, story
 from atoll.observe.summary import summarise
@@ -68,6 +69,35 @@ def test_nothing_is_cut_off_at_80_columns(status: Status) -> None:
     screen = LiveScreen(console(80))
     screen.update(status(learners=8, loss=10.1234, round=123_456, validation_round=123_450, quorum=8))
     assert "…" not in text_of(screen, 80)
+
+
+@pytest.mark.parametrize("loss", [0.08341, 0.000834, 123_456.0, -0.0834])
+@pytest.mark.parametrize("width", [60, 70, 80, 100])
+def test_a_figure_is_never_cut(status: Status, loss: float, width: int) -> None:
+    """0.08… says nothing: names are cut, or columns left out."""
+    now = status(learners=2)
+    names = ("learner-10", "a-very-long-name-of-a-learner-on-another-machine")
+    learners = [
+        msgspec.structs.replace(one, learner=name, loss=loss) for one, name in zip(now.learners, names, strict=True)
+    ]
+    screen = LiveScreen(console(width))
+    screen.update(msgspec.structs.replace(now, learners=tuple(learners)))
+    shown = text_of(screen, width)
+    assert shown.count(measure(loss)) == 2, shown
+    row = next(line for line in shown.splitlines() if line.lstrip().startswith("a-very"))
+    assert "…" in row and row.count("…") == 1
+    assert "adopted" in shown or width < 80 or loss != 0.08341
+
+
+def test_a_learner_that_is_away_says_why(status: Status) -> None:
+    now = status(learners=3)
+    states = ("gone", "restarting", "done")
+    learners = [msgspec.structs.replace(one, state=state) for one, state in zip(now.learners, states, strict=True)]
+    screen = LiveScreen(console(80))
+    screen.update(msgspec.structs.replace(now, learners=tuple(learners), members=()))
+    for words in ("○ gone", "◌ restarting", "✓ done"):
+        assert words in text_of(screen, 80)
+    assert "0 of 0 learners in it" in status_line(msgspec.structs.replace(now, learners=tuple(learners), members=()))
 
 
 def test_a_learners_steps_are_those_of_the_whole_run(status: Status) -> None:

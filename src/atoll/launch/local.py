@@ -318,7 +318,24 @@ class LocalRun:
             return None
         self._ending = self._ending or status.phase in ("ending", "finished")
         self._note_progress(status)
-        return status
+        return self._tell_absences(status)
+
+    def _tell_absences(self, status: RunStatus) -> RunStatus:
+        """Why a learner that this supervisor started is not connected."""
+        learners = [
+            msgspec.structs.replace(one, state=self._absence(one.learner, status.phase)) if one.state == "gone" else one
+            for one in status.learners
+        ]
+        return msgspec.structs.replace(status, learners=tuple(learners))
+
+    def _absence(self, name: str, phase: str) -> str:
+        child = self._learners.get(name)
+        if child is None:
+            return "gone"
+        if name in self._done or (phase == "finished" and child.running):
+            return "done"
+        restarts = not self._is_ending and (child.waiting or (child.running and child.restarts > 0))
+        return "restarting" if restarts else "gone"
 
     def _note_progress(self, status: RunStatus) -> None:
         if self._first_tokens is None:

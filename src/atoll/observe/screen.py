@@ -33,7 +33,7 @@ from atoll.observe.figures import (
 from atoll.observe.summary import WorkCounter
 from atoll.observe.tail import EventTail, NotableEvents, PlainLines
 from atoll.telemetry.events import Event
-from atoll.telemetry.status import LearnerStatus, RunStatus
+from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 __all__ = ["EventTail", "LiveScreen", "PlainLines", "choose_screen"]
 
@@ -41,6 +41,14 @@ WIDEST = 120
 """Wider than this a table is harder to read, not easier."""
 ROOMY = 92
 """Columns beside the longest name, from which on figures stand apart."""
+STATE, GAP = 13, 2
+"""The widest state with its mark; what lies between two columns."""
+FIXED = STATE + len("merged") + len("in last") + 4 * GAP
+"""What the table of learners needs beside names and figures …"""
+NAME = len("learner-2 #2")
+"""… and what it keeps for names before it leaves columns out."""
+DROPPED = ("adopted", "tokens/s")
+"""Columns that are left out where there is no room, the first one first."""
 WIDE = 100
 """From here on three figures stand beside each other."""
 LABEL = len("participation")
@@ -59,6 +67,8 @@ _STATES = {
     "quarantined": ("✖", "bold red"),
     "stopped": ("■", "blue"),
     "gone": ("○", "red"),
+    "restarting": ("◌", "cyan"),
+    "done": ("✓", "green"),
 }
 _PHASES = {"waiting": "cyan", "training": "green", "ending": "yellow", "finished": "bold green"}
 
@@ -239,25 +249,32 @@ def _metrics(status: RunStatus) -> str:
 def _learner_table(learners: Sequence[LearnerStatus], width: int, work: WorkCounter) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=width, show_edge=False, collapse_padding=True, header_style="dim")
     longest = max((_name(learner).cell_len for learner in learners), default=0)
+    figures = {
+        "step": [count(work.steps_before(one.learner, one.incarnation) + one.step) for one in learners],
+        "tokens/s": [count(one.tokens_per_s) if one.state == "training" else NONE for one in learners],
+        "loss": [measure(one.loss) for one in learners],
+        "adopted": [count(one.version_round) if one.version_round >= 0 else NONE for one in learners],
+    }
+    widths = {name: max(5, len(name), *map(len, told)) for name, told in figures.items()}
+    for name in DROPPED:  # a figure that is cut says something else: names are cut, and columns left out
+        if width - FIXED - min(longest, NAME) < sum(widths.values()) + GAP * len(widths):
+            del widths[name]
     roomy = width - longest >= ROOMY
     table.add_column("learner", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column("state", no_wrap=True, min_width=13)
-    for name, narrow in (("step", 5), ("tokens/s", 8), ("loss", 5), ("adopted", 7)):
+    table.add_column("state", no_wrap=True, min_width=STATE)
+    for name, narrow in widths.items():
         table.add_column(name, justify="right", no_wrap=True, width=12 if roomy else narrow)
     table.add_column("merged", justify="right", no_wrap=True, width=6)
     table.add_column("in last", justify="center", no_wrap=True)
-    for learner in learners:
+    for place, learner in enumerate(learners):
         mark, colour = _STATES.get(learner.state, ("?", ""))
         table.add_row(
             _name(learner),
             Text(f"{mark} {learner.state}", colour),
-            count(work.steps_before(learner.learner, learner.incarnation) + learner.step),
-            count(learner.tokens_per_s) if learner.state == "training" else NONE,
-            measure(learner.loss),
-            count(learner.version_round) if learner.version_round >= 0 else NONE,
+            *(figures[name][place] for name in widths),
             Text(percent(learner.merged_share), "bold red" if learner.alarm else ""),
             Text("✓", "green") if learner.in_last_round else Text("·", "dim"),
-            style="dim" if learner.state == "gone" else "",
+            style="dim" if learner.state in AWAY else "",
         )
     if not learners:
         table.add_row(Text("none yet", "dim"))

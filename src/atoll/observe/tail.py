@@ -18,7 +18,7 @@ from rich.text import Text
 
 from atoll.observe.figures import NONE, clock, count, decimal, measure, percent, plain
 from atoll.telemetry.events import Event
-from atoll.telemetry.status import RunStatus
+from atoll.telemetry.status import AWAY, RunStatus
 
 _CHUNK = 1 << 20
 _ROUND = b'"kind":"round"'
@@ -249,7 +249,7 @@ def status_line(status: RunStatus) -> str:
         here = len(status.learners)
         told = f"waiting for the first parameters, {here} learner{'' if here == 1 else 's'} here"
         return f"{NONE:>7}  {told}{f' · {plain(status.notice)}' if status.notice else ''}"
-    here = max(len(status.members), sum(learner.state != "gone" for learner in status.learners))
+    here = max(len(status.members), sum(learner.state not in AWAY for learner in status.learners))
     parts = [
         f"{clock(status.elapsed_s):>7}  {percent(status.progress):>5}  round {status.round:,}",
         f"{len(status.members)} of {here} learners in it",

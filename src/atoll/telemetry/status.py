@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+AWAY = ("gone", "restarting", "done")
+"""States of a learner that is not connected. The supervisor knows more of its own than the syncer: that it restarts
+one, and that one has done its work."""
+
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     learner: str
     state: str
-    """joining, training, stalled, muted, quarantined, stopped or gone."""
+    """joining, training, stalled, muted, quarantined, stopped or gone; see AWAY."""
     incarnation: int
     step: int
     tokens: int
