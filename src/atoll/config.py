@@ -41,9 +41,9 @@ class Outer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Embeddings are merged by the mean under every rule."""
     optimizer: str = "nesterov"
     lr: float = 0.6
-    """η. docs/LOG.md has the runs behind this and the next."""
+    """η, the outer learning rate. docs/LOG.md has the runs behind this and the next."""
     momentum: float = 0.6
-    """μ."""
+    """μ, the outer momentum."""
     norm_limit: float = 10.0
     """A contribution whose norm per step is this many times the running median is refused."""
     robust: bool = False

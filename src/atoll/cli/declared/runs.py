@@ -28,7 +28,7 @@ RUNS = (
         """Train a model with M learners and a syncer on this machine.
 
         What follows -- goes to your script as it is. Every setting can be given by --set (docs/settings.md
-        lists them).
+        lists them); those that begin with workload. are the built-in GPT's, and not for your script.
 
         Examples:
           atoll train --learners 4 --steps 1000
@@ -59,7 +59,7 @@ RUNS = (
             flag("--demo", "A first run: one learner is killed on the way.", panel=RUN),
             option("--config", "Settings from a TOML file.", Path, metavar="FILE", panel=SETTINGS),
             setting_option(SETTINGS),
-            option("--seed", "Of weights and data order.", int, shown="0", panel=SETTINGS),
+            option("--seed", "The seed of weights and data order.", int, shown="0", panel=SETTINGS),
             flag("--robust", "Leave out who points against the others.", panel=SETTINGS),
             option(
                 "--max-restarts",
@@ -73,10 +73,10 @@ RUNS = (
             option(
                 "--kill", "Kill a learner on the way: learner-2@0.4.", many=True, metavar="NAME@SHARE", panel=PROCESSES
             ),
-            flag("--breakable", "atoll chaos --run may break links and disk too.", panel=PROCESSES),
+            flag("--breakable", "Let atoll chaos --run break links and disk too.", panel=PROCESSES),
             flag("--json", "Print the summary as JSON.", name="json_", panel=OUTPUT),
-            option("--tensorboard", "Figures for TensorBoard, as it goes.", Path, metavar="DIR", panel=OUTPUT),
-            option("--wandb", "Figures for W&B, as it goes.", metavar="PROJECT", panel=OUTPUT),
+            option("--tensorboard", "Write figures for TensorBoard, as it goes.", Path, metavar="DIR", panel=OUTPUT),
+            option("--wandb", "Send figures to W&B, as it goes.", metavar="PROJECT", panel=OUTPUT),
         ),
         script=True,
         suggest=suggest_setting,
