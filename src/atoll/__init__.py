@@ -1,4 +1,4 @@
-"""Atoll trains one model on many unreliable islands of compute: Decoupled DiLoCo on PyTorch.
+"""Atoll trains one model on many unreliable machines: Decoupled DiLoCo on PyTorch.
 
     import atoll
     with atoll.Learner(model, optimizer) as learner:      # help(atoll.Learner)

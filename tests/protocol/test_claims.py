@@ -3,7 +3,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.protocol.syncer.claims import STEPS, TIMES, TIMES_NEW, Usual, beyond_lease, beyond_rate, beyond_steps
+from atoll.protocol.syncer.claims import (
+    KNOWN_STEPS,
+    MAX_RATIO,
+    MAX_RATIO_NEW,
+    Usual,
+    beyond_lease,
+    beyond_rate,
+    beyond_steps,
+)
 
 step_s = st.floats(0.01, 10.0)
 per_step = st.integers(1, 100_000)
@@ -67,7 +75,7 @@ def test_a_step_of_many_times_the_usual_in_no_time_is_not_believed(
 ) -> None:
     own = usual(100, 100 * tokens, 100 * step_s)
     measure = max(tokens, *others) if others else tokens
-    claimed = int(TIMES * measure * times) + tokens + 1
+    claimed = int(MAX_RATIO * measure * times) + tokens + 1
     assert more(own.at, 1, claimed, own, others) is not None
 
 
@@ -91,7 +99,7 @@ def test_a_burst_after_a_pause_is_believed() -> None:
 
 
 def test_nobody_is_judged_by_a_short_life_or_by_nothing() -> None:
-    few = usual(STEPS - 1, 10 * (STEPS - 1))
+    few = usual(KNOWN_STEPS - 1, 10 * (KNOWN_STEPS - 1))
     assert more(100.0, 1, 10**9, few, []) is None
     assert more(100.0, 1, 10**9, usual(tokens=0), []) is None
     assert more(100.0, 1, 10**9, Usual(), []) is None
@@ -99,13 +107,13 @@ def test_nobody_is_judged_by_a_short_life_or_by_nothing() -> None:
     assert not at_once.known, "a burst alone gives no rate"
 
 
-@given(st.integers(0, STEPS - 1), st.floats(1.0, 1e6), st.integers(1, 50), st.floats(0.01, 1.0))
+@given(st.integers(0, KNOWN_STEPS - 1), st.floats(1.0, 1e6), st.integers(1, 50), st.floats(0.01, 1.0))
 def test_a_short_life_has_the_others_for_a_measure(made: int, usual_of: float, steps: int, share: float) -> None:
     own = usual(made, 10 * made) if made else Usual()
     others = [usual_of, usual_of, 1e9]
-    within = int(TIMES_NEW * usual_of * steps * share)
+    within = int(MAX_RATIO_NEW * usual_of * steps * share)
     assert more(own.at, steps, within, own, others) is None and beyond_steps(steps, within, own, others) is None
-    beyond = int(TIMES_NEW * usual_of * steps) + steps
+    beyond = int(MAX_RATIO_NEW * usual_of * steps) + steps
     assert more(own.at, steps, beyond, own, others) is not None
     assert beyond_steps(steps, beyond, own, others) is not None
 

@@ -240,7 +240,7 @@ def test_a_hello_with_tokens_below_zero_is_refused() -> None:
 
 
 def test_a_report_of_more_tokens_than_were_declared_is_refused() -> None:
-    """Seven times its tokens is within what chance brings (claims.TIMES), but not what it said it has."""
+    """Seven times its tokens is within what chance brings (claims.MAX_RATIO), but not what it said it has."""
     world = declared(10)
     report = last_report(world)
     said = refusals(boast(world, report, 71))

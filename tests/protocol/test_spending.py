@@ -12,7 +12,7 @@ from atoll.protocol import effects as fx
 from atoll.protocol.history import History
 from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
-from atoll.protocol.syncer.claims import LEAST_S, TIMES_NEW, Counted, Usual, believed_rate, rate_of
+from atoll.protocol.syncer.claims import LEAST_S, MAX_RATIO_NEW, Counted, Usual, believed_rate, rate_of
 from atoll.protocol.syncer.machine import Syncer
 
 
@@ -58,7 +58,9 @@ def test_an_honest_learner_is_believed_in_bursts_and_after_a_silence(
 def test_a_budget_is_spent_in_its_least_time_however_slow_the_others_are(others: list[float], budget: int) -> None:
     rate = believed_rate(others, budget)
     assert rate * LEAST_S >= budget * (1 - 1e-9)
-    assert rate <= max(budget / LEAST_S, TIMES_NEW * sorted(others)[len(others) // 2]), "half of them raise it no more"
+    assert rate <= max(budget / LEAST_S, MAX_RATIO_NEW * sorted(others)[len(others) // 2]), (
+        "half of them raise it no more"
+    )
 
 
 def test_what_is_believed_is_what_the_others_see() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import Share
 from atoll.protocol.settings import Settings
-from atoll.protocol.statistics import median
-from atoll.protocol.syncer.weights import limit_of, limited, telling, weight
+from atoll.protocol.statistics import median_of_sorted
+from atoll.protocol.syncer.weights import describe_cuts, limit_of, limited, weight
 
 weights = st.lists(st.floats(1e-6, 1e18), min_size=1, max_size=40)
 limits = st.floats(1.0, 50.0)
@@ -23,7 +23,7 @@ def alike(weights: list[float], limit: float) -> list[float]:
 
 
 def others(weights: list[float], place: int) -> float:
-    return median(sorted(weights[:place] + weights[place + 1 :]))
+    return median_of_sorted(sorted(weights[:place] + weights[place + 1 :]))
 
 
 def test_a_weight_is_quantity_times_quality() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_raised_and_the_order_stays(weights: list[float], limit: floa
 @given(weights, limits)
 def test_what_keeps_to_the_limit_stays_to_the_bit(weights: list[float], limit: float) -> None:
     half = max(weights) <= sum(sorted(weights)[:-1])
-    if len(weights) > 2 and half and max(weights) <= limit * median(sorted(weights)[:-1]):
+    if len(weights) > 2 and half and max(weights) <= limit * median_of_sorted(sorted(weights)[:-1]):
         assert alike(weights, limit) == weights
 
 
@@ -87,9 +87,9 @@ def test_a_boast_is_cut_to_a_share(count: int) -> None:
     honest = [1.0] * (count - 1)
     merged = alike([*honest, 1e30], 2.0)
     assert merged == [*honest, 2.0]
-    text = telling([f"l{n}" for n in range(count)], [*honest, 1e12], merged)
+    text = describe_cuts([f"l{n}" for n in range(count)], [*honest, 1e12], merged)
     assert text == f"weight limited by the median of the others: l{count - 1} from 1e+12 to 2"
-    assert telling(["a"], [1.0], [1.0]) == ""
+    assert describe_cuts(["a"], [1.0], [1.0]) == ""
 
 
 def test_a_learner_counts_like_the_others_until_enough_of_it_was_seen() -> None:

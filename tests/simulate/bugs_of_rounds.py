@@ -313,7 +313,7 @@ mutant("one that was cut off is not told again that it is to leave", (Joining, "
 
 mutant(
     "a claim is judged without the time and the slack that it has",
-    (claims, "TIMES", lambda plain: 0.0),
+    (claims, "MAX_RATIO", lambda plain: 0.0),
     (claims, "beyond_steps", always("too much")),
 )
 mutant("what was leased is forgotten where it is judged", (Leases, "leased", always(0)))

@@ -20,7 +20,6 @@ from atoll.store.cuts import (
     check_cut,
     check_learner_part,
     complete_cuts,
-    compute_digest,
     digest_file,
     folder_of,
     known_cuts,
@@ -30,6 +29,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
+from atoll.store.disk import compute_digest
 from atoll.store.writer_lease import Deposed
 
 ARRAYS = {

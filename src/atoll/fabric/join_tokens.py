@@ -8,8 +8,8 @@
 | operator | change settings, drain learners, and what a learner may |
 
 A learner's name belongs to the token that it first came by, for as long as that token counts. Names are never
-forgotten, also when their learners have left: each is an entry in the run's journal (`protocol.records.Owned`) and in
-the syncer's memory, so a token may bring only so many (`names`).
+forgotten, also when their learners have left: each is an entry in the run's journal (`protocol.records.OwnedRecord`)
+and in the syncer's memory, so a token may bring only so many (`names`).
 """
 
 from __future__ import annotations

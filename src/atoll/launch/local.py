@@ -416,9 +416,9 @@ class LocalRun:
                 continue
             self._say_exited(child, code)
             if child is self._scorer:
-                self._bury_scorer(child, code)
+                self._handle_exit_of_scorer(child, code)
             else:
-                self._bury_learner(child, code)
+                self._handle_exit_of_learner(child, code)
         if self._scorer is not None and (self._interrupts or time.monotonic() >= self._blame_scorer_at):
             self._blame_scorer(self._scorer)
         if not any(child.running or child.waiting for child in self._learners.values()):
@@ -461,7 +461,7 @@ class LocalRun:
             self._log_warning(child, f"the whole traceback is in {child.log}")
         self._errors[child.name] = error
 
-    def _bury_learner(self, child: Child, code: int) -> None:
+    def _handle_exit_of_learner(self, child: Child, code: int) -> None:
         if code == 0:
             self._done.add(child.name)
         elif code == USAGE:
@@ -490,7 +490,7 @@ class LocalRun:
         self._send_order("unscored")
         self._send_order("end its script failed")
 
-    def _bury_scorer(self, child: Child, code: int) -> None:
+    def _handle_exit_of_scorer(self, child: Child, code: int) -> None:
         if child.name in self._errors and (code == USAGE or not self._scored):
             self._blame_scorer_at = time.monotonic() + (0.0 if code == USAGE or self._joined else SAME_MISTAKE_S)
             return

@@ -40,7 +40,6 @@ from atoll.store.cuts import (
     Manifest,
     check_cut,
     complete_cuts,
-    compute_digest,
     folder_of,
     known_cuts,
     read_manifest,
@@ -48,7 +47,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.disk import Corrupt, LocalDisk, compute_digest
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.writer_lease import acquire

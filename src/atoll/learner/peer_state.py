@@ -79,10 +79,9 @@ class PeerStates:
         self._made: SimpleQueue[tuple[int, StateCopyMade, int | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._couriers = 0
-        """That died; what one of them had ordered is not for the next."""
+        """How many couriers have died: what one of them ordered is not for the next."""
 
     def carry_out(self, order: PeerOrder, t: int) -> None:
-        """Between two steps."""
         match order:
             case fx.Capture(number, frozen):
                 self._give(number, t, frozen)

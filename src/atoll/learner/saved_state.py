@@ -327,14 +327,14 @@ class OwnState:
         return capture(self._model, self._optimizers, {**self._extras, PLACE: place}, buffers=self._buffers)
 
     def restore_exactly(self, saved: Snapshot) -> dict[str, Any]:
-        """All but chance is as it was; the place it was saved at."""
+        """Restore everything but random states; returns the place it was saved at."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}
         restore(self._model, self._optimizers, extras, saved, rng=False, buffers=self._buffers)
         return place.state
 
     def restore_saved(self, saved: Snapshot) -> dict[str, Any]:
-        """What the run does not know: optimizer, schedules, chance. The place it was saved at."""
+        """Restore what the run does not know: optimizer, schedules, random states; returns its place."""
         place = RunPlace({})
         extras = {**self._extras, PLACE: place}
         restore(self._model, self._optimizers, extras, saved, parameters=False, buffers=self._buffers)

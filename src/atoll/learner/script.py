@@ -62,7 +62,7 @@ def find_syncer(environment: Mapping[str, str]) -> str:
 DRAIN_S = 10.0
 """How long the last steps may take to be merged, where a machine is taken away."""
 LIMIT_S = 25.0
-"""Within this time it is gone then; clouds give 30 s or more."""
+"""After a signal the process is gone within this time; clouds give 30 s or more."""
 FILE = "preempted.safetensors"
 AGAIN = b"atoll: leaving in good order: the last steps go to the run; Ctrl-C again ends it at once\n"
 

@@ -1,4 +1,4 @@
-"""A learner's stay in its run: joining, what is due between two steps, leaving.
+"""A learner's session in a run: joining, what is due between two steps, leaving.
 
 Between two steps the training process only counts, starts copies of fragments off the device and takes arrived ones in;
 everything else happens in the courier beside it. No step waits for the network, the syncer or a peer, except in a

@@ -314,7 +314,7 @@ def check_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: dict[st
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
-    """Load what `take` gave, here or elsewhere; the optimizer's state is then made of the saved tensors themselves."""
+    """Load what `optimizer_state` gave, here or elsewhere. The saved tensors become the optimizer's state."""
     keys = [key for group in _keys(optimizer, model) for key in group]
     position = {key: number for number, key in enumerate(keys)}
     state = {position[key]: value for key, value in saved["state"].items()}

@@ -139,7 +139,6 @@ class UnmergedTensors:
 
     @torch.no_grad()
     def take_frozen(self, came: Snapshot) -> None:
-        """What was checked."""
         if self.lacking:
             for name, parameter in frozen_parameters(self._model).items():
                 parameter.copy_(came.tensors[FROZEN + name])

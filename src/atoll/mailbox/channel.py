@@ -1,10 +1,12 @@
 """Messages between the training process and its courier, over a local socket: whole frames, in order.
 
-    training process → courier    Start  MailboxReady  StepReport  CopyMade  VersionTaken  SlotFreed  StateCopy  Goodbye
+    training process → courier    Start  MailboxReady  StepReport  CopyMade  VersionTaken  SlotFreed  StateCopyMade
+                                  Goodbye
                                   and the events Told, Registered, Saved, Taken
     courier → training process    Welcomed  RunProgress  DialFailed  ReadOrder  HoldOrder  AdoptOrder  ForgetOrder
                                   TakeOrder  GoOrder  StopOrder
-                                  and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin, Drain
+                                  and the effects CancelRead, LetGo, Own, Supply, Save, Capture, Await, Begin,
+                                  AskToLeave
 
 Events and effects of the learner's state machine (protocol/effects.py) travel as they are if nothing has to be added;
 a frame of its own carries what the state machine does not know, such as a slot's number.
@@ -33,8 +35,8 @@ from atoll.protocol.settings import Settings
 FRAME_LIMIT = 16 * 2**20
 """A frame may carry the names and shapes of every tensor; more than this is nonsense."""
 ANCILLARY = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-BASE, NOTHING = -1, -2
-"""In place of a slot, for carry: subtract the base; subtract nothing."""
+BASE = -1
+"""In place of a slot, for carry: subtract the base."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -175,7 +177,7 @@ class AdoptOrder(Frame, frozen=True):
     rule: str
     blend: float
     step: int
-    minus: int = NOTHING
+    minus: int = BASE
     """carry: the outgoing slot to subtract, or BASE."""
     minus_steps: int = 0
     minus_tokens: int = 0

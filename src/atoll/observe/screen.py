@@ -1,7 +1,7 @@
 """The live screen of a run. It shows what it is told and nothing else: a status and the newest events.
 
 Drawn in place, only when `update` is called, and never higher than the terminal: first the run, then the learners, then
-as many of the last notable events as there is room for. `choose` gives plain lines where there is no terminal.
+as many of the last notable events as there is room for. `choose_screen` gives plain lines where there is no terminal.
 """
 
 from __future__ import annotations

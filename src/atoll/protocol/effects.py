@@ -50,7 +50,7 @@ class Greeted(Fact, frozen=True):
 
     hello: Hello
     token: str = ""
-    """The name of what it showed at the door; empty where nobody is asked."""
+    """The name of the join token it authenticated with; empty without authentication."""
 
 
 class Received(Fact, frozen=True):

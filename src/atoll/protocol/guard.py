@@ -47,7 +47,7 @@ class Trend(msgspec.Struct, frozen=True, array_like=True):
     ignored: int = -1
     """… and those up to this one are of versions that were rolled back."""
     rolled_back: bool = False
-    """It was, and no good score has come since."""
+    """Rolled back, and no good score since."""
 
     @property
     def tolerance(self) -> float:

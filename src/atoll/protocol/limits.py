@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 LONGEST = 64
+"""Characters of the name of a learner, a session, a process or a token."""
 ALLOWED = f"use 1 to {LONGEST} of a-z, A-Z, 0-9, '.', '_' and '-', with a letter or a digit first"
-"""Of the name of a learner, a session, a process or a token. Names become parts of paths and addresses as they are, so
-none begins with a dot or a dash: `..` is no learner, and no file is hidden or taken for an option."""
+"""Names become parts of paths and addresses as they are, so none begins with a dot or a dash: `..` is no learner, and
+no file is hidden or taken for an option."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}")
 
 MOST = 2**48
@@ -27,7 +28,7 @@ MANY = 65536
 """Fragments, tensors, leases or members in one message."""
 
 Number = Annotated[int, Meta(gt=-MOST, lt=MOST)]
-"""What a peer counts; what may be below zero, and what it means, syncer/contributions.py says."""
+"""What a peer counts. Which of them may be below zero: protocol/syncer/contributions.py."""
 Count = Annotated[int, Meta(ge=0, lt=MOST)]
 Real = Annotated[float, Meta(gt=-FAR, lt=FAR)]
 Seconds = Annotated[float, Meta(ge=0, lt=float(MOST))]

@@ -371,7 +371,7 @@ class Help(Message, frozen=True):
     ticket: Line
     newcomer: Name
     after: Number
-    """It must be from a time when this many rounds were behind you."""
+    """Rounds that were committed when the newcomer asked; for the event's text only."""
     frozen: bool = False
     """With your frozen parameters."""
 

@@ -98,7 +98,7 @@ class Share(Record, frozen=True):
     position: int = -1
     """How many leased samples it had taken then; −1: it brings its own data."""
     limit: float = 0.0
-    """How many times the median of the others `weight` could be (syncer/weights.py); 0: the run's `weight_limit`."""
+    """How many times the median of the others `weight` could be (protocol/syncer/weights.py); 0: `weight_limit`."""
     factors: bytes = b""
     """Per tensor of the fragment, as float32, what the filter left of it (0: nothing); empty: all of it."""
 
@@ -128,7 +128,7 @@ class MergedRecord(Record, frozen=True, tag="m"):
     marks: bytes = b""
     """Four bytes for each of the fragment's tensors, in order: enough to tell which one a replay made another."""
     step: float = 0.0
-    """The run's step (`Pace`, syncer/closing.py) when it was committed. Over all records of a run it never falls."""
+    """The run's step (`Pace`, protocol/syncer/closing.py) at its commit. Over all records of a run it never falls."""
 
 
 class PassedRecord(Record, frozen=True, tag="p"):
@@ -242,7 +242,7 @@ class Stretch(Record, frozen=True):
 
     learner: str
     incarnation: int
-    """One of those of the process that the entries are of."""
+    """An incarnation of the process that recorded these entries; it may have had several."""
     first: int
     """The number of the first entry."""
     entries: tuple[AnyEntry, ...]

@@ -1,7 +1,7 @@
 """Which fragment a round takes, when it is due, and how many rounds may be under way.
 
-Round t takes fragment t mod P, and there is one round per H/P learner steps: round t belongs to learner step
-⌈(t + 1)·H/P⌉. Synchronous learners read its fragment τ steps before that and adopt the new version there; where τ
+Round n takes fragment n mod P, and there is one round per H/P learner steps: round n belongs to learner step
+⌈(n + 1)·H/P⌉. Synchronous learners read its fragment τ steps before that and adopt the new version there; where τ
 leaves no step before the first reading, the whole schedule is shifted until there is one.
 """
 

@@ -43,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     plan: ChoiceName = "balanced"
     """How tensors are dealt into fragments."""
     steps: int = 0
-    """The run ends at this step: the median steps of its learners (`Pace`, syncer/closing.py). 0: no such limit."""
+    """The run ends at this step: the median steps of its learners (`Pace`, protocol/syncer/closing.py). 0: none."""
     tokens: int = 0
     """The run ends once the learners together have trained on this many tokens. 0: no such limit."""
     cut_every: int = -1
@@ -57,11 +57,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     startup_s: float = 3.0
     """Before a step time is known, the most a round waits for all live learners."""
     assemble_s: float = 60.0
-    """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped."""
+    """How long a run waits for those it was meant for: to begin (synchronous), or to end once those there stopped. Also
+    how long a synchronous run waits for a learner's first step, how long a newcomer waits for a peer with the frozen
+    parameters, and after how long a learner's token count is believed although no other learner has shown a rate."""
     wait_for_learners_s: float = 0.0
     """How long a run that has its first parameters waits for the rest of its learners before anybody trains."""
     patience_s: float = 5.0
-    """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer."""
+    """How long a round waits for a quorum that the live learners cannot make, before it asks for fewer. Also how long
+    the last cycle waits for learners (at least), a newcomer for a peer, and the end of a run in a new term for the
+    learners of the term before."""
     heartbeat_s: float = 1.0
     """A learner that has nothing to say still says so this often."""
     lost_after_s: float = 6.0
@@ -73,9 +77,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
-    """Refused contributions in a row that send a learner into quarantine."""
+    """Refusals (contributions, reports, states given to newcomers) since the last accepted contribution that send a
+    learner into quarantine."""
     weight_limit: float = 2.0
-    """No contribution counts for more than this many times the median of the others in its round; of two, none does."""
+    """No contribution counts for more than this many times the median of the others in its round; rounds of one or two
+    have no limit. 1 until this syncer process has seen 32 steps of this life."""
     guard: Literal["off", "alarm", "rollback"] = "alarm"
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
     weight_limits: Annotated[dict[Name, float], Meta(max_length=1024)] = {}

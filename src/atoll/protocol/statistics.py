@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -57,8 +57,8 @@ def spread_sorted(samples: Sequence[int]) -> Spread:
     if not samples:
         return Spread(None, None, None)
     half, odd = divmod(len(samples), 2)
-    median = float(samples[half]) if odd else (samples[half - 1] + samples[half]) / 2
-    return Spread(median, sum(samples) / len(samples), float(samples[ceil(0.95 * len(samples)) - 1]))
+    middle = float(samples[half]) if odd else (samples[half - 1] + samples[half]) / 2
+    return Spread(middle, sum(samples) / len(samples), float(samples[ceil(0.95 * len(samples)) - 1]))
 
 
 class RecentSamples:
@@ -94,13 +94,11 @@ class Average:
         self.value = sample if self.value is None else self.value + SMOOTHING * (sample - self.value)
 
 
-def middle(values: list[float]) -> float:
-    """Their median; the list is put in order."""
-    values.sort()
-    return median(values)
+def median(values: Iterable[float]) -> float:
+    return median_of_sorted(sorted(values))
 
 
-def median(values: list[float]) -> float:
-    """Of what is in order already."""
+def median_of_sorted(values: list[float]) -> float:
+    """The median of values that are in order already."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2

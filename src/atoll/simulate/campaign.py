@@ -45,7 +45,6 @@ class Options(msgspec.Struct, frozen=True):
     run_seed: int
     """Of all that is drawn while the world runs."""
     step_s: tuple[float, ...]
-    """Per learner."""
     late_s: tuple[float, ...]
     """Per learner, when it first joins."""
     rates: tuple[float, ...]
@@ -222,7 +221,7 @@ def _where(error: Exception) -> str:
 
 def _run(world: World, drawn: Options) -> None:
     _until(world, drawn.faults_s)
-    heal(world)
+    end_faults(world)
     _until(world, world.now + CALM_S)  # only now the term is settled: an end that was not durable may be forgotten
     if _is_running(world):
         _becomes_current(world)
@@ -253,7 +252,7 @@ def _until(world: World, moment: float) -> None:
     world.queue.now = max(world.queue.now, moment) if not world.finished else world.queue.now
 
 
-def heal(world: World) -> None:
+def end_faults(world: World) -> None:
     """Faults stop: whatever is down comes up, whoever stands still goes on."""
     world.crash = None
     world.unmergeable.clear()
@@ -269,7 +268,7 @@ def heal(world: World) -> None:
             world.kill(learner)
     for learner in list(world.learners.values()):
         network.unblock(learner, up=bool(learner.blocked_up), down=bool(learner.blocked_down))
-        inject.thaw(learner)
+        inject.resume_host(learner)
         inject.resume(learner)
         inject.new_courier(world, learner)
         inject.come_back(world, learner)

@@ -1,8 +1,9 @@
 """The run directory: the journal, cuts, and the claims of terms, with everything a disk may do to them.
 
 An append takes `sync_s` and counts when it is done, not before. A process that dies in the middle leaves a prefix of
-what it was writing, which nobody was told of. With durability = "cut" an append is done at once and lies in the page
-cache: it survives the process, not the machine, until the next cut, or the end of the run, makes it durable. A full
+what it was writing, which nobody was told of. This is harsher on purpose than the real journal, which counts an append
+whole or not at all (store/segments.py). With durability = "cut" an append is done at once and lies in the page cache:
+it survives the process, not the machine, until the next cut, the end of the run or a rollback makes it durable. A full
 disk is waited for; any other failure ends the syncer. A write by a term that somebody has claimed past counts for
 nothing.
 """

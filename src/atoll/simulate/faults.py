@@ -19,7 +19,7 @@ Kind = Literal[
     "suspend",
     "slow",
     "courier",
-    "usurp",
+    "second-process",
     "broken",
     "mute",
     "no-save",
@@ -31,7 +31,7 @@ Kind = Literal[
     "partition",
     "partition-up",
     "partition-down",
-    "giver",
+    "helper",
     # learners: they are asked to leave
     "drain",
     "interrupt",
@@ -70,7 +70,7 @@ OF_LEARNERS: tuple[Kind, ...] = (
     "suspend",
     "slow",
     "courier",
-    "usurp",
+    "second-process",
     "broken",
     "mute",
     "no-save",
@@ -103,7 +103,7 @@ OF_THE_REST: tuple[Kind, ...] = (
     "jump-syncer",
     "unmergeable",
     "overflow",
-    "giver",
+    "helper",
     "disk-full",
     "disk-fails",
     "disk-slow",
@@ -153,7 +153,7 @@ def _one(dice: random.Random, learners: int, until: float, rest: float, before: 
 
 
 def _drains(dice: random.Random, learners: int, until: float, others: list[Fault]) -> list[Fault]:
-    """Drawn behind all others, which are what they were before there were drains; half of all worlds have none."""
+    """Drawn last, so older seeds keep their faults; half of all worlds have none."""
     drains: list[Fault] = []
     for _ in range(dice.choice([0, 0, 0, 1, 2, 5])):
         drains.append(_drain(dice, learners, until, [*others, *drains]))
@@ -164,7 +164,7 @@ def _drains(dice: random.Random, learners: int, until: float, others: list[Fault
 
 
 def _rollbacks(dice: random.Random, until: float) -> list[Fault]:
-    """Drawn behind all others, which are what they were before; most worlds have none."""
+    """Drawn last, so older seeds keep their faults; most worlds have none."""
     times = [dice.uniform(0, until) for _ in range(dice.choice([0, 0, 0, 1, 3]))]
     return [Fault(round(at, 3), "rollback", length=round(dice.uniform(0, until - at), 3)) for at in times]
 

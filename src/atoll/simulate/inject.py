@@ -14,7 +14,7 @@ from atoll.simulate.world import World
 CLOG = 50.0
 LOSSY = 0.3
 DOUBLED = 0.2
-GIVER_S = 20.0
+HELPER_S = 20.0
 LOOK_S = 0.1
 BOUNCES, BOUNCE_S = 12, 0.08
 STALE_S = 4.0
@@ -93,14 +93,14 @@ def _suspend(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     if not learner.alive or learner.frozen:
         return False
     learner.frozen = True
-    mend_later(world, fault, lambda: thaw(learner))
+    mend_later(world, fault, lambda: resume_host(learner))
     return None
 
 
-def thaw(learner: SimulatedLearner) -> object:
+def resume_host(learner: SimulatedLearner) -> object:
     if not learner.frozen or not learner.alive:
         return False
-    learner.thaw()
+    learner.resume_host()
     return None
 
 
@@ -134,12 +134,12 @@ def new_courier(world: World, learner: SimulatedLearner) -> object:
     return None
 
 
-def _usurp(world: World, learner: SimulatedLearner, fault: Fault) -> object:
+def _start_second_process(world: World, learner: SimulatedLearner, fault: Fault) -> object:
     """Another process takes the name while the one before it still lives."""
     if not learner.alive:
         return False
-    usurper = world.start_process(learner.name, learner.step_s)
-    world.network.dial_later(usurper)
+    second = world.start_process(learner.name, learner.step_s)
+    world.network.dial_later(second)
     mend_later(world, fault, lambda: world.kill(learner) if learner.alive else False)
     return None
 
@@ -223,7 +223,7 @@ LEARNER_FAULTS: dict[str, Callable[[World, SimulatedLearner, Fault], object]] = 
     "suspend": _suspend,
     "slow": _slow,
     "courier": _courier,
-    "usurp": _usurp,
+    "second-process": _start_second_process,
     "broken": _broken,
     "mute": _mute,
     "no-save": _no_save,
@@ -344,15 +344,15 @@ def _overflow(world: World, fault: Fault) -> None:
     mend_later(world, fault, lambda: setattr(world, "overflow", False))
 
 
-def _giver(world: World, fault: Fault) -> object:
+def _end_helper(world: World, fault: Fault) -> object:
     """The first that gives its state away from now on goes in the middle of it."""
-    givers = [
+    helpers = [
         learner for learner in world.processes if learner.alive and any(one.tickets for one in learner.given.values())
     ]
-    if givers:
-        return (leave if fault.number % 2 else kill)(world, givers[0], fault)
-    if world.now < fault.at + fault.length + GIVER_S:
-        world.queue.call_later(LOOK_S, _giver, world, fault)
+    if helpers:
+        return (leave if fault.number % 2 else kill)(world, helpers[0], fault)
+    if world.now < fault.at + fault.length + HELPER_S:
+        world.queue.call_later(LOOK_S, _end_helper, world, fault)
     return False
 
 
@@ -410,7 +410,7 @@ OTHER_FAULTS: dict[str, Callable[[World, Fault], object]] = {
     "jump-syncer": _jump_syncer,
     "unmergeable": _unmergeable,
     "overflow": _overflow,
-    "giver": _giver,
+    "helper": _end_helper,
     "disk-full": _disk("full"),
     "disk-fails": _disk("broken"),
     "disk-slow": _disk_slow,

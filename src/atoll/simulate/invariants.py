@@ -7,7 +7,7 @@
     merged at most once             no step of a learner is in a fragment twice; members are what they gave
     Θ is the replay of the journal  the committed values are those of the members' Δ, worked out anew
     Δ is the learner's own steps    a contribution holds the steps it says, on the base it says
-    ledger balances                 every token has one fate, and what was merged is what was merged
+    ledger balances                 every token has one fate; the ledger's merged tokens are those of the contributions
     a sample is in one holder's hands at a time; a data range is issued again only if no fragment has merged it
     only the recovered contribute   nobody is a member who has not taken the run's parameters, or waits for a state
     no broken numbers are committed
@@ -123,7 +123,7 @@ class Invariants:
     # ---- after an event -----------------------------------------------------------------------------------------
 
     def watch_syncer(self, syncer: SimulatedSyncer, now: float, event: fx.SyncerEvent) -> None:
-        """What the syncer is."""
+        """Check the syncer after an event."""
         machine = syncer.machine
         if machine.wake_at is not None and machine.wake_at <= now:
             raise Violation("clocks", f"at {now} it wants to be woken at {machine.wake_at}")

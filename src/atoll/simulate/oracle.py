@@ -237,7 +237,3 @@ class Oracle:
         if payload.plain and abs(payload.delta - whole) > NEAR * (1 + abs(whole)):
             said = f"{copy.steps} steps of {who} on version {copy.base} make Δ = {payload.delta}, not {whole}"
             raise Violation("Δ is the learner's own steps", said, who, f)
-
-    def last_steps(self, session: str) -> list[int]:
-        """Per fragment, the last step of this process that a version contains."""
-        return [self._until.get((session, f), 0) for f in range(len(self.versions))]

@@ -27,11 +27,11 @@ NO_FIT = "'optimizer' is SGD here, AdamW in the snapshot"
 class Given:
     """A copy of a peer's inner optimizer, for whoever brings a ticket."""
 
-    giver: SimulatedLearner
+    helper: SimulatedLearner
     moments: int
     t: int
     held: list[int]
-    """The versions in its giver's model when it was made."""
+    """The versions in its peer's model when it was made."""
     tickets: set[str] = field(default_factory=set)
 
 
@@ -192,7 +192,7 @@ class SimulatedLearner(Training):
         self._alarm = inf
         self.handle_event(fx.Tick())
 
-    def thaw(self) -> None:
+    def resume_host(self) -> None:
         """The host runs again: what came meanwhile is dealt with first."""
         self.frozen = False
         events, self.backlog = self.backlog, []
@@ -381,9 +381,9 @@ def _captured(learner: SimulatedLearner, machine: object, made: Given, fact: fx.
 
 def _take(learner: SimulatedLearner, given: Given) -> None:
     ticket, learner.fetching, learner.arrived = learner.fetching, "", None
-    fits = learner.fits and not given.giver.lies
+    fits = learner.fits and not given.helper.lies
     if fits:
-        learner.moments, learner.source = given.moments, given.giver.name
+        learner.moments, learner.source = given.moments, given.helper.name
     learner.handle_event(fx.Taken(ticket, learner.t, "" if fits else NO_FIT, refused=not fits))
 
 
@@ -411,13 +411,13 @@ def pass_on_state(learner: SimulatedLearner, ticket: str) -> None:
 
 
 def stream_arrives(newcomer: SimulatedLearner, ticket: str) -> object:
-    """Whole, if its giver is still there and can be reached, and the newcomer still wants it."""
+    """Whole, if its peer is still there and can be reached, and the newcomer still wants it."""
     if newcomer.fetching != ticket or not newcomer.alive:
         return False
-    givers = [
+    helpers = [
         learner for learner in newcomer.world.processes if learner.alive and not learner.frozen and learner.reachable
     ]
-    given = next((one for learner in givers for one in learner.given.values() if ticket in one.tickets), None)
+    given = next((one for learner in helpers for one in learner.given.values() if ticket in one.tickets), None)
     if given is not None and newcomer.reachable:
         newcomer.arrived = given
         return newcomer.handle_event(fx.StateCame(ticket))

@@ -39,8 +39,6 @@ HONEST = 0.45
 
 
 class Timing:
-    """Of one term."""
-
     def __init__(self) -> None:
         self._next_look = 0.0
         self._due: dict[tuple[str, int, int], float] = {}

@@ -293,10 +293,10 @@ class World:
         return learner.step_s
 
     def on_step(self, learner: Training) -> None:
-        """A step is behind it."""
+        pass
 
     def on_fault(self, fault: Fault) -> None:
-        """A fault begins."""
+        pass
 
     def on_note(self, note: fx.Note) -> None:
         """For those that keep a story."""
@@ -305,7 +305,7 @@ class World:
         """A learner heard how far the run is."""
 
     def on_cut_complete(self, cut: fx.CompleteCut) -> None:
-        """A cut is complete."""
+        pass
 
 
 def before_start(world: World) -> list[float]:

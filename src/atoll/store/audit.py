@@ -2,7 +2,7 @@
 
 The audit folds records with the same `History` as the syncer. It checks these rules (audit_members.py has the rest):
 - the run begins once, and terms increase;
-- rounds are 0, 1, 2, … over all terms, each merged or passed once; round t takes fragment t mod P, and a merged one
+- rounds are 0, 1, 2, … over all terms, each merged or passed once; round n takes fragment n mod P, and a merged one
   raises its fragment's version by one; no round follows the end;
 - the run's step never decreases, and no round's progress is less than its step over the budget;
 - a lease is the one that was due: no position of a pass is issued twice unless it was returned in between, and merged

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.store.atomic import make_folder, staged, sync_path, write_atomic
+from atoll.store.disk import compute_digest
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -254,10 +255,6 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
     for entry in (*root.glob(f"{GONE}*"), *root.glob(f"{DRAFT}*")):
         shutil.rmtree(entry, ignore_errors=True)
     return sorted(old)
-
-
-def compute_digest(data: bytes | memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def digest_file(path: Path) -> str:

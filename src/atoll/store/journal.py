@@ -20,7 +20,6 @@ Rules:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
@@ -36,13 +35,13 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, Place, RestoredRecord, TermRecord
 from atoll.store.atomic import write_atomic
 from atoll.store.disk import (
-    Buffer,
     Corrupt,
     Disk,
     DiskFailed,
     GrowingFile,
     LocalDisk,
     NoRoom,
+    compute_digest,
     delete,
     failed,
     make_durable,
@@ -194,7 +193,7 @@ class Journal:
             self._payloads = GrowingFile(payload_path(self._folder, self.position.term, self.file), self._disk)
             make_durable(self._folder, self._disk)
         raw = data.cast("B")
-        place = Place(self.file, self._payloads.size, raw.nbytes, _digest(raw))
+        place = Place(self.file, self._payloads.size, raw.nbytes, compute_digest(raw))
         self._payloads.write(raw)
         return structs.replace(record, payload=place)
 
@@ -243,7 +242,7 @@ def payload(folder: Path, term: int, place: Place, *, disk: Disk) -> bytes:
             raise _missing(path, "a record names it") from error
     if len(data) < place.length:
         raise damaged(path, place.offset, f"it holds {len(data)} of the {place.length} bytes of a payload")
-    if _digest(data) != place.digest:
+    if compute_digest(data) != place.digest:
         raise damaged(path, place.offset, f"a payload of {place.length} bytes has another digest")
     return data
 
@@ -322,10 +321,6 @@ def _names(folder: Path, disk: Disk) -> list[str]:
 
 def _missing(path: Path, fact: str) -> Corrupt:
     return Corrupt(f"{path} is missing, and {fact}: put back a copy of it, or go on from a cut as a new run")
-
-
-def _digest(data: Buffer) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def write_tape(path: Path, lines: Sequence[AnyRecord]) -> None:

@@ -3,7 +3,7 @@
 This reader shares only the arithmetic of the outer step with the syncer, so that agreement between the two means
 something. It holds the model once, reads only, and never writes into a run's folder.
 
-`newest` gives the newest model. `ParameterWalk` goes from the oldest cut to the end of the journal: every round
+`load_newest` gives the newest model. `ParameterWalk` goes from the oldest cut to the end of the journal: every round
 must give the digest in its record, and every newer cut must match bit for bit, Θ and outer state. Where payloads were
 trimmed it continues from the next cut; after the newest cut none may be missing.
 """
@@ -26,8 +26,8 @@ from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
 from atoll.store.audit_members import BadRun
-from atoll.store.cuts import BadCut, StoredCut, SyncerPart, compute_digest, known_cuts, open_cut, read_syncer_part
-from atoll.store.disk import Corrupt, LocalDisk
+from atoll.store.cuts import BadCut, StoredCut, SyncerPart, known_cuts, open_cut, read_syncer_part
+from atoll.store.disk import Corrupt, LocalDisk, compute_digest
 from atoll.store.journal import Position, payload, payload_path, read
 from atoll.store.rundir import RunDir
 from atoll.store.verify_cuts import Findings

@@ -4,7 +4,7 @@
     environment.json    where and with which variables its script was started (launch/environment.py); mode 600
     events.jsonl        what happened, one JSON object a line
     syncer.url          where its syncer listens
-    secrets/            what is shown at its port, where it has no keys (syncer/doors.py); for nobody else to read
+    secrets/            what is shown at its port, where it has no keys (syncer/credentials.py); mode 700
     journal/            every decision and outer gradient, durable before it is told (journal.py)
     cuts/               consistent snapshots of the whole run (cuts.py)
     learners/<id>/      what belongs to one learner

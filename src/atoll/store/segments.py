@@ -9,7 +9,7 @@ All records of one append count or none: the closing byte of its last frame is L
 zero, and no single flipped bit turns one into the other or into zero. So the end of a segment can be judged:
 
     torn       an append that is incomplete, or that ends in zeros up to the end of the file, as a file does that grew
-               without its data coming. It was never acknowledged: it is cut off, and that is said (`Tail`)
+               without its data coming. It was never acknowledged: it is cut off, and that is said (`TornTail`)
     garbage    a length that no record has, with no record in what lies behind it: nothing that we wrote. It is cut off
                in the same way
     Corrupt    anything else that is not right: a whole frame whose hash does not fit, something bad with more behind

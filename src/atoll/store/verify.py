@@ -30,8 +30,7 @@ from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
-from atoll.store.cuts import compute_digest
-from atoll.store.disk import LocalDisk
+from atoll.store.disk import LocalDisk, compute_digest
 from atoll.store.journal import ORIGIN, Position, TornTail, read
 from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts
@@ -56,7 +55,6 @@ class VerifyReport:
     """Not wrong, but worth knowing."""
 
     def document(self) -> dict[str, Any]:
-        """All of it, for --json."""
         return {"ok": self.ok, "problem": self.problem, **self.facts, "remarks": list(self.remarks)}
 
 

@@ -89,7 +89,7 @@ class WriterLease:
 
 
 class StandbyTurn:
-    """A standby's wait for its turn: `look` now and then."""
+    """A standby's wait for its turn: call `try_claim` now and then."""
 
     def __init__(self, folder: Path, stale_s: float) -> None:
         self.folder, self.stale_s = folder, stale_s

@@ -51,9 +51,9 @@ def make_port_access(
     if not service.keys:
         assert secrets is not None, "a run without keys has secrets of its own"
         own = local_tokens(secrets)
-        door = TokenAuthorizer(lambda: own, run, password=False)
+        authorizer = TokenAuthorizer(lambda: own, run, password=False)
         by_role = {token.role: token.secret for token in own.all}
-        return PortAccess(door, names=advertised_names(service), secrets=by_role)
+        return PortAccess(authorizer, names=advertised_names(service), secrets=by_role)
     keys = KeyDir.open(Path(service.keys))
     authorizer = TokenAuthorizer(LiveTokens(keys), run, lambda text: say("warning", text))
     names = names_of(keys, service)

@@ -2,8 +2,8 @@
 
 - `RunStore`: the files. Payloads are kept back to the cut before the newest: should the newest be damaged, the one
   before it and the journal still give everything.
-- `Cuts`: the syncer's part of a cut is recorded at once and written in the background; then the manifest makes the cut
-  complete. Rounds go on meanwhile, and nobody reuses the buffers of the recorded versions. Cut 0, of the first
+- `CutWriter`: the syncer's part of a cut is recorded at once and written in the background; then the manifest makes
+  the cut complete. Rounds go on meanwhile, and nobody reuses the buffers of the recorded versions. Cut 0, of the first
   parameters, is durable before any effect behind it is carried out: the effect queue waits for it and tries again. Any
   other cut that cannot be written is reported to the state machine with the reason, and costs the run only that cut.
 - `Restorer`: the values of a rollback are read in the background, and held until the journal has them.
@@ -37,14 +37,13 @@ from atoll.store.cuts import (
     LearnerPart,
     Manifest,
     complete_cuts,
-    compute_digest,
     folder_of,
     prune,
     read_manifest,
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Disk, LocalDisk, not_written
+from atoll.store.disk import Disk, LocalDisk, compute_digest, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease

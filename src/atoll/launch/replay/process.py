@@ -128,14 +128,14 @@ class ReplayedProcess:
         return self._acts[self._next] if self._next < len(self._acts) else None
 
     @property
-    def _house(self) -> ReplayServices:
+    def _replay(self) -> ReplayServices:
         assert self._shared is not None
         return self._shared
 
-    def connect(self, channel: CourierChannel, start: Start, house: ReplayServices) -> None:
-        self._channel, self._shared = channel, house
+    def connect(self, channel: CourierChannel, start: Start, replay: ReplayServices) -> None:
+        self._channel, self._shared = channel, replay
         if not start.boxed:
-            settings, plan = self._house.settings, self._house.plan
+            settings, plan = self._replay.settings, self._replay.plan
             channel.send(Welcomed(settings, plan.fingerprint, 1, (-1,) * settings.fragments, self.part.index))
 
     @property
@@ -193,10 +193,10 @@ class ReplayedProcess:
             case tape.InformedEntry():
                 send(self._make_progress(act))
             case tape.SuppliedEntry(_, leases, over, own):
-                ranges = tuple(self._house.leases(lease) for lease in leases)
+                ranges = tuple(self._replay.leases(lease) for lease in leases)
                 self._supply_leases(fx.Supply(ranges, over, "its data was its own in the run" if own else ""))
             case tape.OwnedEntry():
-                self._house.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
+                self._replay.owned([self._box.base(f) for f in range(self._box.layout.fragments)])
                 self._box.base_version[:] = 0
                 send(fx.Own())
             case tape.ForgotEntry(_, reset):
@@ -219,7 +219,7 @@ class ReplayedProcess:
     def _make_progress(self, act: tape.InformedEntry) -> RunProgress:
         if act.progress is not None:
             return RunProgress(act.committed, act.progress, act.global_step)
-        progress, step = self._house.progress(act.committed), self._house.global_step(act.committed)
+        progress, step = self._replay.progress(act.committed), self._replay.global_step(act.committed)
         return RunProgress(act.committed, progress, step)
 
     def _order_copy(self, act: RecordedCopy) -> str | None:
@@ -236,7 +236,7 @@ class ReplayedProcess:
 
     def _adopt_version(self, act: tape.AdoptedEntry) -> str | None:
         assert self._box is not None
-        values = self._house.version(act.fragment, act.version)
+        values = self._replay.version(act.fragment, act.version)
         if values is None:
             return f"version {act.version} of fragment {act.fragment} is not there"
         landed = self._box.incoming(0, act.fragment)
@@ -255,7 +255,7 @@ class ReplayedProcess:
                 version=act.version,
                 round=-1,
                 rule=tape.whole_rule(act.rule),
-                blend=self._house.settings.blend,
+                blend=self._replay.settings.blend,
                 step=0,
                 minus=slot,
                 minus_steps=steps,
@@ -266,7 +266,7 @@ class ReplayedProcess:
         return None
 
     def _take_state(self, ticket: str) -> str | None:
-        if (state := self._house.state(ticket)) is None:
+        if (state := self._replay.state(ticket)) is None:
             return "the state of a peer is not there"
         self._waits_for = "that it took a peer's state"
         self.channel.send(TakeOrder(ticket, state.size), state.fd)
@@ -293,7 +293,7 @@ class ReplayedProcess:
         match frame:
             case MailboxReady(settings, stepped):
                 fd = self.channel.take_descriptor()
-                plan = self._house.plan
+                plan = self._replay.plan
                 self._box = Mailbox(fd, Layout.of(plan, settings), plan)
                 os.close(fd)
                 self._at = stepped.t
@@ -313,7 +313,7 @@ class ReplayedProcess:
             case StateCopyMade(size=size, reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
-                self._house.lent(self.part, frame.t, SharedState(self.channel.take_descriptor(), size))
+                self._replay.lent(self.part, frame.t, SharedState(self.channel.take_descriptor(), size))
             case fx.Taken(reason=reason):
                 assert not reason, reason
                 self._waits_for = ""
@@ -327,18 +327,18 @@ class ReplayedProcess:
     def _take_copy(self, frame: CopyMade) -> None:
         assert self._box is not None and self._reading is not None
         act, part = self._reading, self._box.plan.fragments[frame.fragment]
-        codec, values = self._house.codec, self._box.outgoing(frame.slot, frame.fragment)
+        codec, values = self._replay.codec, self._box.outgoing(frame.slot, frame.fragment)
         encoded = np.empty(codec.nbytes(part.size), dtype=np.uint8)
         encode_contribution(codec, part, self._box.base(frame.fragment), values, encoded)
         delta = np.empty(part.size, dtype=np.float32)
         codec.decode(encoded, delta)
-        if self._house.settings.adopt == "carry":
+        if self._replay.settings.adopt == "carry":
             self._copies[frame.fragment, frame.t] = (frame.slot, frame.steps, frame.tokens)
         self._reading, self._waits_for = None, ""
         if frame.steps != act.steps:
             text = f"{self.part.learner} made {frame.steps} steps for round {act.round}, in the run {act.steps}"
-            self._house.remark(text)
-        self._house.given(act, self.part.learner, delta)
+            self._replay.remark(text)
+        self._replay.given(act, self.part.learner, delta)
 
     def _take_answer(self, fragment: int, version: int) -> None:
         assert self._box is not None
@@ -347,7 +347,7 @@ class ReplayedProcess:
         for key in [key for key in self._copies if key[0] == fragment]:
             del self._copies[key]
         self._waits_for = ""
-        self._house.adopted(fragment, version)
+        self._replay.adopted(fragment, version)
 
     def _compare_machine(self, entries: tuple[tape.AnyEntry, ...]) -> None:
         then = self.part.began
@@ -356,4 +356,4 @@ class ReplayedProcess:
                 for name in ("threads", "torch", "cpu", "device"):
                     if getattr(now, name) != getattr(then, name):
                         text = f"{name}: {getattr(then, name)} in the run, {getattr(now, name)} here"
-                        self._house.remark(f"{self.part.learner} may differ, {text}")
+                        self._replay.remark(f"{self.part.learner} may differ, {text}")

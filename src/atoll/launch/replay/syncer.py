@@ -116,7 +116,7 @@ class ReplaySyncer:
     def _set_up(self, tensors: tuple[TensorSpec, ...]) -> None:
         settings = self._score.begun.settings
         self._tensors, self._parameters = tensors, self._stage(tensors)
-        self._house = ReplayServices(
+        self._replay = ReplayServices(
             plan=self._parameters.plan,
             settings=settings,
             codec=make_codec(settings.codec),
@@ -239,7 +239,7 @@ class ReplaySyncer:
         if (reason := difference(start.tensors, self._tensors or ())) is not None:
             self.outcome.stopped = f"{start.learner} has another model than the run: {reason}"
         actor = next(one for one in self._actors if one.part.learner == start.learner and not one.connected)
-        actor.connect(channel, start, self._house)
+        actor.connect(channel, start, self._replay)
         actor.hear(frames[1:])
         look.register(channel.sock, selectors.EVENT_READ, actor)
 

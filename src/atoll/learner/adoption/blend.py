@@ -1,4 +1,7 @@
-"""A share α of the learner's own values stays: θ ← αθ + (1 − α)Θ."""
+"""A share α of the learner's own values stays: θ ← αθ + (1 − α)Θ.
+
+The ledger books all steps that the version does not contain as dropped, although a share of their values stays.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def judge_certificate(address: SyncerAddress, found: Sequence[DialledAddress]) -
 
 
 def judge_no_tls(address: SyncerAddress) -> Check:
-    """No TLS: then it is this machine, or `way_of` would have refused."""
+    """No TLS: then it is this machine, or `checked_url` (fabric/address.py) would have refused."""
     return Check(
         "certificate", "ok", f"none: {listing(address.urls)} is this machine, in the clear", figures={"tls": False}
     )

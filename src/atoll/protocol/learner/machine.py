@@ -72,7 +72,7 @@ class LearnerMachine:
         self._helping = Helping(self._do, self._connection.send_message, self._versions)
         self._final: tuple[int, ...] | None = None
 
-    # ---- the face ---------------------------------------------------------------------------------------------
+    # ---- read by the service ----------------------------------------------------------------------------------
 
     @property
     def run(self) -> str:

@@ -1,8 +1,6 @@
-"""A newcomer's part in a recovery: it seeks a peer's state, fetches it, and has the training process take it.
+"""Both sides of a recovery: `Seeking` (the newcomer), `Helping` (the peer).
 
-Parameters are not in it: those are the run's committed versions, taken from the syncer all the while. Until the state
-is taken, or it is told that there is none, it is not recovered. The syncer decides which peer it is and how long that
-may take; a newcomer that comes back to the syncer asks anew. A state that is refused is said, and another one awaited.
+A peer's state holds no parameters: those are the run's committed versions, which the newcomer fetches from the syncer.
 """
 
 from __future__ import annotations
@@ -35,6 +33,13 @@ from atoll.protocol.messages import Fresh, FromLearner, Help, Helped, Ready, Rel
 
 
 class Seeking:
+    """The newcomer: it asks for a peer's state, fetches it, and has the training process take it.
+
+    Until the state is taken, or the newcomer is told that there is none, it is not recovered. The syncer decides which
+    peer it is and how long that may take; a newcomer that reconnects asks anew. If it refuses a state it reports that,
+    and waits for another.
+    """
+
     def __init__(self, do: Callable[[LearnerEffect], None], say: Callable[[float, FromLearner], None]) -> None:
         self._do, self._say = do, say
         self.open = False
@@ -112,12 +117,7 @@ BYTES_PER_S = 8 * 2**20
 
 @dataclass(slots=True)
 class StateCopy:
-    """A peer's part in a recovery: a copy of its state for a newcomer, while it goes on training.
-
-    Rules kept here, each with its test: a copy is made only once everything that was committed when it was asked for
-    is adopted; one copy serves every newcomer that it is new enough for; at most two lie in memory; one that nobody
-    wants any more, or that has lain too long, is let go.
-    """
+    """A copy of a peer's state."""
 
     held: list[int]
     """The versions in the model when it was ordered."""
@@ -141,6 +141,13 @@ class Wanted:
 
 
 class Helping:
+    """The peer: it makes copies of its state for newcomers, and goes on training.
+
+    Rules kept here, each with its test: a copy is made only once everything that was committed when it was asked for
+    is adopted; one copy serves every newcomer that it is new enough for; at most two are in memory; one that nobody
+    wants any more, or that is too old, is deleted.
+    """
+
     def __init__(
         self,
         do: Callable[[LearnerEffect], None],

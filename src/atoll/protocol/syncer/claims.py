@@ -2,19 +2,21 @@
 
 Rules kept here, each with its test:
 - leased samples: it has never taken more than it was leased, and its place in its leases never goes back;
-- tokens: a report claims too much only if all of this speaks against it: by the syncer's clock it is above `TIMES` its
-  usual rate and one step more, and by its own count of steps above `TIMES` its usual tokens per step, and above `TIMES`
-  those of the median of the others. So a pause, a burst after it, a reconnect or a slow link is no claim: the tokens
-  per step stay what they are; and larger batches are none where they take their time, or everybody has them;
-- a contribution's tokens per step keep to the same measure, and its tokens are no more than the ledger says it had;
-- a life of fewer than `STEPS` steps has no usual of its own: its tokens per step are held to `TIMES_NEW` times those of
-  the median of the others, where there are several. That leaves room for other hardware; what is within it, the weight
-  limit holds (weights.py);
-- whoever declares its tokens per step when it joins is held to that: no report and no contribution has more in its
-  steps. Who declares nothing is judged by what is usual alone;
-- whose steps have over `ABOVE` times the tokens of the median of the others is told of, once: it may have larger
-  batches, which the operator can allow it (`weight_limits`), or claim what it has not trained on;
-- nobody is judged by a usual of nothing, nor a newcomer by one learner alone, who may be the liar: all is believed.
+- tokens: a report is refused only if all three hold: by the syncer's clock it is above `MAX_RATIO` times the learner's
+  usual rate and one step more; its tokens per step are above `MAX_RATIO` times the learner's usual; and above
+  `MAX_RATIO` times the median of the others. After a pause, a burst, a reconnect or on a slow link the
+  tokens per step stay the same, so nothing is refused; neither are larger batches that take their time, or that
+  everybody has;
+- a contribution's tokens per step have the same limit, and its tokens are no more than the ledger says it had;
+- a life of fewer than `KNOWN_STEPS` steps has no usual value of its own: its tokens per step are at most
+  `MAX_RATIO_NEW` times the median of the others, if there are several. That leaves room for other hardware; below it,
+  the weight limit applies (weights.py);
+- a learner that declares its tokens per step when it joins is held to that: no report and no contribution has more in
+  its steps;
+- a learner with over `REPORT_RATIO` times the tokens per step of the median of the others is reported once: it may have
+  larger batches, which the operator can allow it (`weight_limits`), or claim what it has not trained on;
+- without a reference (own history, or two other learners) every claim is accepted: a single other learner may be the
+  one that lies.
 
 A learner that makes up steps as well as tokens keeps its tokens per step: its weight is limited (weights.py), and what
 it gives is screened like anybody's. Whoever is trusted with a token to join is not expected to be that determined.
@@ -25,16 +27,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.protocol.statistics import middle
+from atoll.protocol.statistics import median
 
-TIMES = 8.0
-"""So many times the usual is beyond what chance brings."""
-TIMES_NEW = TIMES * TIMES
-"""The same, of one of whom nothing is known yet but what the others are like."""
-ABOVE = 3.0
-"""So many times the others' tokens per step are told of."""
-STEPS = 32
-"""Of one life, before it is judged by them."""
+MAX_RATIO = 8.0
+"""A claim above this many times the usual value is refused."""
+MAX_RATIO_NEW = MAX_RATIO * MAX_RATIO
+"""The same limit for a new life, which can only be compared with the other learners."""
+REPORT_RATIO = 3.0
+"""Above this many times the others' tokens per step, a learner is reported to the operator."""
+KNOWN_STEPS = 32
+"""After this many steps a life is compared with its own usual value."""
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Usual:
 
     @property
     def known(self) -> bool:
-        return self.steps >= STEPS and self.tokens > 0 and self.began_at is not None and self.at > self.began_at
+        return self.steps >= KNOWN_STEPS and self.tokens > 0 and self.began_at is not None and self.at > self.began_at
 
     @property
     def per_step(self) -> float:
@@ -89,7 +91,7 @@ def beyond_rate(now: float, t: int, total: int, own: Usual, others: Sequence[flo
     steps, tokens = t - own.t, total - own.total
     if not own.known:
         return beyond_steps(steps, tokens, own, others)
-    if tokens <= own.per_step + TIMES * own.per_second * (now - own.at):
+    if tokens <= own.per_step + MAX_RATIO * own.per_second * (now - own.at):
         return None
     if (wrong := beyond_steps(steps, tokens, own, others)) is None:
         return None
@@ -103,8 +105,8 @@ def beyond_steps(steps: int, tokens: int, own: Usual, others: Sequence[float]) -
         return None
     per_step, measure = tokens / max(1, steps), own.per_step if own.known else 0.0
     if others:
-        measure = max(measure, middle(list(others)))
-    if per_step <= (TIMES if own.known else TIMES_NEW) * measure:
+        measure = max(measure, median(others))
+    if per_step <= (MAX_RATIO if own.known else MAX_RATIO_NEW) * measure:
         return None
     return f"{per_step:.4g} tokens per step, where {measure:.4g} are usual"
 
@@ -118,15 +120,15 @@ def beyond_declared(steps: int, tokens: int, declared: int) -> str | None:
 
 def above_others(per_step: float, others: Sequence[float]) -> str | None:
     """Whether its steps have far more tokens than those of the others, of which there are several."""
-    if len(others) < 2 or per_step <= ABOVE * (measure := middle(list(others))):
+    if len(others) < 2 or per_step <= REPORT_RATIO * (measure := median(others)):
         return None
     return f"{per_step:.4g} tokens per step, {per_step / measure:.3g} times the median of the others"
 
 
 # What of a learner's tokens counts towards the run's budget: what it says, as far as that can be.
 #
-# A report could end a run by one number. So tokens are counted at a rate that is believed: `TIMES_NEW` times that of
-# the median of the others, or the whole budget in `LEAST_S`, whichever is more. What it says beyond that counts
+# A report could end a run by one number. So tokens are counted at a believed rate: `MAX_RATIO_NEW` times
+# that of the median of the others, or the whole budget in `LEAST_S`, whichever is more. What it says beyond that counts
 # later, as time passes, and is never taken back. So a run is counted to the token, however unlike its learners are,
 # unless one that is far faster than all others would end it in less than that time; then it may last so long. Nobody
 # ends it sooner by numbers, nor keeps it from ending by being slow.
@@ -146,7 +148,7 @@ class Counted:
     """Of one training process, since `began_at`."""
 
     tokens: int = 0
-    """They count."""
+    """Tokens counted towards the budget."""
     began_at: float = 0.0
     at: float = 0.0
     """When its credit was last made up."""
@@ -180,7 +182,7 @@ class Counted:
 
 def believed_rate(others: list[float], budget: int) -> float:
     """`others`: their rates, as far as they have shown any; of two the lower one counts."""
-    return max(TIMES_NEW * sorted(others)[(len(others) - 1) // 2], budget / LEAST_S)
+    return max(MAX_RATIO_NEW * sorted(others)[(len(others) - 1) // 2], budget / LEAST_S)
 
 
 def rate_of(counted: Counted, usual: Usual) -> float | None:

@@ -1,12 +1,13 @@
 """When a round closes: which learners are ready, and whether the round may freeze its members now.
 
-An asynchronous round closes when all three hold:
+An asynchronous round closes when all four hold:
 
 1. Quorum: at least K learners are ready (`judge`). A learner is ready for a fragment if it has made steps on it that no
    version contains, on a base at or past the version that holds its last contribution to it (`KnownLearner.is_ready`).
    If fewer than K learners step for `patience_s`, as many as there are suffice (`effective_quorum`).
-2. Pace: H/P steps of the median learner have passed since the last round (`Pace`).
-3. Grace: the grace window is over (`grace_s`), or every live learner is ready.
+2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`).
+3. Grace: the grace window is over (`window_s`), or every live learner is ready.
+4. Fewer than `schedule.flights` rounds are being pulled or merged (`Rounds._close_if_ready`).
 
 A synchronous round closes when every learner that was live at its opening, and still is, has copied the fragment
 (`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.
@@ -145,11 +146,11 @@ class RoundClosing:
         return bool(left) and not any(one.steps[round_.fragment] for one in left)
 
     def _is_paced(self, round_: Round) -> bool:
-        """Not where no step would ever make it due."""
+        """False for a second attempt, and where nobody steps any more."""
         return round_.attempt == 1 and not self._only_last_steps()
 
     def _only_last_steps(self) -> list[KnownLearner]:
-        """Those that have them; nobody as long as anybody steps."""
+        """Learners with last steps to give, if nobody steps any more; else none."""
         if self.state.draining or self.state.members.stepping_learners():
             return []
         return [one for one in self.state.members.live_learners() if any(one.steps)]
@@ -247,7 +248,7 @@ class Estimates:
     quorum_s: Average = field(default_factory=Average)
     """From the moment a round is due to its quorum."""
     sync_s: Average = field(default_factory=Average)
-    """From freezing the members to the commit."""
+    """From sending the pulls to the last answer, plus the merge."""
 
     def pull_deadline_s(self, settings: Settings, answer_s: float | None = None) -> float:
         """max(floor, 4 ξ_sync), at most 4 max(floor, 4 ξ_answer), where `answer_s` is the median learner's ξ_answer.

@@ -21,7 +21,7 @@ from operator import gt
 from atoll.protocol.limits import MOST
 from atoll.protocol.messages import Contribution, Progress, Recover, Refused
 from atoll.protocol.syncer.accounts import Accounts
-from atoll.protocol.syncer.claims import STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
+from atoll.protocol.syncer.claims import KNOWN_STEPS, above_others, beyond_declared, beyond_rate, beyond_steps
 from atoll.protocol.syncer.joining import Joining
 from atoll.protocol.syncer.learner_warnings import SameBatches, ShareWatch
 from atoll.protocol.syncer.liveness import Liveness
@@ -168,7 +168,8 @@ class Contributions:
         self.state.out.send(learner.name, Refused(reason=text, final=False))
 
 
-# What a learner's hello, report or contribution must keep to; each function says what is wrong with it, or None.
+# What a learner's report or contribution must keep to; each function says what is wrong with it, or None. A hello is
+# checked by `wrong_hello` (joining.py).
 
 
 def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int]) -> str | None:
@@ -254,10 +255,10 @@ class Scrutiny:
         return beyond_steps(given.steps, given.tokens, learner.usual, others)
 
     def find_above(self, learner: KnownLearner) -> str | None:
-        """Whether its steps have far more tokens than the others'; looked at every `STEPS` of its steps."""
+        """Whether its steps have far more tokens than the others'; looked at every `KNOWN_STEPS` of its steps."""
         if not learner.usual.known or learner.t < learner.compared_at:
             return None
-        learner.compared_at = learner.t + STEPS
+        learner.compared_at = learner.t + KNOWN_STEPS
         return above_others(learner.usual.per_step, self.state.members.per_step(learner))
 
     def _beyond_rate(self, now: float, learner: KnownLearner, t: int, total: int) -> str | None:

@@ -104,8 +104,8 @@ class RunEnd:
 
     # ---- in a later term ----------------------------------------------------------------------------------------
 
-    def say_again(self) -> None:
-        """Of a run that was over already."""
+    def finish_again(self) -> None:
+        """Finish again, for a run that an earlier term finished."""
         if self._was_over:
             self._was_over = False
             self.state.out.add_effect(Finished(self.state.end_reason))

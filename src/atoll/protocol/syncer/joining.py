@@ -1,9 +1,10 @@
 """How learners join, come back and leave, and how a run begins.
 
-A killed learner comes back like this: its connection is lost (`lose_learner`); the same name says hello again
-(`greet_learner`), as the same life if its session is the same and its account is open, else as a new incarnation; the
-welcome tells it the run's versions and what was merged of it. It fetches the newest versions, takes a peer's inner
-optimizer if its own is gone (peers.py), reports, and may contribute (`Contributions._let_in`).
+A killed learner comes back like this: its courier says Leave and the life is closed at once (`lose_learner`); if the
+machine died, the next hello closes it. The same name says hello again (`greet_learner`), as the same life if its
+session is the same and its account is open, else as a new incarnation; the welcome tells it the run's versions and what
+was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is gone (peers.py), reports,
+and may contribute (`Contributions._has_recovered`).
 
 Rules kept here, each with its test:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
@@ -151,13 +152,13 @@ class Joining:
             self.close_life(learner, reason)
         known = {"t": learner.t, "tokens": learner.tokens_total, "busy_s": learner.busy_s, "reason": reason}
         self.state.out.note(kind, f"{learner.name} is gone: {reason}", learner, **known, unmerged_tokens=unmerged)
-        if (heir := self.run_start.replace_lost_uploader(learner)) is not None:
-            self._send_welcome(heir)
+        if (next_uploader := self.run_start.replace_lost_uploader(learner)) is not None:
+            self._send_welcome(next_uploader)
 
     def replace_overdue_uploader(self, now: float, wakes: list[float]) -> None:
         """A run without parameters waits for nobody who sends none."""
-        if (heir := self.run_start.replace_overdue_uploader(now, wakes)) is not None:
-            self._send_welcome(heir)
+        if (next_uploader := self.run_start.replace_overdue_uploader(now, wakes)) is not None:
+            self._send_welcome(next_uploader)
 
     def expel_learner(self, learner: KnownLearner, reason: str) -> None:
         self.lose_learner(learner, "lost", reason)
@@ -222,29 +223,29 @@ class RunStart:
         there = {one.name for one in self.state.members.connected_learners()}
         if self.state.phase != "empty" or self._uploader is None or self._whole_at is not None or len(there) < 2:
             return None
-        heir, until = None, self._upload.wait_until(now)
+        next_uploader, until = None, self._upload.wait_until(now)
         if now >= until:
             text = f"{self._uploader} was asked for the first parameters, and nothing new of them came"
             self.state.out.note("warning", text, self.state.members.learners[self._uploader])
             self._upload.gave_up(self._uploader, there)
-            heir, until = self._ask_next(), self._upload.wait_until(now)
+            next_uploader, until = self._ask_next(), self._upload.wait_until(now)
         wakes.append(until)
-        return heir
+        return next_uploader
 
     def _ask_next(self) -> KnownLearner | None:
         """What the last one sent is discarded. Those that had their chance come last."""
-        heirs = sorted(
+        candidates = sorted(
             self.state.members.connected_learners(), key=lambda one: (one.name in self._upload.tried, one.joined_at)
         )
-        self._uploader = heirs[0].name if heirs else None
+        self._uploader = candidates[0].name if candidates else None
         self._upload.restart_wait()
-        if not heirs:
+        if not candidates:
             return None
-        self.state.out.note("warning", f"{heirs[0].name} is asked for the first parameters instead", heirs[0])
-        return heirs[0]
+        self.state.out.note("warning", f"{candidates[0].name} is asked for the first parameters instead", candidates[0])
+        return candidates[0]
 
     def note_upload_done(self, now: float, uploader: str) -> None:
-        """They came whole."""
+        """All first parameters have arrived."""
         if self.state.phase != "empty" or uploader != self._uploader or self._whole_at is not None:
             return
         self._whole_at = now
@@ -300,9 +301,9 @@ def _holds_a_model(hello: Hello) -> bool:
 
 
 UPLOAD_S = 60.0
-"""Without a fragment that was not there before, and without …"""
+"""An uploader that finishes no new fragment for this long is replaced; it has more time for large fragments."""
 UPLOAD_RATE = 32 * 1024
-"""… what the largest one that was begun takes at so many bytes a second: half of what a body must come at."""
+"""Bytes a second: its largest fragment's bytes over this rate are added to `UPLOAD_S`. Half of a body's lowest rate."""
 
 
 class UploadWait:

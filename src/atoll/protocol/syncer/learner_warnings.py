@@ -1,9 +1,9 @@
-"""An alarm when a live learner's work is merged far less than the others'.
+"""Two warnings: `ShareWatch`, `SameBatches`.
 
-Every H/2 of its own steps, what was merged of a learner's last 2H steps is held against what it computed in them. The
-window begins H steps after the learner has recovered: by then as much comes out of flight as goes into it.
+`ShareWatch` raises an alarm when a live learner's work is merged far less than the others'. Every H/2 of its own steps,
+what was merged of a learner's last 2H steps is compared with what it computed in them. The window begins H steps after
+the learner has recovered: by then as much comes out of flight as goes into it. Its rules, each with its test:
 
-Rules kept here, each with its test:
 - a learner whose share is under half of the median of the others' twice in a row has its work thrown away: that is
   told once, with both figures;
 - it is over, and that is told too, once its share is back at two thirds of the others', or when it is gone;
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from atoll.protocol.statistics import merged_share, middle
+from atoll.protocol.statistics import median, merged_share
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import SyncerState
 
@@ -108,7 +108,7 @@ class ShareWatch:
         )
         shares = [window.share for one, window in windows if window is not None and _is_of(window, one)]
         known = [share for share in shares if share is not None]
-        return middle(known) if known else None
+        return median(known) if known else None
 
     def _end_of_those_gone(self) -> None:
         for name in [name for name, window in self._windows.items() if window.alarm]:

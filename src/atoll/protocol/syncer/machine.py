@@ -70,7 +70,7 @@ class Syncer:
     def fresh(cls, settings: Settings, *, run: str, fingerprint: str) -> Syncer:
         return cls(History(BegunRecord(run, settings, {}, (), fingerprint)))
 
-    # ---- the face ---------------------------------------------------------------------------------------------
+    # ---- read by the service ----------------------------------------------------------------------------------
 
     @property
     def settings(self) -> Settings:
@@ -134,7 +134,7 @@ class Syncer:
             self._advance_all(now)
         self._only_counted = False
         # Last: the first event of a term may be the change that opens a finished run again.
-        self.end.say_again()
+        self.end.finish_again()
         return self.state.out.take_effects()
 
     def _route_event(self, now: float, event: fx.SyncerEvent) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from atoll.protocol.history import Life
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.settings import Settings
-from atoll.protocol.statistics import Average, middle
+from atoll.protocol.statistics import Average, median
 from atoll.protocol.syncer.claims import Counted, Usual, believed_rate, rate_of
 
 State = Literal["joining", "training", "gone"]
@@ -303,7 +303,7 @@ class Membership:
     def step_s(self) -> float | None:
         """ξ_step: the median of the live learners' averages."""
         known = [one.step_s.value for one in self.live_learners() if one.step_s.value is not None]
-        return middle(known) if known else None
+        return median(known) if known else None
 
     def answer_s(self) -> float | None:
         """ξ_answer: the median of the learners' averages, of two the quicker."""

@@ -26,7 +26,7 @@ from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
-from atoll.protocol.syncer.weights import limit_of, limited, telling, weight
+from atoll.protocol.syncer.weights import describe_cuts, limit_of, limited, weight
 
 SILENT_BEATS = 1.5
 """Heartbeats after which a member that says nothing is not waited for."""
@@ -75,7 +75,7 @@ class Rounds:
     def advance_rounds(self, now: float, wakes: list[float]) -> bool:
         """One pass over the rounds; True when something moved and another pass may move more."""
         moved = False
-        for round_ in list(self.state.open_rounds.values()):  # rounds are opened in order of t
+        for round_ in list(self.state.open_rounds.values()):  # rounds are opened by number
             if round_.stage == "gathering":
                 moved |= self._close_if_ready(now, round_, wakes)
             elif round_.stage == "pulling":
@@ -244,12 +244,12 @@ class Rounds:
         limits = [limit_of(name, steps, self.state.settings) for name, steps in zip(names, seen, strict=True)]
         merged = limited(claimed, limits)
         round_.weights, round_.limits = dict(zip(names, merged, strict=True)), dict(zip(names, limits, strict=True))
-        if text := telling(names, claimed, merged):
+        if text := describe_cuts(names, claimed, merged):
             round_.reason = f"{round_.reason}; {text}"
 
     def _leave_out_silent(self, now: float, round_: Round, wakes: list[float]) -> bool:
-        """A slow link takes its time, and meanwhile there are words from behind it; who says nothing stands still.
-        Not so with last steps: nobody asks for them twice, and words of an uneven link may come further apart."""
+        """A member on a slow link still sends heartbeats; one that sends nothing is not waited for. Members that give
+        their last steps are: they are asked only once, and on an uneven link heartbeats may come further apart."""
         found = False
         for seat in round_.asked:
             learner = self.state.members.learners[seat.learner]
@@ -311,7 +311,7 @@ class Rounds:
             self._announce_version(last, (), digest, restored=True)
 
     def _pass_over(self, round_: Round, reason: str) -> None:
-        """Journaled as empty: nothing changes but t. A round is passed in its turn, so order holds."""
+        """Journaled as empty: only the round count changes. A round is passed in its turn, so order holds."""
         if round_.stage != "void":
             round_.enter_stage("void")
         round_.reason = reason

@@ -44,7 +44,7 @@ SeatState = Literal["asked", "given", "out"]
 
 @dataclass(slots=True)
 class Seat:
-    """A frozen member: (learner, incarnation, t_m), and what came of its pull."""
+    """A frozen member: (learner, incarnation, its step t at the freeze), and what came of its pull."""
 
     learner: str
     incarnation: int
