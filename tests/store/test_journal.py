@@ -60,7 +60,13 @@ def test_a_journal_of_three_terms_is_read_in_one_go(place: tuple[Disk, Path]) ->
         journal.append([entry(term)])
     journal.close()
     kinds = [(position.term, type(record).__name__) for position, record in read(folder, disk=disk)]
-    assert kinds == [(1, "Merged"), (2, "Reigned"), (2, "Merged"), (3, "Reigned"), (3, "Merged")]
+    assert kinds == [
+        (1, "MergedRecord"),
+        (2, "TermRecord"),
+        (2, "MergedRecord"),
+        (3, "TermRecord"),
+        (3, "MergedRecord"),
+    ]
 
 
 def test_an_empty_folder_holds_nothing() -> None:
