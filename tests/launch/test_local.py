@@ -272,24 +272,27 @@ async def test_a_learner_that_dies_as_the_run_ends_is_not_started_again(tmp_path
 
 
 @pytest.mark.faults
-async def test_a_learner_that_was_restarted_and_has_not_joined_holds_up_no_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "raise ValueError('odd')"])
+async def test_a_learner_that_was_restarted_and_has_not_joined_holds_up_no_end(tmp_path: Path, death: str) -> None:
     def end_once_restarted(status: RunStatus | None) -> None:
         if events(run, "restarted"):
             run.request_end("a test asked for it")
 
-    code = """
+    code = f"""
 import os, pathlib, time
 if os.environ["ATOLL_LEARNER"] == "learner-1":
     died = pathlib.Path(__file__).with_name("died")
     if died.exists():
         time.sleep(60)
     died.touch()
-    os.kill(os.getpid(), 9)
+    {death}
 """
     run = local(tmp_path, code, watch=end_once_restarted)
     begun = time.monotonic()
     await run.run()
     assert time.monotonic() - begun < children.LAST_S
+    failed = "learner-1 failed and did not come back: ValueError: odd"
+    assert run.shortfall.startswith(failed) == ("ValueError" in death)
 
 
 def test_why_a_learner_is_not_connected_is_the_supervisors_to_say(tmp_path: Path) -> None:

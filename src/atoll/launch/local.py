@@ -274,8 +274,9 @@ class LocalRun:
         if self._scorer is not None:
             self._scorer.kill_all()
         for name in self._learners.keys() - self._here:
-            if self._learners[name].restarts:
+            if self._learners[name].restarts and self._learners[name].running:
                 self._learners[name].kill_all()
+                self._abandon_restart(self._learners[name])
         deadline = time.monotonic() + LAST_S
         while time.monotonic() < deadline:
             self._note_late_failures()
@@ -431,6 +432,7 @@ class LocalRun:
         return self._ending or any(order.startswith("end ") for order in self._orders)
 
     def _abandon_restart(self, child: Child) -> None:
+        """It will not be back in time. That is a failure where its script failed before."""
         child.cancel_restart()
         self._note_failure(child, 1)
 
