@@ -10,7 +10,7 @@ from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.machine import Syncer
-from atoll.syncer.status import Meter, nobody_here, nobody_started
+from atoll.syncer.status import Meter, nobody_here, nobody_started, singular
 
 CONFIG: Config = convert(
     {"protocol": {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "steps": 40}}, "a test"
@@ -192,6 +192,12 @@ def test_a_run_whose_learners_are_started_for_it_says_that_they_come(machine: Sy
     assert meter.make_status(1.0, "r", machine).notice == "Starting 2 learners …", "a run that goes on knows them"
     meter.note_event(1.0, "joined", {"learner": "a"})
     assert meter.make_status(1.0, "r", machine).notice == "Nobody is here: the supervisor restarts 2 learners …"
+
+
+def test_one_learner_is_no_plural(machine: Syncer) -> None:
+    machine.rounds.last_reason = "the last steps of 1 learners"
+    assert Meter(CONFIG).make_status(1.0, "r", machine).reason == "the last steps of 1 learner"
+    assert singular("the last steps of 11 learners") == "the last steps of 11 learners"
 
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:
