@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from atoll.cli.keys import LAST, Last
-from atoll.cli.serve import check_door, invitation
+from atoll.cli.serve import check_service, invitation
 from atoll.cli.shared import address_of
 from atoll.config import Service, convert
 from atoll.fabric.address import parse_address
@@ -158,7 +158,7 @@ def test_keys_that_others_can_read_start_no_syncer(
 def test_an_expired_certificate_starts_no_syncer(keys: KeyDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.fabric.certificates.out_of_date", lambda der: "the certificate expired on 2020-01-01")
     with pytest.raises(ConfigError, match="expired on 2020-01-01"):
-        check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+        check_service(Service(host="0.0.0.0", keys=str(keys.path)))
 
 
 def test_tokens_come_and_go(keys: KeyDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,10 +246,10 @@ def test_a_certificate_is_followed_by_one_that_links_have_named_before(
     hosts = hosts_of(keys.certificate.read_bytes())
     assert {"syncer.example.org", "two.example.org", "127.0.0.1"} <= set(hosts)
     assert keys.tokens.read_bytes() == tokens and keys.key.stat().st_mode & 0o777 == 0o600
-    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+    check_service(Service(host="0.0.0.0", keys=str(keys.path)))
     assert atoll(monkeypatch, "cert", "--renew", "--force") == 0
     assert fingerprint(keys.certificate.read_bytes()) not in (old, new)
-    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+    check_service(Service(host="0.0.0.0", keys=str(keys.path)))
 
 
 def test_whoever_was_stopped_in_the_middle_of_renewing_does_it_again(
@@ -259,7 +259,7 @@ def test_whoever_was_stopped_in_the_middle_of_renewing_does_it_again(
     keys = KeyDir.open(folder / "atoll-keys")
     keys.next_key.rename(keys.key)
     assert atoll(monkeypatch, "cert", "--renew") == 0
-    check_door(Service(host="0.0.0.0", keys=str(keys.path)))
+    check_service(Service(host="0.0.0.0", keys=str(keys.path)))
 
 
 def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
@@ -272,7 +272,7 @@ def test_one_of_an_authority_is_renewed_in_one_step_and_its_links_stay(
     after = keys.certificate.read_bytes()
     assert after != before and keys.authority.read_bytes() == authority and hosts_of(after) == hosts_of(before)
     assert linked(monkeypatch, capsys) == fingerprint(after), "the other links are of the certificate that is there now"
-    check_door(Service(host="0.0.0.0", keys=str(keys.path), mutual=True))
+    check_service(Service(host="0.0.0.0", keys=str(keys.path), mutual=True))
     lines = invitation(Service(keys=str(keys.path)), "https://127.0.0.1:7077", "r1", Path("run"), on_terminal=True)
     assert any("atoll tokens link --ca" in line for line in lines)
     capsys.readouterr()

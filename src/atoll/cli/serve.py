@@ -56,7 +56,7 @@ def syncer(
     front: Path | None,
 ) -> None:
     words = setting_words(words, learners=learners, steps=steps, tokens=tokens, robust=robust)
-    door = {
+    service = {
         "host": bind,
         "port": port,
         "keys": str(keys.absolute()) if keys is not None else None,
@@ -71,23 +71,23 @@ def syncer(
                 "and leave --out, --config and --force out"
             )
         if resume is not None:
-            _resume(resume, door, words)
+            _resume(resume, service, words)
         elif standby is not None:
-            _stand_by(standby, {**door, "port": PORT if port is None else port}, words)
+            _stand_by(standby, {**service, "port": PORT if port is None else port}, words)
         return
     if port is None and "port" not in parse_settings(words).get("service", {}):
-        door["port"] = PORT
-    document = merged(settings_of(document_of(config), words, None), {"service": door})
+        service["port"] = PORT
+    document = merged(settings_of(document_of(config), words, None), {"service": service})
     settings = convert(document, str(config or "the command line"))
     settings = msgspec.structs.replace(settings, by_hand=True)
-    check_door(settings.service)
+    check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
     run_dir = RunDir.create(out, force=force, shared=settings.service.share_files)
     write_atomic(run_dir.settings, settings.toml())
     _serve(settings, run_dir, None)
 
 
-def _resume(folder: Path, door: dict[str, Any], words: list[str]) -> None:
+def _resume(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     """Go on with a run that lies there: opened again where it had ended, with what the operator changes. It listens
     where it did, because learners, links and open dashboards know it by that address; what is given anew stays."""
     run_dir = RunDir.open(folder)
@@ -97,14 +97,14 @@ def _resume(folder: Path, door: dict[str, Any], words: list[str]) -> None:
     check_not_alive(run_dir.path)
     found = plan_resume(run_dir, tuple(words))
     document = merged(document_of(run_dir.settings), parse_settings(words))
-    asked = settings = convert(merged(document, {"service": door}), str(run_dir.settings))
-    if door["port"] is None:
+    asked = settings = convert(merged(document, {"service": service}), str(run_dir.settings))
+    if service["port"] is None:
         own = msgspec.structs.replace(asked.service, port=_own_port(run_dir, asked.service))
         settings = msgspec.structs.replace(asked, service=own)
-    check_door(settings.service)
+    check_service(settings.service)
     check_port(settings.service.host, settings.service.port)
     with hold_run(run_dir.path):  # somebody may have gone on with it since it was looked at
-        if words or any(value is not None for value in door.values()):
+        if words or any(value is not None for value in service.values()):
             write_atomic(run_dir.settings, asked.toml())
         run_dir.summary.unlink(missing_ok=True)  # of an earlier end
     if found.only_end:
@@ -122,13 +122,13 @@ def _own_port(run_dir: RunDir, service: Service) -> int:
         return PORT
 
 
-def _stand_by(folder: Path, door: dict[str, Any], words: list[str]) -> None:
+def _stand_by(folder: Path, service: dict[str, Any], words: list[str]) -> None:
     """Serve a run when the syncer that serves it now is gone or stands still."""
     if words:
         raise ConfigError(f"{words[0]} does not go with --standby: change a run that goes on with `atoll set`")
     run_dir = RunDir.open(folder)
-    settings = convert(merged(document_of(run_dir.settings), {"service": door}), str(run_dir.settings))
-    check_door(settings.service)
+    settings = convert(merged(document_of(run_dir.settings), {"service": service}), str(run_dir.settings))
+    check_service(settings.service)
     if not syncer_holding(run_dir.journal) and (head := read_head(run_dir)) is not None and head.finished:
         raise ConfigError(
             f"the run in {run_dir.path} is over ({head.ended}), so there is nothing to stand by for: "
@@ -177,7 +177,7 @@ def _serve(
     close(run_dir, console, again="atoll syncer")
 
 
-def check_door(service: Service) -> None:
+def check_service(service: Service) -> None:
     """Before anything is made: who binds beyond this machine has TLS and tokens."""
     check_bind(service.host, secured=bool(service.keys) and not service.front)
     if (service.mutual or service.front) and not service.keys:

@@ -82,7 +82,7 @@ class SyncerConnection:
 
     @property
     def private(self) -> bool:
-        """Its syncer asks for something at the door; then learners do not talk past it."""
+        """Its syncer authenticates learners; then they do not talk to each other directly."""
         return self._address.private
 
     @property

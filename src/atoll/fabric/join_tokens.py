@@ -96,7 +96,7 @@ class JoinToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class JoinTokens:
-    """Those of one run, found by what is shown at the door."""
+    """Those of one run, found by the secret that a client shows."""
 
     def __init__(self, tokens: Iterable[JoinToken] = ()) -> None:
         self.all = tuple(tokens)

@@ -15,7 +15,7 @@ SIMULATE = Command(
 ATOLL = Command(
     "atoll",
     "",
-    "Train one model on many unreliable islands of compute.",
+    "Train one model on many unreliable machines.",
     "",
     (flag("--version", "Print the version.", shows=lambda: f"atoll {__version__}"),),
     commands=tuple(sorted((*RUNS, *LOOKING, SIMULATE), key=lambda one: PANELS.index(one.panel))),

@@ -208,7 +208,7 @@ WHY_BYTES = 120
 class Viewer:
     token: str = ""
     mark: str = ""
-    """The name and the mark of what it showed at the door."""
+    """The name and the mark of the join token it authenticated with."""
     outbox: SendQueue = field(default_factory=lambda: SendQueue(WAITING))
     code: int = WSCloseCode.GOING_AWAY
     why: str = "the syncer is stopping"

@@ -273,10 +273,10 @@ class Scrutiny:
 class Strikes:
     """What a refusal costs a learner: its numbers are broken, or not to be believed.
 
-    Rules kept here, each with its test: three refusals in a row send a learner into recovery, as a new life that
-    takes the run's parameters and another inner optimizer; meanwhile it is in quarantine: no round waits for it, it
-    helps nobody. The peer whose state a newcomer refused, or went into quarantine with, gets a strike too, and that
-    newcomer never asks it again.
+    Rules kept here, each with its test: three refusals (contributions, reports, states given to newcomers) since the
+    last accepted contribution send a learner into recovery, as a new life that takes the run's parameters and another
+    inner optimizer; meanwhile it is in quarantine: no round waits for it, it helps nobody. The peer whose state
+    a newcomer refused, or went into quarantine with, gets a strike too, and that newcomer never asks it again.
     """
 
     def __init__(self, state: SyncerState, accounts: Accounts, rounds: Rounds, peers: Peers, joining: Joining) -> None:
