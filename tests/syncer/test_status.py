@@ -194,6 +194,19 @@ def test_a_run_whose_learners_are_started_for_it_says_that_they_come(machine: Sy
     assert meter.make_status(1.0, "r", machine).notice == "Nobody is here: the supervisor restarts 2 learners …"
 
 
+def test_at_the_end_who_did_its_work_is_done_and_who_died_is_gone(machine: Syncer) -> None:
+    machine.members.learners["a"].stopped = True
+    machine.handle(1.0, Lost("a", "gone"))
+    machine.handle(1.0, Lost("b", "gone"))
+
+    def states() -> list[str]:
+        return [one.state for one in Meter(CONFIG).make_status(1.0, "r", machine).learners]
+
+    assert states() == ["gone", "gone"], "while the run goes on"
+    machine.state.phase = "finished"
+    assert states() == ["done", "gone"]
+
+
 def test_one_learner_is_no_plural(machine: Syncer) -> None:
     machine.rounds.last_reason = "the last steps of 1 learners"
     assert Meter(CONFIG).make_status(1.0, "r", machine).reason == "the last steps of 1 learner"

@@ -51,7 +51,7 @@ from atoll.store.atomic import Appender, write_atomic
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import hold_run
 from atoll.telemetry.events import EventLog
-from atoll.telemetry.status import RunStatus
+from atoll.telemetry.status import AWAY, RunStatus
 
 TICK_S = 0.25
 SAME_INTERRUPT_S = 0.5
@@ -344,7 +344,7 @@ class LocalRun:
         self._stepped = self._stepped or status.tokens > self._first_tokens
         self._scored = self._scored or status.validation_round is not None
         self._joined = self._joined or bool(status.learners)
-        self._here |= {one.learner for one in status.learners if one.state != "gone"}
+        self._here |= {one.learner for one in status.learners if one.state not in AWAY}
 
     # ---- for those that do things to it ---------------------------------------------------------------------------
 

@@ -176,7 +176,7 @@ class Meter:
         assert machine is not None
         return LearnerStatus(
             learner=one.name,
-            state=_state(one),
+            state=_state(one, machine.phase),
             incarnation=one.incarnation,
             step=one.t,
             tokens=one.tokens_before + one.tokens_total,
@@ -287,9 +287,10 @@ def _alarm(one: KnownLearner, machine: Syncer) -> str:
     return f"{one.name} is suspect: {one.suspect}" if one.suspect else machine.contributions.shares.alarm(one)
 
 
-def _state(one: KnownLearner) -> str:
+def _state(one: KnownLearner, phase: str) -> str:
+    """Who left with its work done, as everybody does at the end, is done; who died is gone."""
     if not one.connected:
-        return "gone"
+        return "done" if phase == "finished" and one.stopped and not one.leaving else "gone"
     if one.stopped:
         return "stopped"
     for name in ("muted", "stalled"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 AWAY = ("gone", "restarting", "done")
-"""States of a learner that is not connected. The supervisor knows more of its own than the syncer: that it restarts
-one, and that one has done its work."""
+"""States of a learner that is not connected. That one is being restarted only its supervisor knows."""
 
 
 class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ import msgspec
 
 from atoll.observe.tail import is_routine
 from atoll.telemetry.events import Event
-from atoll.telemetry.status import LearnerStatus, RunStatus
+from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
 ROUNDS = 480
 NOTES = 60
@@ -152,7 +152,7 @@ class _Members:
 
 
 def _sample(at: float, status: RunStatus, rates: tuple[float | None, float | None]) -> Point:
-    there = [one for one in status.learners if one.state != "gone"]
+    there = [one for one in status.learners if one.state not in AWAY]
     losses = [one.loss for one in there if one.loss is not None]
     behind = [rounds_behind(status, one.version_round) for one in there if one.state == "training"]
     figures: Point = [

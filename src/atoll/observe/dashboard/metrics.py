@@ -9,9 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from atoll.observe.dashboard.history import rounds_behind
-from atoll.telemetry.status import LearnerStatus, RunStatus
+from atoll.telemetry.status import AWAY, LearnerStatus, RunStatus
 
-STATES = ("joining", "training", "stalled", "muted", "quarantined", "stopped", "gone")
+STATES = ("joining", "training", "stalled", "muted", "quarantined", "stopped", "gone", "done")
 FATES = ("merged", "dropped", "lost", "rolled_back", "in_flight")
 
 
@@ -79,7 +79,7 @@ def _of_learners(status: RunStatus) -> Iterator[Metric]:
         return _labelled(f"learner_{name}", text, "learner", known)
 
     all_of_them = status.learners
-    yield each("up", "1 while it is connected.", ((one, one.state != "gone") for one in all_of_them))
+    yield each("up", "1 while it is connected.", ((one, one.state not in AWAY) for one in all_of_them))
     yield each("step", "Its own step.", ((one, one.step) for one in all_of_them))
     yield each("incarnation", "Which life of it this is.", ((one, one.incarnation) for one in all_of_them))
     yield each("tokens_per_second", "Its speed.", ((one, one.tokens_per_s) for one in all_of_them))

@@ -8,6 +8,7 @@ const CAUSES = { overlap: "by overlap", missed: "in missed rounds" };
 const CAUSES_OF = { dropped: Object.keys(CAUSES) };
 const WAYS = { min: "less is better", max: "more is better" };
 const FRAGMENTS = 256, ALARMS = 4;
+const AWAY = ["gone", "done"];
 const IMPORTANT = new Set(["killed", "exited", "lost", "left", "recovered", "quarantined", "alarm", "restored", "unbalanced", "low_share", "suspect", "above", "fault", "reigned", "ending", "finished"]);
 
 // The page is changed only where a text has changed.
@@ -68,7 +69,7 @@ function tile([name]) {
 }
 
 function shares(run) {
-  const now = run.now, alive = now.learners.filter((one) => one.state !== "gone").length;
+  const now = run.now, alive = now.learners.filter((one) => !AWAY.includes(one.state)).length;
   const share = now.expected ? alive / now.expected : null;
   const since = now.term > 1 ? `in term ${now.term}` : "so far";
   bar("alive", share, `now, ${alive} of ${now.expected} · ${percent(now.liveness)} ${since}`);
@@ -91,8 +92,8 @@ export function learners(run) {
   while (body.rows.length > known.length) body.deleteRow(-1);
   known.forEach((one, i) => {
     const row = body.rows[i] ?? learnerRow(body), lane = lanes.get(one.learner);
-    const state = lane === undefined ? one.state : run.state(lane);
-    const here = state !== "gone";
+    const state = lane === undefined || one.state === "done" ? one.state : run.state(lane);
+    const here = !AWAY.includes(state);
     const texts = [one.learner, state, one.incarnation, count(one.step), here ? count(one.tokens_per_s) : NONE,
       decimal(one.loss), percent(one.merged_share), decimal(one.agreement, 2), percent(one.influence), here ? count(run.behind(one)) : NONE, one.in_last_round ? "yes" : "no"];
     texts.forEach((text, cell) => put(row.cells[cell], String(text)));
