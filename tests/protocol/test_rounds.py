@@ -17,7 +17,7 @@ from atoll.simulate import campaign
 from atoll.simulate.disk import AGAIN_S
 
 
-def test_round_t_takes_fragment_t_mod_p() -> None:
+def test_round_n_takes_fragment_n_mod_p() -> None:
     world = World(2, fragments=3, sync_every=3).run_until(round=9)
     assert [commit.fragment for _, commit in world.commits()] == [0, 1, 2] * 3
     assert world.syncer.versions == [3, 3, 3]

@@ -265,7 +265,7 @@ def test_a_journal_begins_with_the_beginning(tmp_path: Path) -> None:
     run.dir.journal.mkdir()
     run.journal = Journal.begin(run.dir.journal, 1, disk=LocalDisk())
     run.raw(JoinedRecord("learner-0", 1, "s", 0))
-    assert wrong(run) == f"{last_record(run)}the journal begins with Joined, not with the beginning of a run"
+    assert wrong(run) == f"{last_record(run)}the journal begins with JoinedRecord, not with the beginning of a run"
 
 
 def test_cuts_without_any_record_are_told(tmp_path: Path) -> None:
