@@ -20,7 +20,7 @@ from atoll.fabric.relay import RelayLimits, StateRelay
 from atoll.fabric.server import Server
 from atoll.fabric.wire import FabricLimits, ScoreReport, digest
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello, Started
+from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Started
 
 WAIT_S = 60.0
 
@@ -245,8 +245,8 @@ async def place() -> AsyncIterator[Place]:
 
 @pytest.fixture
 def hello() -> Callable[..., Hello]:
-    def make(learner: str = "learner-0", session: str = "s0", protocol: int = OLDEST) -> Hello:
-        return Hello(protocol=protocol, learner=learner, session=session)
+    def make(learner: str = "learner-0", session: str = "s0", protocol: int = PROTOCOL, seq: int = 1) -> Hello:
+        return Hello(protocol=protocol, learner=learner, session=session, seq=seq)
 
     return make
 

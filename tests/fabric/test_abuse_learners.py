@@ -26,6 +26,7 @@ from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 from atoll.fabric.join_tokens import JoinTokens
 from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, digest, encode
 from atoll.protocol.messages import (
+    OLDEST,
     PROTOCOL,
     Contribution,
     Heartbeat,
@@ -134,6 +135,7 @@ OUTSIDE: dict[str, tuple[Case, str]] = {
     "a path for a name": (opens_with(encode(hello("../../etc/passwd"))), "is no name"),
     "a name that is a header": (opens_with(encode(hello("eu-1\r\nSet-Cookie: a=b"))), "is no name"),
     "a path for a session": (opens_with(encode(hello(session="../s"))), "is no name"),
+    "a version of yesterday": (opens_with(encode(hello(protocol=OLDEST - 1))), "install the same version of atoll"),
     "a version of tomorrow": (opens_with(encode(hello(protocol=PROTOCOL + 1))), "install the same version of atoll"),
     "versions of a part of the model": (
         opens_with(encode(hello(run="r1", versions=(0,) * 9))),
@@ -462,7 +464,7 @@ TALK: dict[str, tuple[Case, str]] = {
         sends(encode(Heartbeat(seq=9)), encode(Heartbeat(seq=8))),
         "Heartbeat 8 of eu-1 comes after 9",
     ),
-    "a message without a number": (sends(encode(Heartbeat())), "Heartbeat 0 of eu-1 comes after 5"),
+    "a message without a number": (sends(encode(Heartbeat())), "Heartbeat of eu-1 has no number"),
     "an unknown type": (sends(msgspec.msgpack.encode({"type": "Overthrow", "seq": 6})), "could not be read"),
     "data with an endless name": (
         sends(encode(Register(datasets=(("\x01" * 900_000, 0, 1.0),), epochs=1, batch=1, seq=6))),

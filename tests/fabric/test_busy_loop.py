@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.wire import FabricLimits
+from atoll.fabric.wire import PROTOCOL_HEADER, FabricLimits
 from atoll.protocol.messages import PROTOCOL, Hello
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class Syncer(OtherEnd):
         key = next(line.split(": ")[1] for line in lines if line.lower().startswith("sec-websocket-key"))
         accept = b64encode(sha1((key + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11").encode()).digest()).decode()
         answer = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        self.sock.sendall(f"{answer}Sec-WebSocket-Accept: {accept}\r\n\r\n".encode())
+        version = f"{PROTOCOL_HEADER}: {PROTOCOL}\r\n"
+        self.sock.sendall(f"{answer}{version}Sec-WebSocket-Accept: {accept}\r\n\r\n".encode())
         self.talk(bytes([PONG, 0]))
 
 

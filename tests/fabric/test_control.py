@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
-from atoll.protocol.messages import PROTOCOL, Ending, Heartbeat, Hello, Leave, Refused, Started
+from atoll.protocol.messages import OLDEST, PROTOCOL, Ending, Heartbeat, Hello, Leave, Refused, Started
 
 if TYPE_CHECKING:
     from .conftest import Place
@@ -36,12 +36,13 @@ async def test_hello_opens_a_channel_both_ways(place: Place) -> None:
     assert place.server.bytes_in > 0 and place.server.bytes_out > 0
 
 
-async def test_another_protocol_is_refused(place: Place, hello: Make) -> None:
+@pytest.mark.parametrize("version", [OLDEST - 1, PROTOCOL + 1])
+async def test_another_protocol_is_refused(place: Place, hello: Make, version: int) -> None:
     await place.open()
     socket = await place.socket()
-    await socket.send_bytes(encode(hello(protocol=PROTOCOL + 1)))
+    await socket.send_bytes(encode(hello(protocol=version)))
     answer = await refusal(socket)
-    assert answer.final and f"the learner speaks {PROTOCOL + 1}" in answer.reason
+    assert answer.final and f"the learner speaks {version}" in answer.reason
     assert place.handlers.log == []
 
 
@@ -105,11 +106,11 @@ async def test_a_newer_channel_of_the_same_session_replaces_the_older_silently(p
     await older.send_bytes(encode(hello()))
     await place.handlers.until("opened")
     newer = await place.socket()
-    await newer.send_bytes(encode(hello()))
+    await newer.send_bytes(encode(hello(seq=2)))
     await place.handlers.until("opened", 2)
     async with asyncio.timeout(10):
         assert [decode_from_syncer(frame.data) async for frame in older] == [Started(uploader="nobody")]
-    await newer.send_bytes(encode(Heartbeat()))
+    await newer.send_bytes(encode(Heartbeat(seq=3)))
     await place.handlers.until("received")
     assert place.handlers.told("closed") == []
     await newer.close()
@@ -126,7 +127,7 @@ async def test_a_newer_session_that_the_desk_refuses_leaves_the_older_channel(pl
     newer = await place.socket()
     await newer.send_bytes(encode(hello(session="s1")))
     assert (await refusal(newer)).reason == "one is enough"
-    await older.send_bytes(encode(Heartbeat()))
+    await older.send_bytes(encode(Heartbeat(seq=2)))
     await place.handlers.until("received")
     assert place.handlers.told("closed") == []
 

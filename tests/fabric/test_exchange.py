@@ -1,10 +1,10 @@
-"""A run can be upgraded while it goes on: version 2 and version 1 understand each other, both ways.
+"""What this version is, held against a recorded exchange of it: the next version is to understand the same frames.
 
-`exchanges/v1.json` is a real run of version 1, recorded by `exchanges/record.py` at the last commit before version 2: a
-syncer on loopback and a learner in a process of its own that gives the first parameters, trains on leases, answers
-pulls, saves its part of a cut, falls silent for a second and ends with the run. It holds the raw frames of both sides
-and the bodies of the learner in the order in which the syncer saw them, and the field names of every message. It is
-never recorded anew: later versions add files of their own beside it.
+`exchanges/v2.json` is a real run of version 2, recorded by `exchanges/record.py`: a syncer on loopback and a learner in
+a process of its own that gives the first parameters, trains on leases, answers pulls, saves its part of a cut, falls
+silent for a second and ends with the run. It holds the raw frames of both sides and the bodies of the learner in the
+order in which the syncer saw them, and the field names of every message. Once version 2 is released it is never
+recorded anew: later versions add files of their own beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from atoll.config import convert
 from atoll.fabric.address import parse_address
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import (
+    DIGEST_HEADER,
     PROTOCOL_HEADER,
+    SESSION_HEADER,
     decode_from_learner,
     decode_from_syncer,
     encode,
@@ -41,7 +43,7 @@ from atoll.syncer.service import SyncerService
 from atoll.telemetry.events import EventLog
 
 WAIT_S = 20.0
-RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "exchanges" / "v1.json").read_text())
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "exchanges" / "v2.json").read_text())
 EXCHANGE: list[dict[str, str]] = RECORDED["exchange"]
 FIELDS: dict[str, list[str]] = RECORDED["fields"]
 
@@ -54,18 +56,6 @@ HELLO = decode_from_learner(frames("learner")[0])
 assert isinstance(HELLO, msg.Hello)
 
 
-def assert_of_version_1(data: bytes) -> str:
-    """Nothing in it that version 1 does not know; its type."""
-    said = msgspec.msgpack.decode(data)
-    kind = said.pop("type")
-    assert said.keys() <= set(FIELDS[kind]), f"{kind} has {said.keys() - set(FIELDS[kind])}"
-    assert said.get("settings", {}).keys() <= set(FIELDS["Settings"])
-    for name, part in (("tensors", "TensorSpec"), ("ranges", "Range"), ("leases", "Range"), ("members", "Member")):
-        for one in said.get(name, ()):
-            assert one.keys() <= set(FIELDS[part])
-    return str(kind)
-
-
 def place_of(data: bytes) -> tuple[object, ...]:
     """What a syncer's frame is about: the same in every run of the same course."""
     said = msgspec.msgpack.decode(data)
@@ -75,39 +65,28 @@ def place_of(data: bytes) -> tuple[object, ...]:
 # ---- what was recorded --------------------------------------------------------------------------------------------
 
 
-def test_the_recording_is_of_version_1_and_whole() -> None:
-    assert RECORDED["protocol"] == HELLO.protocol == 1
-    learner = {assert_of_version_1(data) for data in frames("learner")}
-    syncer = {assert_of_version_1(data) for data in frames("syncer")}
+def test_the_recording_is_of_this_version_and_whole() -> None:
+    assert RECORDED["protocol"] == HELLO.protocol == msg.PROTOCOL
+    learner = {place_of(data)[0] for data in frames("learner")}
+    syncer = {place_of(data)[0] for data in frames("syncer")}
     assert learner == {"Hello", "Progress", "Heartbeat", "Register", "Contribution", "CutSaved", "Leave"}
     assert syncer == {"Welcome", "Started", "Lease", "Pull", "Announce", "Ending", "Finish"}
 
 
-def test_every_frame_of_version_1_is_understood_and_means_the_same() -> None:
+def test_every_recorded_frame_is_understood_and_would_be_sent_the_same() -> None:
     for data in frames("learner"):
-        message = decode_from_learner(data)
-        assert decode_from_learner(encode(message, 1)) == message
-        assert message.seq == 0
+        assert encode(decode_from_learner(data)) == data
     for data in frames("syncer"):
-        message = decode_from_syncer(data)
-        assert decode_from_syncer(encode(message, 1)) == message
-        if isinstance(message, msg.Welcome):
-            assert message.protocol == 1
+        assert encode(decode_from_syncer(data)) == data
 
 
-def test_what_is_new_is_what_version_1_did_not_have() -> None:
-    """The tables in protocol/messages.py, held against the recording."""
-    kinds = {kind.__name__: kind for kind in (*msg.FromLearner.__args__, *msg.FromSyncer.__args__)}
-    assert kinds.keys() - FIELDS.keys() == msg.NEW_MESSAGES
-    for name in kinds.keys() & FIELDS.keys():
-        new = set(kinds[name].__struct_encode_fields__) - set(FIELDS[name])
-        assert new == msg.NEW_FIELDS["*"] | msg.NEW_FIELDS.get(name, frozenset()), name
-    for part in (msg.TensorSpec, msg.Range, msg.Member):
-        assert list(part.__struct_encode_fields__) == FIELDS[part.__name__]
-    assert set(Settings.__struct_encode_fields__) - set(FIELDS["Settings"]) == msg.NEW_SETTINGS
+def test_every_message_has_the_fields_that_it_had_when_this_version_was_recorded() -> None:
+    """Otherwise it is another version: peers refuse fields that they do not know."""
+    kinds = (*msg.FromLearner.__args__, *msg.FromSyncer.__args__, msg.TensorSpec, msg.Range, msg.Member, Settings)
+    assert {kind.__name__: list(kind.__struct_encode_fields__) for kind in kinds} == FIELDS
 
 
-# ---- a learner of version 1, a syncer of version 2 ------------------------------------------------------------------
+# ---- the recorded learner, a real syncer ----------------------------------------------------------------------------
 
 
 class Syncer:
@@ -152,11 +131,61 @@ async def syncer(tmp_path: Path) -> AsyncIterator[Syncer]:
     syncer.run_store.close()
 
 
-async def test_a_syncer_says_its_version_when_a_channel_opens(syncer: Syncer) -> None:
+class RecordedLearner:
+    """Says what was recorded, when it has heard what was recorded."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.url, self.http, self.socket = url, http, socket
+        self._unmatched: list[tuple[object, ...]] = []
+
+    async def play(self) -> None:
+        for entry in EXCHANGE:
+            if entry["from"] == "syncer":
+                await self._until(place_of(bytes.fromhex(entry["frame"])))
+            elif "put" in entry:
+                await self._put(entry)
+            else:
+                with suppress(ConnectionError):  # its last word may come after the syncer hung up
+                    await self.socket.send_bytes(bytes.fromhex(entry["frame"]))
+
+    async def _until(self, place: tuple[object, ...]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while place not in self._unmatched:
+                frame = await self.socket.receive()
+                assert frame.type is aiohttp.WSMsgType.BINARY, f"waiting for {place}: {frame}"
+                self._unmatched.append(place_of(frame.data))
+        self._unmatched.remove(place)
+
+    async def _put(self, entry: dict[str, str]) -> None:
+        assert isinstance(HELLO, msg.Hello)
+        url = self.url + entry["put"]
+        headers = {SESSION_HEADER: HELLO.session, DIGEST_HEADER: entry["digest"], **shown(self.url, url)}
+        async with self.http.put(url, data=bytes.fromhex(entry["body"]), headers=headers) as answer:
+            assert answer.status == 204, await answer.text()
+
+
+def shown(syncer_url: str, url: str) -> dict[str, str]:
+    """What a process of the syncer's user shows at its door."""
+    return parse_address(syncer_url, {}).headers_for(url)
+
+
+async def test_the_recorded_learner_takes_part_in_a_run(syncer: Syncer) -> None:
     url = f"{syncer.url}/v1/control"
-    headers = {**parse_address(syncer.url, {}).headers_for(url), **UPGRADE}
+    async with aiohttp.ClientSession() as http, http.ws_connect(url, headers=shown(syncer.url, url)) as socket:
+        await RecordedLearner(syncer.url, http, socket).play()
+        await syncer.until("left")
+    assert syncer.service.server.bad_frames == 0 and not syncer.said("refused")
+    rounds = [event["round"] for event in syncer.said("round")]
+    assert rounds == [place_of(data)[1] for data in frames("syncer") if place_of(data)[0] == "Announce"]
+    assert all(event["members"][0]["learner"] == "learner-0" for event in syncer.said("round"))
+    assert [event["learner"] for event in syncer.said("left")] == ["learner-0"]
+
+
+async def test_a_syncer_names_the_versions_that_it_understands_when_a_channel_opens(syncer: Syncer) -> None:
+    url = f"{syncer.url}/v1/control"
+    headers = {**shown(syncer.url, url), **UPGRADE}
     async with aiohttp.ClientSession() as http, http.get(url, headers=headers) as answer:
-        assert answer.status == 101 and answer.headers[PROTOCOL_HEADER] == "2"
+        assert answer.status == 101 and answer.headers[PROTOCOL_HEADER] == "2-2"
 
 
 UPGRADE = {
@@ -167,21 +196,23 @@ UPGRADE = {
 }
 
 
-# ---- a learner of version 2, a syncer of version 1 ------------------------------------------------------------------
+# ---- a real learner, the recorded syncer ----------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def old_syncer(heard: list[bytes]) -> AsyncIterator[str]:
-    """It names no version, and after a hello says all that was recorded."""
+async def recorded_syncer(heard: list[bytes], version: str | None) -> AsyncIterator[str]:
+    """Names this version, and after a hello says all that was recorded."""
 
     async def control(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
+        if version is not None:
+            socket.headers[PROTOCOL_HEADER] = version
         await socket.prepare(request)
-        heard.append((await socket.receive()).data)
-        for data in frames("syncer"):
-            await socket.send_bytes(data)
         async for frame in socket:
             heard.append(frame.data)
+            if len(heard) == 1:
+                for data in frames("syncer"):
+                    await socket.send_bytes(data)
         return socket
 
     app = web.Application()
@@ -193,14 +224,14 @@ async def old_syncer(heard: list[bytes]) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-class NewLearner:
+class Learner:
     """The shipped rules and a link; its training process makes a step for every message, and every body arrives."""
 
     def __init__(self, url: str) -> None:
         assert isinstance(HELLO, msg.Hello)
         self.machine = LearnerMachine(HELLO.learner, HELLO.session, HELLO.tensors)
         self.t, self.heard, self.lost = 0, 0, asyncio.Event()
-        self.finished = asyncio.Event()
+        self.finished, self.end = asyncio.Event(), ""
         self.reads: dict[int, int] = {}
         self.link = SyncerConnection(
             url,
@@ -234,19 +265,47 @@ class NewLearner:
                     self.reads[number] = fragment
                 case fx.Upload(number, attempt):
                     self._tell(fx.Uploaded(number, attempt, "0" * 32))
-                case fx.Stop(final=True):
+                case fx.Stop(reason, final=True):
+                    self.end = reason
                     self.finished.set()
 
 
-async def test_a_learner_of_version_2_speaks_version_1_to_a_syncer_that_names_none() -> None:
+async def ended(url: str) -> Learner:
+    """A learner that dialled this syncer and has stopped."""
+    learner = Learner(url)
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(learner.link.run())
+        await learner.finished.wait()
+        await learner.link.close()
+    return learner
+
+
+@pytest.mark.parametrize("version", ["2", "2-2", "2-3", "1-2"])
+async def test_a_learner_takes_part_in_the_recorded_run(version: str) -> None:
     heard: list[bytes] = []
-    async with old_syncer(heard) as url:
-        learner = NewLearner(url)
-        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-            tasks.create_task(learner.link.run())
-            await learner.finished.wait()
-            await learner.link.close()
+    async with recorded_syncer(heard, version) as url:
+        learner = await ended(url)
     assert learner.heard == len(frames("syncer")) and not learner.lost.is_set()
-    kinds = [assert_of_version_1(data) for data in heard]
-    assert kinds[0] == "Hello" and msgspec.msgpack.decode(heard[0])["protocol"] == 1
-    assert {"Progress", "Contribution", "Leave"} <= set(kinds)
+    said = [decode_from_learner(data) for data in heard]
+    assert isinstance(said[0], msg.Hello) and said[0].protocol == 2
+    assert {"Progress", "Contribution", "Leave"} <= {type(message).__name__ for message in said}
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        pytest.param(None, "the syncer names no version", id="none"),
+        pytest.param("latest", "the syncer names no version", id="no-number"),
+        pytest.param("1", "the syncer speaks 1", id="older"),
+        pytest.param("3", "the syncer speaks 3", id="newer"),
+        pytest.param("3-4", "the syncer speaks 3-4", id="newer-that-understands-no-older"),
+    ],
+)
+async def test_a_learner_says_so_and_ends_where_a_syncer_has_no_version_in_common(
+    version: str | None, says: str
+) -> None:
+    heard: list[bytes] = []
+    async with recorded_syncer(heard, version) as url:
+        learner = await ended(url)
+    assert learner.end == f"{url}: this learner speaks protocol 2, {says}: install the same version of atoll on both"
+    assert heard == [], "nothing is said to it, not even a hello"

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from atoll.fabric.control_channel import ControlChannel, SendQueue, SequenceNumbers
 from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import Heartbeat, Hello, Leave, Refused
+from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Refused
 
 if TYPE_CHECKING:
     from .conftest import Place
 
 
-def channel(learner: str = "a", session: str = "s", protocol: int = 2) -> ControlChannel:
-    return ControlChannel(learner, session, outbox=SendQueue(4), abort=lambda: None, flush_s=1.0, protocol=protocol)
+def channel(learner: str = "a", session: str = "s") -> ControlChannel:
+    return ControlChannel(learner, session, outbox=SendQueue(4), abort=lambda: None, flush_s=1.0)
 
 
-def hello(seq: int, protocol: int = 2, session: str = "s0") -> bytes:
-    return encode(Hello(protocol=protocol, learner="learner-0", session=session, seq=seq))
+def hello(seq: int, session: str = "s0") -> bytes:
+    return encode(Hello(protocol=PROTOCOL, learner="learner-0", session=session, seq=seq))
 
 
 @given(st.lists(st.integers(0, 20), max_size=40))
@@ -93,7 +93,7 @@ async def test_a_successor_of_a_dead_courier_begins_above_it(place: Place) -> No
     [
         pytest.param(encode(Heartbeat(seq=8)), "Heartbeat 8 of learner-0 comes after 9", id="goes-back"),
         pytest.param(encode(Leave(reason="x", seq=9)), "Leave 9 of learner-0 comes after 9", id="said-before"),
-        pytest.param(encode(Heartbeat()), "Heartbeat 0 of learner-0 comes after 9", id="not-numbered"),
+        pytest.param(encode(Heartbeat()), "Heartbeat of learner-0 has no number", id="not-numbered"),
     ],
 )
 async def test_a_message_that_was_said_before_costs_the_channel(place: Place, again: bytes, says: str) -> None:
@@ -109,7 +109,7 @@ async def test_a_message_that_was_said_before_costs_the_channel(place: Place, ag
     [
         pytest.param(hello(7), "Hello 7 of learner-0 comes after 9", id="said-before"),
         pytest.param(hello(9), "it was said before, and counts once", id="with-a-number-that-is-taken"),
-        pytest.param(hello(0, protocol=1), "spoke protocol 2 in this session and now 1", id="downgrade"),
+        pytest.param(hello(0), "Hello of learner-0 has no number", id="not-numbered"),
     ],
 )
 async def test_a_hello_that_was_said_before_opens_nothing_and_the_owner_stays(
@@ -122,6 +122,12 @@ async def test_a_hello_that_was_said_before_opens_nothing_and_the_owner_stays(
     assert place.server.bad_frames == 1 and len(place.handlers.told("opened")) == 1
     await owner.send_bytes(encode(Heartbeat(seq=10)))
     await place.handlers.until("received", 2)
+
+
+async def test_a_hello_without_a_number_opens_nothing(place: Place) -> None:
+    await place.open()
+    assert "Hello of learner-0 has no number" in (await refused(await spoke(place, hello(0)))).reason
+    assert place.server.bad_frames == 1 and place.handlers.log == []
 
 
 async def test_another_session_counts_for_itself(place: Place) -> None:

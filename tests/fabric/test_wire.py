@@ -12,22 +12,21 @@ from atoll.fabric.wire import (
     FabricLimits,
     ScoreReport,
     check_hello,
+    check_syncer_version,
     decode_from_learner,
     decode_from_syncer,
     decode_score,
     digest,
     encode,
     one_line,
-    spoken,
-    understood,
 )
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.protocol.messages import (
+    OLDEST,
     PROTOCOL,
     Announce,
     Contribution,
     Decline,
-    Drain,
     Ending,
     Finish,
     FromLearner,
@@ -187,12 +186,12 @@ def test_deep_nesting_is_a_peer_error() -> None:
         decode_from_learner(b"\x81\xa5clock" + b"\x91" * 100_000)
 
 
-def test_another_protocol_is_refused_with_the_fix() -> None:
+@pytest.mark.parametrize("version", [0, OLDEST - 1, PROTOCOL + 1])
+def test_another_protocol_is_refused_with_the_fix(version: int) -> None:
     with pytest.raises(PeerError) as caught:
-        check_hello(Hello(protocol=PROTOCOL + 1, learner="a", session="s"))
+        check_hello(Hello(protocol=version, learner="a", session="s"))
     assert str(caught.value) == (
-        "this syncer speaks protocol 2 and understands 1, the learner speaks 3: "
-        "install the same version of atoll on both"
+        f"this syncer speaks protocol 2, the learner speaks {version}: install the same version of atoll on both"
     )
 
 
@@ -223,30 +222,24 @@ def test_limits_are_above_zero() -> None:
         FabricLimits(hello_s=0)
 
 
+@pytest.mark.parametrize("header", ["2", "2-2", "1-2", "2-3", "0-999999999"])
+def test_a_syncer_with_a_version_in_common_is_accepted(header: str) -> None:
+    check_syncer_version(header)
+
+
 @pytest.mark.parametrize(
-    ("header", "version"), [(None, 1), ("", 1), ("1", 1), ("2", 2), ("17", 17), ("x", 1), ("9" * 5000, 1)]
+    ("header", "says"),
+    [
+        *((header, "names no version") for header in (None, "", "x", "2-", "9" * 5000)),
+        *((header, f"speaks {header}") for header in ("1", "0-1", "3", "3-17")),
+    ],
 )
-def test_a_syncer_that_names_no_version_speaks_the_first(header: str | None, version: int) -> None:
-    assert spoken(header) == version
-
-
-@given(from_syncer)
-def test_version_1_is_told_the_same_less_what_is_new(message: FromSyncer) -> None:
-    assert decode_from_syncer(encode(message, 1)) == message
-
-
-def test_version_1_is_told_nothing_new() -> None:
-    settings = Settings(weight_limit=4.0)
-    welcome = Welcome(
-        run="r", incarnation=1, settings=settings, fingerprint="", versions=(), gathering=0, protocol=2, seq=7
+def test_a_syncer_of_another_version_is_refused_with_the_fix(header: str | None, says: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        check_syncer_version(header)
+    assert str(caught.value) == (
+        f"this learner speaks protocol 2, the syncer {says}: install the same version of atoll on both"
     )
-    said = msgspec.msgpack.decode(encode(welcome, 1))
-    assert not {"protocol", "seq"} & said.keys() and "weight_limit" not in said["settings"]
-    given = Contribution(
-        round=1, attempt=1, fragment=0, base=0, t=1, steps=1, tokens=1, digest="", run="r", learner="a"
-    )
-    assert not {"run", "learner", "incarnation"} & msgspec.msgpack.decode(encode(given, 1)).keys()
-    assert not understood(Drain(reason="x"), 1) and understood(Drain(reason="x"), 2)
 
 
 def test_what_is_at_its_default_is_not_sent() -> None:

@@ -448,6 +448,6 @@ def test_a_lease_that_is_meant_for_another_life_is_passed_over() -> None:
     welcome = Welcome(run="r", incarnation=5, settings=settings, fingerprint="", versions=(0,), gathering=0)
     machine.handle(0.0, fx.Arrived(welcome))
     ranges = (Range(7, 0, 0, 0, 64),)
-    for incarnation, taken in ((4, False), (6, False), (5, True), (0, True)):  # 0: a syncer of version 1 does not say
+    for incarnation, taken in ((4, False), (6, False), (5, True), (0, False)):
         effects = machine.handle(0.0, fx.Arrived(Lease(ranges=ranges, incarnation=incarnation)))
         assert (fx.Supply(ranges) in effects) == taken

@@ -277,7 +277,7 @@ class Siege:
         if self.dice.random() < 0.1:
             versions = versions[: self.dice.randrange(P)]
         return msg.Hello(
-            protocol=self.dice.choice((1, 2)),
+            protocol=2,
             learner=ROGUE,
             session=self.session,
             run=run,

@@ -280,8 +280,8 @@ def test_the_last_to_stop_ends_the_run_also_when_the_others_have_left() -> None:
 def test_one_that_holds_a_global_model_gives_the_first_parameters_rather_than_a_newcomer() -> None:
     """After a restart of the syncer a learner that has only just started may well be the first to come."""
     syncer = Syncer.fresh(Settings(learners=2, fragments=2, sync_every=4), run="new", fingerprint="plan")
-    newcomer = Hello(protocol=1, learner="learner-0", session="a")
-    survivor = Hello(protocol=1, learner="learner-1", session="b", run="old", versions=(3, 3))
+    newcomer = Hello(protocol=2, learner="learner-0", session="a")
+    survivor = Hello(protocol=2, learner="learner-1", session="b", run="old", versions=(3, 3))
     asked = [effect.message for effect in syncer.handle(0.0, Greeted(newcomer)) if isinstance(effect, Send)]
     assert [message.upload for message in asked if isinstance(message, Welcome)] == [True]
     asked = [effect.message for effect in syncer.handle(0.1, Greeted(survivor)) if isinstance(effect, Send)]

@@ -103,6 +103,7 @@ def test_an_answer_of_an_earlier_incarnation_is_discarded() -> None:
         ({"incarnation": 2}, "it is of learner-0 (incarnation 2)"),
         ({"incarnation": 0}, "it is of learner-0 (incarnation 0)"),
         ({"run": "", "learner": ""}, "it is of nobody (incarnation 1) in run none"),
+        ({"run": "", "learner": "", "incarnation": 0}, "it is of nobody (incarnation 0) in run none"),
         ({"term": 7}, "it is of term 7, the run is in term"),
     ],
 )
@@ -137,14 +138,6 @@ def test_what_is_not_its_own_does_not_throw_away_what_was_given() -> None:
     give(world, answer)
     assert give(world, answer, run="another") == []
     assert ("learner-0", answer.round, 1) in world.payloads
-
-
-def test_version_1_names_no_run_and_no_life() -> None:
-    world, answer = pulled()
-    world.syncer.members.learners["learner-0"].protocol = 1
-    assert refusals(give(world, answer, run="", learner="", incarnation=0)) == []
-    world.run_until(round=answer.round + 1)
-    assert world.members(answer.round) == {"learner-0", "learner-1"}
 
 
 def test_right_after_a_takeover_nobody_is_refused_for_its_term() -> None:

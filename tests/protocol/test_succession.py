@@ -34,7 +34,7 @@ def test_the_second_process_is_told_who_has_the_name_and_what_to_do() -> None:
 
 
 def test_one_that_does_not_say_where_it_is_is_named_by_its_address() -> None:
-    hello = Hello(protocol=1, learner="learner-0", session="s")
+    hello = Hello(protocol=2, learner="learner-0", session="s")
     assert Holder.of(hello, "10.0.0.7") == Holder("s", host="10.0.0.7")
     assert Holder.of(Hello(protocol=2, learner="a", session="s", host="rack-3", pid=5), "10.0.0.7").host == "rack-3"
 

@@ -185,7 +185,7 @@ def test_one_that_was_there_in_the_term_before_goes_on_as_it_was() -> None:
 
 
 def greeted(syncer: Syncer, now: float, **known: Any) -> Welcome:
-    hello = Hello(protocol=1, learner="learner-0", session="session", **known)
+    hello = Hello(protocol=2, learner="learner-0", session="session", **known)
     sent = [effect.message for effect in syncer.handle(now, fx.Greeted(hello)) if isinstance(effect, fx.Send)]
     return next(message for message in sent if isinstance(message, Welcome))
 

@@ -5,8 +5,10 @@ Rules:
   wait drawn evenly from 0 to 0.1 s, 0.2 s, … 1 s; the first message that is no refusal sets the wait back;
 - `send` never waits; it says False when the channel is down or its queue (1024 messages) is full (which drops it);
 - where several addresses are named (a,b,c), a loss moves on to the next: a successor is found by itself;
-- a syncer says its version when a channel opens, and is told nothing that is newer; every message is numbered, and no
-  number comes twice in a session, also over another connection or another courier of the same training process;
+- a syncer names the versions it understands when a channel opens; if ours is not among them it gets no message, and
+  the learner hears a final refusal;
+- every message is numbered, and no number comes twice in a session, also over another connection or another courier of
+  the same training process;
 - a dead syncer is noticed within 9 s by pings, at once where its machine says so;
 - bodies travel on connections of their own (16 at most) so that bulk never starves control.
 """
@@ -35,9 +37,16 @@ from atoll.fabric.transfer import (
     reason_of,
     showing,
 )
-from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode, one_line
+from atoll.fabric.wire import (
+    PROTOCOL_HEADER,
+    FabricLimits,
+    check_syncer_version,
+    decode_from_syncer,
+    encode,
+    one_line,
+)
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
-from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Refused
+from atoll.protocol.messages import FromLearner, FromSyncer, Hello, Refused
 
 
 class SyncerConnection:
@@ -65,7 +74,6 @@ class SyncerConnection:
         self._limits = limits or FabricLimits()
         self._jitter = jitter
         self._outbox: SendQueue | None = None
-        self._protocol = PROTOCOL
         self._seq = time.monotonic_ns()
         """Of the last message. Where a courier died, its successor begins above whatever it had counted to."""
         self._backoff_s = self._limits.backoff_s
@@ -204,13 +212,13 @@ class SyncerConnection:
             socket = await self._dial()
         except TimeoutError:
             return f"{self.url} did not answer within {self._limits.dial_s:g} s{self._address.through}"
-        except AccessDenied as error:
+        except FinalRefusal as error:
             self._on_message(Refused(reason=str(error), final=True))
             return str(error)
         except (Unreachable, PeerError) as error:
             return one_line(f"{self.url} cannot be reached: {error}")
         outbox = SendQueue(self._limits.send_queue)
-        outbox.put(self._numbered(self._introduced(socket.version)))
+        outbox.put(self._numbered(self._hello()))
         self._outbox = outbox
         if self._closing.is_set():
             outbox.close()
@@ -226,15 +234,9 @@ class SyncerConnection:
             await close_socket(socket)  # also when this task is cancelled; a closed one stays as it is
         return reason
 
-    def _introduced(self, version: int) -> Hello:
-        """The hello, in the newest version that both sides speak."""
-        hello = self._hello()
-        self._protocol = min(hello.protocol, version)
-        return msgspec.structs.replace(hello, protocol=self._protocol)
-
     def _numbered(self, message: FromLearner) -> bytes:
         self._seq += 1
-        return encode(msgspec.structs.replace(message, seq=self._seq), self._protocol)
+        return encode(msgspec.structs.replace(message, seq=self._seq))
 
     async def _dial(self) -> ClientSocket:
         assert self._control is not None
@@ -301,8 +303,8 @@ def _control_session(address: SyncerAddress, limits: FabricLimits) -> aiohttp.Cl
     )
 
 
-class AccessDenied(PeerError):
-    """The syncer does not let us in, and dialling again with the same token cannot help."""
+class FinalRefusal(PeerError):
+    """The syncer does not let us in, or speaks another version: dialling again cannot help."""
 
 
 def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
@@ -320,7 +322,13 @@ def _plain_answers(address: SyncerAddress) -> aiohttp.ClientMiddlewareType:
                 response.close()  # also when nobody waits for the reason any more
             if address.headers_for(str(request.url)).get("Authorization") != request.headers.get("Authorization"):
                 raise PeerError(reason)  # its secrets were published since it was dialled: the next dial shows them
-            raise AccessDenied(reason)
+            raise FinalRefusal(reason)
+        if response.status == 101:
+            try:
+                check_syncer_version(response.headers.get(PROTOCOL_HEADER))
+            except PeerError as error:
+                response.close()
+                raise FinalRefusal(one_line(f"{request.url.origin()}: {error}")) from None
         return response
 
     return answer

@@ -81,7 +81,7 @@ class ControlServer:
             max_msg_size=limits.control_bytes,
             timeout=limits.flush_s,
         )
-        socket.headers[PROTOCOL_HEADER] = str(PROTOCOL)
+        socket.headers[PROTOCOL_HEADER] = f"{OLDEST}-{PROTOCOL}"
         try:
             await socket.prepare(request)
         except ValueError:  # of a key that is no text
@@ -108,7 +108,6 @@ class ControlServer:
             abort=lambda: _abort(request),
             token=request[VISITOR].token,
             mark=request[VISITOR].mark,
-            protocol=hello.protocol,
             holder=Holder.of(hello, request.remote or ""),
             liveness=PeerPing(socket.ping),
         )
@@ -212,7 +211,7 @@ class ControlServer:
         self.bad_frames += 1
         try:
             async with asyncio.timeout(self._limits.flush_s):
-                await self._send(socket, encode(Refused(reason=one_line(error), final=final), OLDEST))
+                await self._send(socket, encode(Refused(reason=one_line(error), final=final)))
                 await socket.close()
         except (OSError, TimeoutError):
             pass  # it is gone already

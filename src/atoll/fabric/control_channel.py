@@ -6,8 +6,8 @@ Rules:
 - a reply may lie unread in the socket because this end's event loop was busy: then nobody is declared dead. When a loop
   comes back it reads sockets before it looks at timers, so whatever was read in the same turn counts;
 - messages of a (learner, session) are numbered, over all its connections, and numbers only go up: a message that is
-  sent again, by anybody, is refused, and so is a hello, so nobody opens a channel with another's;
-- a session that numbered its messages (version 2) cannot claim version 1 later, where nothing is numbered;
+  sent again, by anybody, is refused, and so is a hello, so nobody opens a channel with another's; so is a message
+  without a number;
 - the sequence numbers of a bounded number of sessions are remembered, those heard last. What is forgotten, or was sent
   to another syncer, can be replayed: numbers are a second line behind TLS, not a replacement.
 """
@@ -18,15 +18,15 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
 from msgspec.structs import replace
 
-from atoll.fabric.wire import PROTOCOL_HEADER, encode, one_line, spoken, understood
+from atoll.fabric.wire import encode, one_line
 from atoll.protocol.errors import PeerError
-from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer
+from atoll.protocol.messages import FromLearner, FromSyncer
 from atoll.protocol.succession import Holder
 
 
@@ -43,7 +43,6 @@ class ControlChannel:
         flush_s: float,
         token: str = "",
         mark: str = "",
-        protocol: int = PROTOCOL,
         holder: Holder | None = None,
         liveness: PeerPing | None = None,
     ) -> None:
@@ -51,8 +50,6 @@ class ControlChannel:
         self.session = session
         self.token, self.mark = token, mark
         """The name and the mark of what it showed at the door; no secret."""
-        self.protocol = protocol
-        """The version that both sides speak on it."""
         self.holder = holder or Holder(session)
         """Who has the learner's name by it."""
         self.liveness = liveness
@@ -68,10 +65,8 @@ class ControlChannel:
         return self._outbox.closed
 
     def send(self, message: FromSyncer) -> None:
-        """Never waits. A peer that lets too much pile up loses the channel; what its version lacks it is not told."""
-        if not understood(message, self.protocol):
-            return
-        if not self._outbox.closed and not self._outbox.put(encode(message, self.protocol)):
+        """Never waits. A peer that lets too much pile up loses the channel."""
+        if not self._outbox.closed and not self._outbox.put(encode(message)):
             self.drop("the learner reads too slowly: its queue of messages is full")
 
     def close(self, reason: str) -> None:
@@ -163,9 +158,6 @@ class PeerPing:
 
 # ---- sequence numbers -----------------------------------------------------------------------------------------------
 
-NUMBERED = 2
-"""The version since which messages are numbered."""
-
 M = TypeVar("M", bound=FromLearner)
 
 
@@ -179,27 +171,21 @@ class SequenceNumbers:
         return len(self._last)
 
     def check(self, channel: ControlChannel, message: FromLearner) -> None:
-        """PeerError if it was said before, or is numbered otherwise than its session has been."""
-        last = self._last.get((channel.learner, channel.session))
-        if channel.protocol < NUMBERED:
-            if last is not None:
-                raise PeerError(
-                    f"{channel.learner} spoke protocol {NUMBERED} in this session and now {channel.protocol}: "
-                    "start its training process anew"
-                )
-        elif message.seq <= (last or 0):
+        """PeerError if it was said before, or has no number."""
+        last, what = self._last.get((channel.learner, channel.session), 0), type(message).__name__
+        if not message.seq:
+            raise PeerError(f"{what} of {channel.learner} has no number: every message of a learner has one")
+        if message.seq <= last:
             raise PeerError(
-                f"{type(message).__name__} {message.seq} of {channel.learner} comes after {last or 0}: "
-                "it was said before, and counts once"
+                f"{what} {message.seq} of {channel.learner} comes after {last}: it was said before, and counts once"
             )
 
     def note(self, channel: ControlChannel, message: FromLearner) -> None:
-        if channel.protocol >= NUMBERED:
-            key = (channel.learner, channel.session)
-            self._last[key] = message.seq
-            self._last.move_to_end(key)
-            if len(self._last) > self._most:
-                self._last.popitem(last=False)
+        key = (channel.learner, channel.session)
+        self._last[key] = message.seq
+        self._last.move_to_end(key)
+        if len(self._last) > self._most:
+            self._last.popitem(last=False)
 
 
 def unnumbered(message: M) -> M:
@@ -211,11 +197,7 @@ def unnumbered(message: M) -> M:
 
 
 class ClientSocket(aiohttp.ClientWebSocketResponse):
-    def __init__(
-        self, reader: Any, writer: Any, protocol: str | None, response: aiohttp.ClientResponse, *rest: Any, **more: Any
-    ) -> None:
-        super().__init__(reader, writer, protocol, response, *rest, **more)
-        self.version = spoken(response.headers.get(PROTOCOL_HEADER))
+    """The learner's end."""
 
     def _pong_not_received(self) -> None:
         if not self._need_heartbeat_reset:  # else something has come from it just now

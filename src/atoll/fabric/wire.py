@@ -1,7 +1,7 @@
 """Messages to bytes and back, and the hard limits on what a peer may send.
 
 Rules:
-- a peer of the version before is told nothing that came after it (protocol/messages.py says what that is);
+- a peer of a version that is not understood any more is refused with one line that says what to do;
 - control messages are msgpack, typed and tagged; what does not fit its type is a PeerError of one line, never a guess;
 - a message of a learner is read within 50 ms, whatever it is: only a hello, which names every tensor, may be large;
 - every number in `FabricLimits` is a bound on memory or time that a peer can cost us; nothing a peer does gets past it;
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,16 +21,7 @@ from msgspec import Meta
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
-from atoll.protocol.messages import (
-    NEW_FIELDS,
-    NEW_MESSAGES,
-    NEW_SETTINGS,
-    OLDEST,
-    PROTOCOL,
-    FromLearner,
-    FromSyncer,
-    Hello,
-)
+from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, Hello
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -40,7 +31,10 @@ DIGEST_HEADER = "Atoll-Digest"
 VERSION_HEADER = "Atoll-Version"
 ROUND_HEADER = "Atoll-Round"
 PROTOCOL_HEADER = "Atoll-Protocol"
-"""In the answer that opens a control channel: the syncer's version. Version 1 sends none."""
+"""In the answer that opens a control channel: the oldest and the newest version that the syncer understands, `2-3`; or
+the only one."""
+
+SAME = "install the same version of atoll on both"
 
 SAMPLE_CHARS = 4000
 """Of what a model wrote are kept."""
@@ -161,31 +155,8 @@ _score: msgspec.json.Decoder[ScoreReport] = msgspec.json.Decoder(ScoreReport)
 _words: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(list[str])
 
 
-def encode(message: FromLearner | FromSyncer, protocol: int = PROTOCOL) -> bytes:
-    """As a peer of this version understands it."""
-    return _encoder.encode(message if protocol >= PROTOCOL else _as_before(message))
-
-
-def understood(message: FromLearner | FromSyncer, protocol: int) -> bool:
-    """Whether a peer of this version knows such a message at all."""
-    return protocol >= PROTOCOL or type(message).__name__ not in NEW_MESSAGES
-
-
-def _as_before(message: FromLearner | FromSyncer) -> dict[str, Any]:
-    """Without what this version brought."""
-    kind = type(message).__name__
-    assert kind not in NEW_MESSAGES, f"{kind} means nothing to a peer of version {PROTOCOL - 1}"
-    said: dict[str, Any] = msgspec.to_builtins(message)
-    for new in NEW_FIELDS["*"] | NEW_FIELDS.get(kind, frozenset()):
-        said.pop(new, None)
-    if "settings" in said:
-        said["settings"] = {name: value for name, value in said["settings"].items() if name not in NEW_SETTINGS}
-    return said
-
-
-def spoken(header: str | None) -> int:
-    """The version of a syncer, by its header."""
-    return int(header) if header is not None and re.fullmatch(r"[0-9]{1,9}", header) else OLDEST
+def encode(message: FromLearner | FromSyncer) -> bytes:
+    return _encoder.encode(message)
 
 
 def decode_from_learner(data: Buffer) -> FromLearner:
@@ -213,10 +184,7 @@ def check_hello(message: FromLearner) -> Hello:
     if not isinstance(message, Hello):
         raise PeerError(f"the first message was {type(message).__name__}: a channel opens with Hello")
     if not OLDEST <= message.protocol <= PROTOCOL:
-        raise PeerError(
-            f"this syncer speaks protocol {PROTOCOL} and understands {OLDEST}, the learner speaks {message.protocol}: "
-            "install the same version of atoll on both"
-        )
+        raise PeerError(f"this syncer speaks protocol {PROTOCOL}, the learner speaks {message.protocol}: {SAME}")
     for what, name in (("learner", message.learner), ("session", message.session)):
         if not is_name(name):
             raise PeerError(f"{what} = '{one_line(name[:64])}' is no name: {ALLOWED}")
@@ -227,6 +195,15 @@ def check_hello(message: FromLearner) -> Hello:
         if not 0 <= count < MOST:
             raise PeerError(f"{what} = {count} is no count that a run reaches")
     return message
+
+
+def check_syncer_version(header: str | None) -> None:
+    """PeerError if the syncer that sent this header and this learner have no version in common."""
+    named = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9})", header or "")
+    if named is None:
+        raise PeerError(f"this learner speaks protocol {PROTOCOL}, the syncer names no version: {SAME}")
+    if int(named[2]) < OLDEST or int(named[1] or named[2]) > PROTOCOL:
+        raise PeerError(f"this learner speaks protocol {PROTOCOL}, the syncer speaks {named[0]}: {SAME}")
 
 
 def digest(data: Buffer) -> str:

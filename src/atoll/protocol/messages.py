@@ -6,9 +6,10 @@ is sent once the body is whole. Every message carries its sender's vector clock.
 bound in its type (limits.py), checked before the bytes behind it are read; all but a hello are short as a whole
 (fabric/wire.py).
 
-Rules for versions, so that a run can be upgraded while it goes on: version N understands N − 1, both ways. A new field
-has a default that means what the version before meant; a field at its default need not be sent; a peer of the version
-before is never sent a new field or a new message (`NEW_…` below; fabric/wire.py keeps to it).
+Versions: a hello names the learner's version, and the answer that opens a channel names those that the syncer
+understands, from `OLDEST` to `PROTOCOL`. Peers without a common version refuse each other, in one line. A released
+version is understood by the next one, both ways, so that a run can be upgraded while it goes on; a recorded exchange
+(tests/fabric/exchanges) says what a version is (docs/adr/0022).
 
     learner → syncer    Hello  Progress  Heartbeat  Register  Contribution  Decline  CutSaved  Leave
     syncer → learner    Welcome  Refused  Started  Lease  Pull  Recover  Announce  Drain  Ending  Finish
@@ -33,23 +34,8 @@ from atoll.protocol.tape import KEPT, AnyEntry
 
 PROTOCOL = 2
 """The version of these messages; checked at hello."""
-OLDEST = 1
+OLDEST = 2
 """The oldest version that is still understood."""
-NEW_MESSAGES = frozenset({"Drain"})
-"""What this version brought …"""
-NEW_FIELDS = {
-    "*": frozenset({"seq"}),
-    "Announce": frozenset({"restored"}),
-    "Contribution": frozenset({"run", "learner", "incarnation"}),
-    "Hello": frozenset({"tokens_per_step", "tokens_total", "host", "pid", "proof", "frozen"}),
-    "Help": frozenset({"frozen"}),
-    "Lease": frozenset({"incarnation"}),
-    "Progress": frozenset({"leaving", "missed", "inputs"}),
-    "Seek": frozenset({"frozen"}),
-    "Welcome": frozenset({"protocol", "least", "index", "frozen"}),
-}
-"""… also in messages that were there before; `*`: in all of them."""
-NEW_SETTINGS = frozenset({"weight_limit", "weight_limits", "guard", "wait_for_learners_s"})
 
 
 BUFFER_RULES = ("mean", "first")
@@ -313,7 +299,7 @@ class Welcome(Message, frozen=True):
     """The complete cuts that the run keeps."""
     session: Line = ""
     """Of the process it is meant for: it goes to whoever has the name by the time it is durable. Empty: anybody."""
-    protocol: Number = 1
+    protocol: Number = 0
     """The version that both sides speak on this channel."""
     least: Row = ()
     """Per fragment, the version that the run was last rolled back with: whoever holds less takes it in place of its own

@@ -1,8 +1,8 @@
 """How a learner and a run end in good order.
 
-A learner that is connected, and speaks a version that knows `Drain`, can be asked to leave. At the end of a run
-learners fetch the last versions and the evaluator scores them: the syncer waits for both, each for a limited time, and
-an event says whom it did not wait for any longer.
+A learner that is connected can be asked to leave. At the end of a run learners fetch the last versions and the
+evaluator scores them: the syncer waits for both, each for a limited time, and an event says whom it did not wait for
+any longer.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 
 from atoll.fabric.control_channel import ControlChannel
-from atoll.fabric.wire import one_line, understood
+from atoll.fabric.wire import one_line
 from atoll.protocol.effects import DrainAsked
 from atoll.protocol.errors import PeerError
 from atoll.protocol.ledger import Totals
-from atoll.protocol.messages import Drain
 from atoll.protocol.syncer.machine import Syncer
 from atoll.telemetry.events import EventLog
 
@@ -31,10 +30,6 @@ def ask_to_drain(learner: str, channel: ControlChannel | None, *, known: bool) -
             f"{learner} is away: it can be drained once it is back"
             if known
             else f"no learner of this run is called {one_line(learner)!r}: atoll status says who is there"
-        )
-    if not understood(Drain(reason=""), channel.protocol):
-        raise PeerError(
-            f"{learner} speaks protocol {channel.protocol}, which knows no drain: send its process SIGTERM instead"
         )
     return DrainAsked(learner, "the operator asked")
 

@@ -2,7 +2,8 @@
 
 A real syncer on a free port of this machine; a real learner in a process of its own, with its courier, which gives the
 first parameters, trains on leases, saves its part of a cut, falls silent for a while and ends with the run. Kept, in
-the order in which the syncer saw them: the raw frames of both directions, and the bodies that the learner sent.
+the order in which the syncer saw them: the raw frames of both directions, and the bodies that the learner sent. Only
+the hello is changed: the machine, the process and its proof are not those of whoever recorded it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from aiohttp import web
 from atoll.config import convert
 from atoll.fabric.control import ControlServer
 from atoll.fabric.intake import Intake
+from atoll.fabric.wire import decode_from_learner, encode
 from atoll.protocol import messages
 from atoll.protocol.settings import Settings
 from atoll.store.rundir import RunDir
@@ -68,11 +70,9 @@ class Recorder:
     def listen(self) -> None:
         frame, send, receive, kept = ControlServer._frame, ControlServer._send, Intake.receive, self.kept
 
-        async def heard(
-            control: ControlServer, socket: web.WebSocketResponse, deadline_s: float | None = None
-        ) -> bytes:
-            data = await frame(control, socket, deadline_s)
-            kept.append({"from": "learner", "frame": data.hex()})
+        async def heard(control: ControlServer, socket: web.WebSocketResponse, *rest: Any) -> bytes:
+            data = await frame(control, socket, *rest)
+            kept.append({"from": "learner", "frame": of_nobody(data).hex()})
             return data
 
         async def said(control: ControlServer, socket: web.WebSocketResponse, data: bytes) -> None:
@@ -85,6 +85,13 @@ class Recorder:
             return mark
 
         ControlServer._frame, ControlServer._send, Intake.receive = heard, said, came  # type: ignore[method-assign]
+
+
+def of_nobody(data: bytes) -> bytes:
+    message = decode_from_learner(data)
+    if isinstance(message, messages.Hello):
+        return encode(msgspec.structs.replace(message, host="machine", pid=1, proof=32 * "0"))
+    return data
 
 
 async def recorded(folder: Path) -> list[dict[str, str]]:
@@ -117,7 +124,17 @@ def main(path: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept = asyncio.run(recorded(Path(folder)))
     found = {"protocol": messages.PROTOCOL, "config": CONFIG, "fields": fields(), "exchange": kept}
-    Path(path).write_bytes(msgspec.json.format(json.dumps(found).encode(), indent=1) + b"\n")
+    lines = [f"{json.dumps(name)}: {one_a_line(part)}" for name, part in found.items()]
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def one_a_line(part: Any) -> str:
+    match part:
+        case dict():
+            return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(one)}" for name, one in part.items()) + "\n}"
+        case list():
+            return "[\n" + ",\n".join(f" {json.dumps(one)}" for one in part) + "\n]"
+    return json.dumps(part)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class LearnerMachine:
             case msg.Started(uploader=uploader):
                 self._take_start(now, uploader)
             case msg.Lease(ranges=ranges, over=over, own=own, incarnation=incarnation):
-                if incarnation in (0, self.incarnation):  # else it was meant for another life under this name
+                if incarnation == self.incarnation:  # else it was meant for another life under this name
                     self._do(fx.Supply(ranges, over, own))
             case msg.Pull():
                 self._pulls.answer_pull(now, message)

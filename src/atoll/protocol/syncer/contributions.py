@@ -196,12 +196,11 @@ def wrong_report(learner: KnownLearner, report: Progress, versions: Sequence[int
 def not_its_own(learner: KnownLearner, given: Contribution, run: str, term: int) -> str | None:
     """Whether a contribution was meant for another run, life or term than that of its connection.
 
-    Version 1 names neither run nor life. Who was welcomed knows the term: whoever is asked has heard of it.
+    Who was welcomed knows the term: whoever is asked has heard of it.
     """
-    if learner.protocol > 1:
-        said, own = (given.run, given.learner, given.incarnation), (run, learner.name, learner.incarnation)
-        if said != own:
-            return f"it is of {_life(*said)}, this channel of {_life(*own)}"
+    said, own = (given.run, given.learner, given.incarnation), (run, learner.name, learner.incarnation)
+    if said != own:
+        return f"it is of {_life(*said)}, this channel of {_life(*own)}"
     return f"it is of term {given.term}, the run is in term {term}" if given.term != term else None
 
 

@@ -21,7 +21,7 @@ from operator import gt
 
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.effects import Expel
-from atoll.protocol.messages import Drain, Ending, Finish, Hello, Refused, Started, Welcome
+from atoll.protocol.messages import PROTOCOL, Drain, Ending, Finish, Hello, Refused, Started, Welcome
 from atoll.protocol.records import StartedRecord
 from atoll.protocol.syncer.accounts import Accounts
 from atoll.protocol.syncer.cuts import Cuts
@@ -117,7 +117,7 @@ class Joining:
             taped=self.state.history.lives[learner.name].taped,
             cuts=self.state.history.kept_cuts,
             session=learner.session,
-            protocol=learner.protocol,
+            protocol=PROTOCOL,
             least=tuple(self.state.members.least) if max(self.state.members.least) > 0 else (),
             index=self.state.history.index_of(learner.name),
             frozen=self.state.history.begun.frozen,

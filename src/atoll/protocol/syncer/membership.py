@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import Literal
 
 from atoll.protocol.history import Life
-from atoll.protocol.messages import PROTOCOL, Hello, Progress
+from atoll.protocol.messages import Hello, Progress
 from atoll.protocol.settings import Settings
 from atoll.protocol.statistics import Average, median
 from atoll.protocol.syncer.claims import Counted, Usual, believed_rate, rate_of
@@ -32,8 +32,6 @@ class KnownLearner:
     incarnation: int
     joined_at: float
     fragments: int
-    protocol: int = PROTOCOL
-    """The version that it speaks."""
     state: State = "joining"
     recovered: bool = False
     """It has said that it took the run's parameters."""
@@ -183,7 +181,6 @@ class Membership:
             incarnation=1 + max(known.incarnation if known else 0, hello.incarnation if hello.run == run else 0),
             joined_at=now,
             fragments=self.settings.fragments,
-            protocol=hello.protocol,
             last_heard=now,
             last_step_at=now,
             t=hello.t,
@@ -233,7 +230,7 @@ class Membership:
 
     def _come_back(self, now: float, learner: KnownLearner, hello: Hello, run: str) -> None:
         """The same process dials again: what it holds is what it says now; what it offers, its next report tells."""
-        learner.protocol, learner.declared = hello.protocol, learner.declared or hello.tokens_per_step
+        learner.declared = learner.declared or hello.tokens_per_step
         same = hello.run == run and hello.incarnation == learner.incarnation
         recovered = learner.recovered and same and min(hello.versions, default=-1) >= 0
         learner.state = "training" if recovered else "joining"
