@@ -615,7 +615,7 @@ async def test_a_tape_of_a_life_that_has_not_begun_is_not_kept(fort: Fort) -> No
     assert rogue.link.send(taped(InformedEntry(0, 0), incarnation=99, seq=0))
     lost = await fort.stage.until("lost")
     assert lost["text"] == "eu-1 is gone: a report of incarnation 99, which has not begun"
-    assert not fort.machine.state.out.taping.take()
+    assert not fort.machine.state.out.taping.take_records()
     await fort.unharmed(before)
 
 

@@ -41,7 +41,9 @@ async def test_a_second_process_is_refused_while_the_first_answers(place: Place)
     assert await first_word(first) == Started(uploader="nobody")
     reading = asyncio.ensure_future(first.receive())  # whoever reads answers pings
     second = await dial(place, hello("second"))
-    refused = Refused(reason="learner-0 is here already, from rack-3, pid 12: choose another --name", final=True)
+    refused = Refused(
+        reason="learner-0 is here already, from rack-3, pid 12: choose another --name (ATOLL_LEARNER)", final=True
+    )
     assert await first_word(second) == refused
     assert place.handlers.told("opened") == [("opened", "learner-0", "first")]
     await first.send_bytes(encode(Heartbeat(seq=2)))
