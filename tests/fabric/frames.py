@@ -83,6 +83,7 @@ class Frames:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self._fuzz = Fuzz(seed)
+        self._hellos = 0
         self._messages = (given.data for given in self._fuzz.inputs(1 << 60) if given.kind == "learner")
         self._kinds: tuple[Callable[[], Pieces], ...] = (
             self._request,
@@ -109,7 +110,7 @@ class Frames:
         return [self._spoilt(self.dice.choice(REQUESTS)) for _ in range(self.dice.choice((1, 1, 1, 2, 20)))]
 
     def _handshake(self) -> Pieces:
-        return [self._spoilt(UPGRADE), frame(2, msgspec.msgpack.encode(hello("fuzz")))]
+        return [self._spoilt(UPGRADE), self._hello()]
 
     def _spoilt(self, request: bytes) -> bytes:
         dice = self.dice
@@ -143,8 +144,14 @@ class Frames:
         """A good handshake, mostly a good hello, then frames that are none, or carry what is no message."""
         dice, said = self.dice, [UPGRADE]
         if dice.random() < 0.7:
-            said.append(frame(2, msgspec.msgpack.encode(hello(f"fuzz-{dice.randrange(4)}"))))
+            said.append(self._hello())
         return [*said, *(self._frame() for _ in range(dice.choice((1, 1, 2, 12))))]
+
+    def _hello(self) -> bytes:
+        """Numbered, of a name and session of its own: it opens a channel, so that what follows is heard there."""
+        self._hellos += 1
+        hello = Hello(protocol=PROTOCOL, learner=f"fuzz-{self._hellos}", session="s", seq=1)
+        return frame(2, msgspec.msgpack.encode(hello))
 
     def _frame(self) -> bytes:
         dice, message = self.dice, next(self._messages)
@@ -176,10 +183,6 @@ class Frames:
             case 10:
                 return self._fuzz._flip(frame(2, message)) if dice.random() < 0.5 else dice.choice(HEADERS)
         return frame(2, message)
-
-
-def hello(learner: str) -> Hello:
-    return Hello(protocol=PROTOCOL, learner=learner, session="s")
 
 
 def frame(

@@ -70,10 +70,11 @@ async def honest(place: Place, learner: Learner, over: asyncio.Event) -> int:
 
 
 def listen(place: Place) -> None:
-    """A desk that counts what it hears of the honest learner, and remembers nothing else."""
-    place.handlers.heard = {}  # type: ignore[attr-defined]
+    """Handlers that count what they hear of the honest learner and the channels that others open."""
+    place.handlers.heard = {"others": 0}  # type: ignore[attr-defined]
 
     def note(*what: Any) -> None:
+        place.handlers.heard["others"] += what[0] == "opened" and what[1] != "honest"  # type: ignore[attr-defined]
         if what[:2] == ("received", "honest"):
             place.handlers.heard["honest"] = what[2].clock["honest"]  # type: ignore[attr-defined]
 
@@ -114,6 +115,7 @@ async def weather(place: Place, caplog: pytest.LogCaptureFixture, count: int, se
     print(f"{count} connections, {beats.result()} heartbeats, {place.server.bad_frames} bad frames, {grown:.1f} MiB")
     assert beats.result() > count // 200
     assert place.server.bad_frames > count // 20, "too tame"
+    assert place.handlers.heard["others"] > count // 5, "too few get past the hello"  # type: ignore[attr-defined]
     assert grown <= GROWN_MIB
     assert learner.lost.empty()
     assert (await place.request("GET", "/v1/status"))[0] == 200
