@@ -18,6 +18,12 @@ def test_a_due_round_closes_early_when_everyone_is_there() -> None:
     assert verdict.close and verdict.reason == "all 3 live learners reported"
 
 
+def test_one_learner_is_no_plural() -> None:
+    assert judge(5.0, ready=1, live=1, quorum=1, grace_ends=9.0).reason == "the only live learner reported"
+    assert judge(5.0, ready=0, live=1, quorum=1, grace_ends=9.0).reason == "0 of 1 learner reported"
+    assert judge_all(ready=1, awaited=0).reason == "1 learner reported, all that were awaited (synchronous)"
+
+
 def test_within_the_grace_window_a_round_waits_until_its_end() -> None:
     verdict = judge(5.0, ready=2, live=3, quorum=1, grace_ends=6.5)
     assert (verdict.close, verdict.until, verdict.reason) == (False, 6.5, "grace window open for 1.500 s")

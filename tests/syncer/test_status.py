@@ -10,7 +10,7 @@ from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Greeted, Initialised, Lost, Received
 from atoll.protocol.messages import PROTOCOL, Hello, Progress
 from atoll.protocol.syncer.machine import Syncer
-from atoll.syncer.status import Meter, nobody_here, nobody_started, singular
+from atoll.syncer.status import Meter, nobody_here, nobody_started
 
 CONFIG: Config = convert(
     {"protocol": {"learners": 2, "fragments": 2, "sync_every": 4, "overlap": 1, "steps": 40}}, "a test"
@@ -205,12 +205,6 @@ def test_at_the_end_who_did_its_work_is_done_and_who_died_is_gone(machine: Synce
     assert states() == ["gone", "gone"], "while the run goes on"
     machine.state.phase = "finished"
     assert states() == ["done", "gone"]
-
-
-def test_one_learner_is_no_plural(machine: Syncer) -> None:
-    machine.rounds.last_reason = "the last steps of 1 learners"
-    assert Meter(CONFIG).make_status(1.0, "r", machine).reason == "the last steps of 1 learner"
-    assert singular("the last steps of 11 learners") == "the last steps of 11 learners"
 
 
 def test_a_run_that_is_over_waits_for_nobody() -> None:

@@ -3,7 +3,6 @@ manifest; and the event of a score."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -125,7 +124,7 @@ class Meter:
             synchronous=settings.synchronous,
             quorum=settings.quorum,
             members=machine.last_members if machine else (),
-            reason=singular(machine.last_reason) if machine else "",
+            reason=machine.last_reason if machine else "",
             effective_h=steps.median,
             effective_h_mean=steps.mean,
             effective_h_p95=steps.p95,
@@ -272,11 +271,6 @@ def describe_score(score: ScoreReport) -> tuple[str, dict[str, object]]:
 
 def _told_figure(name: str, value: float | None) -> str:
     return f"{name} {'is not finite' if value is None else f'{value:.4f}'}"
-
-
-def singular(text: str) -> str:
-    """The state machine's reasons count learners, and are journaled as they are: one is not "1 learners" to people."""
-    return re.sub(r"\b1 learners\b", "1 learner", text)
 
 
 def _version(known: tuple[int, int]) -> int:

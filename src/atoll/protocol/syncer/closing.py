@@ -105,7 +105,7 @@ class RoundClosing:
         self, now: float, round_: Round, ready: list[KnownLearner], *, in_turn: bool, wakes: list[float]
     ) -> Verdict:
         if self.state.draining:
-            return Verdict(bool(ready), f"the last steps of {len(ready)} learners")
+            return Verdict(bool(ready), f"the last steps of {count_learners(len(ready))}")
         if self.state.settings.synchronous:
             return judge_all(ready=len(ready), awaited=self._awaited_learners(round_, ready))
         quorum = self._current_quorum(now, wakes)
@@ -212,6 +212,10 @@ class Verdict:
     """When the answer may change without an event; None: it cannot."""
 
 
+def count_learners(count: int) -> str:
+    return "1 learner" if count == 1 else f"{count} learners"
+
+
 def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float) -> int:
     """K; after `patience_s` with fewer live learners, max(1, min(K, live))."""
     return quorum if waited_s < patience_s else max(1, min(quorum, live))
@@ -220,11 +224,11 @@ def effective_quorum(quorum: int, live: int, waited_s: float, patience_s: float)
 def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float | None) -> Verdict:
     """Whether a round may freeze its members now. `grace_ends` is None while the round is not due by its pace."""
     if ready < quorum:
-        return Verdict(False, f"{ready} of {quorum} learners reported")
+        return Verdict(False, f"{ready} of {count_learners(quorum)} reported")
     if grace_ends is None:
         return Verdict(False, "not due yet: the pace keeps H")
     if ready >= live:
-        return Verdict(True, f"all {live} live learners reported")
+        return Verdict(True, "the only live learner reported" if live == 1 else f"all {live} live learners reported")
     if now < grace_ends:
         return Verdict(False, f"grace window open for {grace_ends - now:.3f} s", until=grace_ends)
     return Verdict(True, f"grace window over with {ready} of {live}")
@@ -233,8 +237,8 @@ def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float |
 def judge_all(*, ready: int, awaited: int) -> Verdict:
     """The synchronous rule: every learner that was live when the round opened and still is."""
     if ready == 0 or awaited > 0:
-        return Verdict(False, f"{ready} of {ready + awaited} learners reported")
-    return Verdict(True, f"all {ready} learners reported (synchronous)")
+        return Verdict(False, f"{ready} of {count_learners(ready + awaited)} reported")
+    return Verdict(True, f"{count_learners(ready)} reported, all that were awaited (synchronous)")
 
 
 DEADLINE = 4
