@@ -25,7 +25,7 @@ run: $(RUNTIME) ## the first run: four learners, one is killed and comes back
 	$(BIN)/atoll train --out atoll-runs/first --demo
 
 test: check ## check, then every test but the long ones of `make faults`
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 30
 
 integrations: $(INTEGRATIONS) ## the examples with other libraries (transformers, peft): at most 10 minutes
 	$(BIN)/pytest tests/integrations -m integrations --session-timeout 600

@@ -38,7 +38,7 @@ mutant(
 mutant(
     "a newcomer contributes before its peer's state is there",
     (Contributions, "_has_recovered", lambda plain: lambda self, report: min(report.versions) >= 0),
-    (LearnerMachine, "recovered", lambda plain: property(lambda self: self._versions.complete)),
+    (LearnerMachine, "recovered", lambda plain: property(lambda self: self._versions.is_complete)),
 )
 
 

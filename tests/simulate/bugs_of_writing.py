@@ -159,13 +159,13 @@ mutant("what is lost is counted twice", (ledger.Ledger, "closed", _lost_twice))
 
 
 def _found_nothing(plain: Plain) -> Any:
-    def broken(self: ledger.Ledger, fragment: int, tokens: int) -> None:
-        self._closed = replace(self._closed, merged=ledger._plus(self._closed.merged, fragment, tokens))
+    def broken(closed: ledger.Totals, fragment: int, tokens: int) -> ledger.Totals:
+        return replace(closed, merged=ledger._plus(closed.merged, fragment, tokens))
 
     return broken
 
 
-mutant("a contribution merged after its learner is gone stays lost", (ledger.Ledger, "_found", _found_nothing))
+mutant("a contribution merged after its learner is gone stays lost", (ledger, "_found", _found_nothing))
 mutant("who has been away too long keeps its account", (Joining, "close_abandoned_lives", nothing))
 
 # ---- leases -------------------------------------------------------------------------------------------------------

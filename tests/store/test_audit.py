@@ -278,7 +278,7 @@ def test_a_record_that_the_rules_here_let_pass_and_the_fold_refuses_is_wrong_all
 
     audit = audited(*START)
     monkeypatch.setattr(History, "apply", refuse)
-    with pytest.raises(BadRun, match="Passed cannot follow the records before it: never before seen"):
+    with pytest.raises(BadRun, match="PassedRecord cannot follow the records before it: never before seen"):
         audit.take_record(PassedRecord(0, 0, ""))
 
 
