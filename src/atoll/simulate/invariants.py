@@ -131,6 +131,7 @@ class Invariants:
             self.drains.watch_request(syncer, event.learner)
         if syncer is not self._newest:
             return
+        self.drains.watch_end(syncer)
         progress = machine.progress
         if machine.settings is not self._settings:
             self._settings = machine.settings
@@ -283,8 +284,6 @@ class Invariants:
                     self._check_member(data["fragment"], data["version"], member)
                 self.timing.watch_commit(syncer, data)
                 self._check_member_count(syncer, len(data["members"]), data)
-            case "ending":
-                self.drains.watch_end(syncer, syncer.machine.state.end_reason)
             case "passed" | "again":
                 if not data["reason"].strip():
                     raise Violation("quorum", f"{note.text} gives no reason")
