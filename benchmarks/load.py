@@ -39,10 +39,11 @@ import msgspec
 import numpy as np
 
 from atoll.config import convert
+from atoll.digests import compute_digest
 from atoll.fabric.address import SyncerAddress, parse_address
 from atoll.fabric.certificates import fingerprint
 from atoll.fabric.transfer import body_headers, body_session, put_body
-from atoll.fabric.wire import FabricLimits, decode_from_syncer, digest, encode
+from atoll.fabric.wire import FabricLimits, decode_from_syncer, encode
 from atoll.numerics.fragments import make_plan
 from atoll.protocol.messages import PROTOCOL, FromLearner, Heartbeat, Hello, Progress, Started, TensorSpec, Welcome
 from atoll.store.keys import KeyDir
@@ -161,7 +162,7 @@ class Talker:
                     data = np.ones(part.size, dtype=np.float32).view(np.uint8).data
                     path, headers = (
                         f"{address.urls[0]}/v1/initial/{self.name}/{part.index}",
-                        body_headers(self.session, digest(data)),
+                        body_headers(self.session, compute_digest(data)),
                     )
                     await put_body(bodies, path, data, headers, WAIT_S, FabricLimits())
         if min(self.welcome.versions) < 0:

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.courier import body as module
 from atoll.courier.body import FragmentTransfers
-from atoll.fabric.wire import digest
+from atoll.digests import compute_digest
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.fragments import make_plan
@@ -105,7 +105,7 @@ async def test_an_answer_is_base_minus_copy(codec: str) -> None:
         here.box.base(0)[:] = 0.0  # a base that changes afterwards changes nothing
         sent = await here.told()
         data = here.link.contributions[9, 1]
-        assert sent == fx.Uploaded(9, 1, digest(data))
+        assert sent == fx.Uploaded(9, 1, compute_digest(data))
         if codec == "fp32":
             assert np.frombuffer(data, np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
         else:

@@ -12,13 +12,14 @@ import aiohttp
 import pytest
 from tests.fabric.fort import Fort, fort_in
 
+from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.control_channel import ControlChannel
 from atoll.fabric.handlers import ServedFragment
 from atoll.fabric.host import StateHost
 from atoll.fabric.relay import RelayLimits, StateRelay
 from atoll.fabric.server import Server
-from atoll.fabric.wire import FabricLimits, ScoreReport, digest
+from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import PROTOCOL, FromLearner, FromSyncer, Hello, Started
 
@@ -94,7 +95,7 @@ class MemoryDesk:
             raise PeerError(f"there is no fragment {index}")
         self.held += 1
         data = self.fragments[index]
-        return ServedFragment(3, 7, digest(data), memoryview(data), self._release)
+        return ServedFragment(3, 7, compute_digest(data), memoryview(data), self._release)
 
     def _release(self) -> None:
         self.held -= 1

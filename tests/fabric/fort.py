@@ -24,11 +24,12 @@ import msgspec
 import numpy as np
 from tests.syncer.conftest import WAIT_S, FakeLearner, Stage
 
+from atoll.digests import compute_digest
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.certificates import CertificateAndKey, fingerprint, make_authority, make_client, make_server
 from atoll.fabric.join_tokens import JoinToken, JoinTokens, new_secret
 from atoll.fabric.tls import client_context
-from atoll.fabric.wire import FabricLimits, digest
+from atoll.fabric.wire import FabricLimits
 from atoll.observe.dashboard import Dashboard
 from atoll.protocol.messages import Heartbeat, Pull, Refused
 from atoll.store.keys import KeyDir
@@ -178,7 +179,7 @@ class Fort:
     async def put(self, rogue: FakeLearner, pull: Pull, data: bytes, **headers: str) -> str:
         """A body as the rogue's own; why it was not taken."""
         path = headers.pop("path", f"/v1/contributions/{rogue.name}/{pull.round}/{pull.attempt}")
-        shown = {"Atoll-Session": rogue.session, "Atoll-Digest": digest(data)}
+        shown = {"Atoll-Session": rogue.session, "Atoll-Digest": compute_digest(data)}
         named = {key.replace("_", "-"): value for key, value in headers.items()}
         status, reason = await self.request("PUT", path, "eu", {**shown, **named}, data)
         return f"{status} {reason}"

@@ -23,8 +23,9 @@ import msgspec
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, plan
 
+from atoll.digests import compute_digest
 from atoll.fabric.join_tokens import JoinTokens
-from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, digest, encode
+from atoll.fabric.wire import KIB, FabricLimits, decode_from_syncer, encode
 from atoll.protocol.messages import (
     OLDEST,
     PROTOCOL,
@@ -240,7 +241,7 @@ async def anothers_body(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
 async def guessed_ticket(fort: Fort, rogue: FakeLearner, pull: Pull) -> str:
     headers = {"Atoll-Learner": rogue.name, "Atoll-Session": rogue.session}
     told = [await fort.request("GET", "/v1/relay/0000-0000", "eu", headers)]
-    headers |= {"Atoll-Offset": "0", "Atoll-Size": "4", "Atoll-Digest": digest(b"evil")}
+    headers |= {"Atoll-Offset": "0", "Atoll-Size": "4", "Atoll-Digest": compute_digest(b"evil")}
     told.append(await fort.request("PUT", "/v1/relay/0000-0000", "eu", headers, b"evil"))
     return str(told)
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import FabricLimits, ScoreReport, digest
+from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Heartbeat, Hello, Leave, Started
 
@@ -26,10 +27,10 @@ async def test_bodies_go_both_ways(place: Place) -> None:
         place.handlers.buffers["learner-0", 5, 1] = bytearray(len(data))
         place.handlers.initials[0] = bytearray(len(data))
         place.handlers.fragments[0] = data
-        await link.put_contribution("learner-0", "s0", 5, 1, memoryview(data), digest(data), 10)
-        await link.put_initial("learner-0", "s0", 0, memoryview(data), digest(data), 10)
+        await link.put_contribution("learner-0", "s0", 5, 1, memoryview(data), compute_digest(data), 10)
+        await link.put_initial("learner-0", "s0", 0, memoryview(data), compute_digest(data), 10)
         into = bytearray(len(data))
-        assert await link.get_fragment(0, memoryview(into), 10) == (3, 7, digest(data))
+        assert await link.get_fragment(0, memoryview(into), 10) == (3, 7, compute_digest(data))
         assert into == data == place.handlers.buffers["learner-0", 5, 1] == place.handlers.initials[0]
     assert place.handlers.held == 0
 
@@ -38,7 +39,7 @@ async def test_what_the_syncer_does_not_want_is_a_peer_error_in_its_words(place:
     await place.open()
     link = (await place.joined()).link
     with pytest.raises(PeerError, match="round 9 did not ask learner-0 for attempt 1"):
-        await link.put_contribution("learner-0", "s0", 9, 1, memoryview(LARGE), digest(LARGE), 10)
+        await link.put_contribution("learner-0", "s0", 9, 1, memoryview(LARGE), compute_digest(LARGE), 10)
     with pytest.raises(PeerError, match="there is no fragment 1"):
         await link.get_fragment(1, memoryview(bytearray(8)), 10)
 
@@ -176,7 +177,7 @@ async def test_an_evaluator_needs_no_link(place: Place) -> None:
     place.handlers.fragments[0] = BODY
     assert await get_json(place.url, "/v1/manifest") == {"fragments": 1}
     into = bytearray(len(BODY))
-    assert await get_fragment_once(place.url, 0, memoryview(into)) == (3, 7, digest(BODY))
+    assert await get_fragment_once(place.url, 0, memoryview(into)) == (3, 7, compute_digest(BODY))
     assert into == BODY
     await post_score(place.url, ScoreReport(round=7, loss=1.5, cpu_s=0.2, sample="def f():", final=True))
     assert place.handlers.told("score") == [

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
+from atoll.digests import compute_digest
 from atoll.fabric.host import NEWCOMERS, StateHost
-from atoll.fabric.wire import MIB, FabricLimits, digest
+from atoll.fabric.wire import MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ WAIT_S = 10.0
 
 def offer(host: StateHost, state: bytes = STATE, ticket: str = "t-1") -> None:
     """In three parts, one of them empty."""
-    host.offer(ticket, [memoryview(part) for part in (state[:1000], b"", state[1000:])], len(state), digest(state))
+    host.offer(
+        ticket, [memoryview(part) for part in (state[:1000], b"", state[1000:])], len(state), compute_digest(state)
+    )
 
 
 async def ask(
@@ -68,7 +71,7 @@ class Newcomer:
             "t-1",
             [memoryview(state)],
             offset=start,
-            digest=digest(state),
+            digest=compute_digest(state),
             learner="peer",
             session="p0",
             deadline_s=WAIT_S,
@@ -89,7 +92,7 @@ async def test_a_state_on_offer_is_given_whole_or_from_a_byte_on(place: Place) -
     host = await place.host()
     offer(host)
     status, headers, body = await ask(host)
-    assert (status, headers["Atoll-Size"], headers["Atoll-Digest"]) == (200, str(len(STATE)), digest(STATE))
+    assert (status, headers["Atoll-Size"], headers["Atoll-Digest"]) == (200, str(len(STATE)), compute_digest(STATE))
     assert body == STATE and host.bytes_out == len(STATE)
     status, headers, body = await ask(host, headers={"Range": "bytes=1234567-"})
     assert (status, headers["Content-Range"]) == (206, f"bytes 1234567-{len(STATE) - 1}/{len(STATE)}")
@@ -126,7 +129,7 @@ async def test_anything_else_is_refused_in_one_line(
 
 async def test_a_withdrawn_state_is_unknown_and_its_bytes_are_not_read_again(place: Place) -> None:
     host, state = await place.host(), bytearray(64 * MIB)
-    host.offer("t-1", [memoryview(state)], len(state), digest(state))
+    host.offer("t-1", [memoryview(state)], len(state), compute_digest(state))
     reader, writer = await place.raw(host.port)
     writer.write(b"GET /v1/state/t-1 HTTP/1.1\r\nHost: [::1]\r\n\r\n")
     async with asyncio.timeout(WAIT_S):
@@ -187,7 +190,7 @@ async def test_stopping_ends_what_is_under_way(place: Place) -> None:
 async def test_a_peer_that_can_be_reached_gives_its_state_past_the_syncer(place: Place) -> None:
     newcomer, host = await newcomer_of(place), await place.host()
     offer(host)
-    assert await newcomer.fetch(host.url) == digest(STATE)
+    assert await newcomer.fetch(host.url) == compute_digest(STATE)
     assert newcomer.data == STATE and newcomer.sizes == [len(STATE)]
     assert place.handlers.told("wanted") == [] and place.relay.bytes_in == 0
 
@@ -200,7 +203,7 @@ async def test_a_peer_that_cannot_be_reached_is_asked_through_the_syncer(place: 
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         got = tasks.create_task(newcomer.fetch(direct))
         assert await newcomer.relayed(STATE) == 0
-    assert got.result() == digest(STATE) and newcomer.data == STATE
+    assert got.result() == compute_digest(STATE) and newcomer.data == STATE
 
 
 async def test_a_peer_that_knows_no_such_ticket_is_asked_through_the_syncer(place: Place) -> None:
@@ -243,7 +246,7 @@ async def test_a_broken_connection_to_the_peer_is_resumed_there_and_no_byte_is_s
 
     server = await asyncio.start_server(wire, "127.0.0.1", 0)
     async with server, asyncio.timeout(WAIT_S):
-        assert await newcomer.fetch(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") == digest(STATE)
+        assert await newcomer.fetch(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") == compute_digest(STATE)
     assert newcomer.data == STATE and newcomer.sizes == [len(STATE)]
     assert [b"Range: bytes=%d-" % (number * 2 * MIB) in head for number, head in enumerate(asked)] == [
         False,
@@ -261,7 +264,7 @@ async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_s
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         if len(asked) == 1:
             head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(STATE)}\r\nAtoll-Size: {len(STATE)}\r\n"
-            writer.write(f"{head}Atoll-Digest: {digest(STATE)}\r\n\r\n".encode() + STATE[:MIB])
+            writer.write(f"{head}Atoll-Digest: {compute_digest(STATE)}\r\n\r\n".encode() + STATE[:MIB])
             await reader.read()
         writer.close()
 
@@ -274,7 +277,10 @@ async def test_a_peer_that_falls_silent_is_left_and_the_rest_comes_through_the_s
 
 @pytest.mark.parametrize(
     ("state", "name", "says"),
-    [(STATE, digest(STATE[1:]), "its source named"), (STATE, digest(STATE), f"at most {MIB} are taken")],
+    [
+        (STATE, compute_digest(STATE[1:]), "its source named"),
+        (STATE, compute_digest(STATE), f"at most {MIB} are taken"),
+    ],
     ids=["digest", "size"],
 )
 async def test_what_the_peer_itself_gives_is_checked_as_well(place: Place, state: bytes, name: str, says: str) -> None:

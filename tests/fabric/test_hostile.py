@@ -18,11 +18,12 @@ import aiohttp
 import pytest
 from aiohttp.base_protocol import BaseProtocol
 
+from atoll.digests import compute_digest
 from atoll.fabric import transfer
 from atoll.fabric.calls import next_chunk
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, VERSION_HEADER, FabricLimits, ScoreReport, digest
+from atoll.fabric.wire import DIGEST_HEADER, ROUND_HEADER, VERSION_HEADER, FabricLimits, ScoreReport
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.messages import PROTOCOL, Hello
 
@@ -107,7 +108,7 @@ def after(answer: bytes, ending: str, *, wanted: bytes = b"\r\n\r\n", more: int 
 
 HEAD = (
     f"HTTP/1.1 200 OK\r\nContent-Length: {len(BODY)}\r\n{VERSION_HEADER}: 3\r\n{ROUND_HEADER}: 7\r\n"
-    f"{DIGEST_HEADER}: {digest(BODY)}\r\n\r\n"
+    f"{DIGEST_HEADER}: {compute_digest(BODY)}\r\n\r\n"
 ).encode()
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -256,7 +257,7 @@ async def test_what_is_whole_is_taken() -> None:
     """The same server with a good answer: it is not the test that fails every call."""
     async with hostile(after(HEAD + BODY, "close")) as url:
         link, came = a_link(url), into()
-        assert await link.get_fragment(0, came, DEADLINE_S) == (3, 7, digest(BODY))
+        assert await link.get_fragment(0, came, DEADLINE_S) == (3, 7, compute_digest(BODY))
         assert bytes(came) == BODY
         await link.close()
 

@@ -13,9 +13,10 @@ from tests.connect_proxy import ConnectProxy
 from tests.fabric.conftest import WAIT_S, Learner
 from tests.fabric.secured import SECRET, Secured, secured_server
 
+from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.transfer import get_json
-from atoll.fabric.wire import FabricLimits, digest
+from atoll.fabric.wire import FabricLimits
 from atoll.protocol.errors import ConfigError, Unreachable
 from atoll.protocol.messages import Started
 
@@ -112,9 +113,9 @@ async def test_control_and_bodies_go_through_and_the_proxy_reads_none_of_it(
         monkeypatch.setenv(variable, proxy.url)
         learner = join(secured.link(host=host))
         assert isinstance(await learner.heard(), Started)
-        await learner.link.put_contribution("learner-0", "s0", 1, 0, memoryview(body), digest(body), 10.0)
+        await learner.link.put_contribution("learner-0", "s0", 1, 0, memoryview(body), compute_digest(body), 10.0)
         came = bytearray(len(body))
-        assert await learner.link.get_fragment(0, memoryview(came), 10.0) == (3, 7, digest(body))
+        assert await learner.link.get_fragment(0, memoryview(came), 10.0) == (3, 7, compute_digest(body))
         await learner.link.close()
     assert bytes(came) == body == bytes(secured.handlers.buffers["learner-0", 1, 0])
     assert set(proxy.asked_for) == {f"{host}:{secured.server.port}"} and len(proxy.heads) >= 2

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.digests import compute_digest
 from atoll.fabric.authorizer import Rejected
 from atoll.fabric.host import BodyPace
 from atoll.fabric.relay import RelayLimits, RelayStream
 from atoll.fabric.transfer import pieces
-from atoll.fabric.wire import KIB, MIB, FabricLimits, digest
+from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.protocol.errors import ConfigError, PeerError, Unreachable
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ async def send(peer: Learner, state: bytes, offset: int, name: str | None = None
     """In three parts, one of them empty."""
     parts = [memoryview(part) for part in (state[:1000], b"", state[1000:])]
     await peer.link.put_relay(
-        "t-1", parts, offset=offset, digest=name or digest(state), learner="peer", session="p0", deadline_s=WAIT_S
+        "t-1",
+        parts,
+        offset=offset,
+        digest=name or compute_digest(state),
+        learner="peer",
+        session="p0",
+        deadline_s=WAIT_S,
     )
 
 
@@ -77,7 +84,7 @@ def start(wanted: tuple[object, ...]) -> int:
     return wanted[3]
 
 
-def put_head(offset: int, size: int = len(STATE), name: str = digest(STATE)) -> bytes:
+def put_head(offset: int, size: int = len(STATE), name: str = compute_digest(STATE)) -> bytes:
     lines = ["PUT /v1/relay/t-1 HTTP/1.1", "Host: [::1]", f"Content-Length: {size - offset}"]
     lines += [f"{header}: {value}" for header, value in PEER.items()]
     lines += [f"Atoll-Offset: {offset}", f"Atoll-Size: {size}", f"Atoll-Digest: {name}", "", ""]
@@ -119,7 +126,7 @@ async def test_a_state_passes_through_the_syncer_bit_for_bit(place: Place) -> No
     async with fetching(newcomer, into) as got:
         assert await place.handlers.until("wanted") == ("wanted", "t-1", "newcomer", 0)
         await send(peer, STATE, 0)
-    assert got.result() == digest(STATE) and into.data == STATE and into.sizes == [len(STATE)]
+    assert got.result() == compute_digest(STATE) and into.data == STATE and into.sizes == [len(STATE)]
     assert (server.bytes_in - bytes_in, server.bytes_out - bytes_out) == (len(STATE), len(STATE))
     assert place.relay._streams == {}
 
@@ -184,8 +191,10 @@ async def test_a_state_of_another_digest_than_named_is_a_peer_error(place: Place
     async with asyncio.timeout(WAIT_S):
         got = asyncio.create_task(fetch(newcomer, Buffers()))
         await place.handlers.until("wanted")
-        await send(peer, STATE, 0, name=digest(OTHER))
-        with pytest.raises(PeerError, match=f"digest {digest(STATE)}, its source named {digest(OTHER)}"):
+        await send(peer, STATE, 0, name=compute_digest(OTHER))
+        with pytest.raises(
+            PeerError, match=f"digest {compute_digest(STATE)}, its source named {compute_digest(OTHER)}"
+        ):
             await got
 
 
@@ -340,7 +349,7 @@ async def test_a_newcomer_without_the_right_to_a_state_is_refused(
 
 
 SMALL = STATE[:100]
-GOOD = {**PEER, "Atoll-Offset": "0", "Atoll-Size": "100", "Atoll-Digest": digest(SMALL)}
+GOOD = {**PEER, "Atoll-Offset": "0", "Atoll-Size": "100", "Atoll-Digest": compute_digest(SMALL)}
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from atoll.digests import compute_digest
 from atoll.fabric.server import Server
-from atoll.fabric.wire import FabricLimits, ScoreReport, digest
+from atoll.fabric.wire import FabricLimits, ScoreReport
 from atoll.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from .conftest import Place
 
 BODY = bytes(range(256)) * 16
-HEADERS = {"Atoll-Session": "s0", "Atoll-Digest": digest(BODY)}
+HEADERS = {"Atoll-Session": "s0", "Atoll-Digest": compute_digest(BODY)}
 PATH = "/v1/contributions/learner-0/5/1"
 
 
@@ -50,7 +51,7 @@ async def test_a_whole_body_arrives(place: Place) -> None:
     before = place.server.bytes_in
     assert await place.request("PUT", PATH, BODY, HEADERS) == (204, "")
     assert place.handlers.buffers["learner-0", 5, 1] == BODY
-    assert place.handlers.told("arrived") == [("arrived", "learner-0", 5, 1, digest(BODY))]
+    assert place.handlers.told("arrived") == [("arrived", "learner-0", 5, 1, compute_digest(BODY))]
     assert place.handlers.told("aborted") == []
     assert place.server.bytes_in - before == len(BODY)
 
@@ -77,7 +78,7 @@ async def test_a_body_without_a_length_is_refused(place: Place) -> None:
 async def test_a_body_of_another_digest_is_refused(place: Place) -> None:
     await ready(place)
     status, text = await place.request("PUT", PATH, BODY[::-1], HEADERS)
-    assert status == 422 and digest(BODY) in error(text)
+    assert status == 422 and compute_digest(BODY) in error(text)
     assert place.handlers.told("arrived") == []
     assert len(place.handlers.told("aborted")) == 1
 
@@ -160,7 +161,7 @@ async def test_initial_parameters_arrive(place: Place) -> None:
     place.handlers.initials[2] = bytearray(len(BODY))
     assert (await place.request("PUT", "/v1/initial/learner-0/2", BODY, HEADERS))[0] == 204
     assert place.handlers.initials[2] == BODY
-    assert place.handlers.told("initial") == [("initial", "learner-0", 2, digest(BODY))]
+    assert place.handlers.told("initial") == [("initial", "learner-0", 2, compute_digest(BODY))]
 
 
 async def test_an_unknown_fragment_is_not_found(place: Place) -> None:

@@ -11,10 +11,10 @@ import pytest
 from tests.fabric.conftest import Place
 from tests.fabric.secured import SECRET, Secured, secured_server
 
+from atoll.digests import compute_digest
 from atoll.fabric.address import SyncerAddress
 from atoll.fabric.calls import told
 from atoll.fabric.transfer import get_fragment_once, get_json
-from atoll.fabric.wire import digest
 from atoll.protocol.errors import AtollError, PeerError, Unreachable
 
 
@@ -35,7 +35,7 @@ async def complaint(link: str) -> str:
 async def test_a_fragment_of_any_size_comes_over_tls(secured: Secured, size: int) -> None:
     secured.handlers.fragments[0] = bytes(index % 251 for index in range(4096)) * (size // 4096) + b"x" * (size % 4096)
     came = bytearray(size)
-    assert (await get_fragment_once(secured.link(), 0, memoryview(came), 10.0))[2] == digest(came)
+    assert (await get_fragment_once(secured.link(), 0, memoryview(came), 10.0))[2] == compute_digest(came)
     assert bytes(came) == secured.handlers.fragments[0]
 
 

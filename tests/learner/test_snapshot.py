@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.learner.same import same
 
-from atoll.fabric import wire
+from atoll.digests import compute_digest
 from atoll.learner import snapshot as module
 from atoll.learner.packing import DTYPES, Packing
 from atoll.learner.snapshot import (
@@ -174,7 +174,7 @@ def test_bytes_that_do_not_exist_are_refused_before_the_first_piece(start: int, 
 
 def test_the_digest_is_that_of_the_whole() -> None:
     snapshot = example()
-    assert digest(*encode(snapshot)) == wire.digest(whole(snapshot))
+    assert digest(*encode(snapshot)) == compute_digest(whole(snapshot))
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_a_file_is_one_safetensors_file_and_is_read_back(tmp_path: Path) -> None
     snapshot, path = example(), tmp_path / "state.safetensors"
     said = write(path, snapshot)
     assert equal(read(path), snapshot)
-    assert said == wire.digest(path.read_bytes()) == digest(*encode(snapshot))
+    assert said == compute_digest(path.read_bytes()) == digest(*encode(snapshot))
     assert safetensors.torch.load_file(path).keys() == snapshot.tensors.keys()
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.safetensors"]
 

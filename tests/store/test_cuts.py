@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from atoll.digests import compute_digest
 from atoll.store import cuts
 from atoll.store.cuts import (
+    FORMAT,
     BadCut,
     CheckedCut,
     LearnerPart,
@@ -23,13 +26,13 @@ from atoll.store.cuts import (
     digest_file,
     folder_of,
     known_cuts,
+    open_cut,
     prune,
     read_manifest,
     read_syncer_part,
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import compute_digest
 from atoll.store.writer_lease import Deposed
 
 ARRAYS = {
@@ -181,6 +184,19 @@ def test_every_flipped_bit_of_a_cut_is_found(shelf: Shelf) -> None:
         for _ in every_flip(path, step=1):
             assert [*shelf.checked(120).spoilt] == [path.parent.name]
     assert not shelf.checked(120).spoilt
+
+
+@pytest.mark.parametrize("named", ['"format": 1', '"format": 3', None])
+def test_a_cut_of_another_format_is_refused_by_that_name(shelf: Shelf, named: str | None) -> None:
+    shelf.part(120)
+    table = folder_of(shelf.cuts, 120) / "syncer.json"
+    text = table.read_text()
+    ours = f'"format": {FORMAT}'
+    assert ours in text
+    table.write_text(text.replace(ours, named) if named else re.sub(rf",\s*{ours}", "", text))
+    for look in (read_syncer_part, open_cut):
+        with pytest.raises(BadCut, match=r"was written by another version of Atoll: go on with the run with that"):
+            look(shelf.cuts, 120)
 
 
 def test_a_flipped_bit_of_the_table_is_found_by_the_manifest(shelf: Shelf) -> None:

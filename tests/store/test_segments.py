@@ -53,7 +53,7 @@ def test_a_journal_of_another_format_is_refused_by_that_name() -> None:
     journal.append([passed(0)])
     at = journal.position
     journal.append([passed(1)])
-    head = b"atoll journal 1\n" + disk.bytes_of(FIRST)[len(MAGIC) : HEAD_BYTES - 16]
+    head = b"atoll journal 2\n" + disk.bytes_of(FIRST)[len(MAGIC) : HEAD_BYTES - 16]
     disk.put(FIRST, head + hashlib.blake2b(head, digest_size=16).digest() + disk.bytes_of(FIRST)[HEAD_BYTES:])
     for start in (None, at):
         with pytest.raises(Corrupt, match=r"was written by another version of Atoll: go on with the run with that"):

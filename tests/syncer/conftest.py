@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from atoll.config import Config, convert
+from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.handlers import ServedPages
-from atoll.fabric.wire import FabricLimits, digest
+from atoll.fabric.wire import FabricLimits
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol.messages import (
     PROTOCOL,
@@ -93,7 +94,7 @@ class FakeLearner:
         await self.until(Welcome, lambda welcome: welcome.upload)
         for part in self.plan.fragments[:fragments]:
             data = np.full(part.size, value, dtype=np.float32).view(np.uint8).data
-            await self.link.put_initial(self.name, self.session, part.index, data, digest(data), WAIT_S)
+            await self.link.put_initial(self.name, self.session, part.index, data, compute_digest(data), WAIT_S)
 
     async def begin(self, value: float = 1.0) -> None:
         """Give the first parameters, or take them."""
@@ -127,9 +128,9 @@ class FakeLearner:
     async def body(self, pull: Pull, delta: float) -> str:
         values = np.full(self.plan.fragments[pull.fragment].size, delta, dtype=np.float32).view(np.uint8).data
         await self.link.put_contribution(
-            self.name, self.session, pull.round, pull.attempt, values, digest(values), WAIT_S
+            self.name, self.session, pull.round, pull.attempt, values, compute_digest(values), WAIT_S
         )
-        return digest(values)
+        return compute_digest(values)
 
     async def contribute(self, pull: Pull, delta: float, **changes: Any) -> None:
         t, steps = self.t, self.t - self.since[pull.fragment]

@@ -5,7 +5,7 @@ import pytest
 from tests.syncer.conftest import plan
 
 from atoll.config import Outer
-from atoll.fabric.wire import digest
+from atoll.digests import compute_digest
 from atoll.protocol.errors import PeerError
 from atoll.syncer.parameters import OLD, Parameters
 
@@ -56,7 +56,7 @@ def test_a_reader_keeps_its_version_while_commits_go_on() -> None:
     assert set(read(old.data)) == {1.0} and old.version == 0
     new = parameters.serve_fragment(0)
     assert set(read(new.data)) == {0.0} and (new.version, new.round) == (4, 40)
-    assert new.digest == digest(new.data)
+    assert new.digest == compute_digest(new.data)
 
 
 def test_two_buffers_are_enough_where_nobody_reads() -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tests.syncer.conftest import TENSORS, WAIT_S, FakeLearner, Stage
 
+from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
-from atoll.fabric.wire import ScoreReport, digest
+from atoll.fabric.wire import ScoreReport
 from atoll.protocol.effects import Tick
 from atoll.protocol.errors import PeerError
 from atoll.protocol.messages import (
@@ -149,7 +150,7 @@ async def test_nobody_else_may_send_first_parameters(stage: Stage) -> None:
     await other.until(Welcome)
     data = np.ones(4, dtype=np.float32)[: other.plan.fragments[0].size].view(np.uint8).data
     with pytest.raises(PeerError, match="b was not asked for the first parameters"):
-        await other.link.put_initial("b", other.session, 0, data, digest(data), WAIT_S)
+        await other.link.put_initial("b", other.session, 0, data, compute_digest(data), WAIT_S)
 
 
 # ---- contributions ------------------------------------------------------------------------------------------------
@@ -204,14 +205,16 @@ async def test_a_body_of_the_wrong_size_is_refused(stage: Stage) -> None:
     learner, pull = await one_at_work(stage)
     data = np.zeros(99, dtype=np.uint8).data
     with pytest.raises(PeerError, match="99 bytes, this fragment needs exactly"):
-        await learner.link.put_contribution("a", learner.session, pull.round, pull.attempt, data, digest(data), WAIT_S)
+        await learner.link.put_contribution(
+            "a", learner.session, pull.round, pull.attempt, data, compute_digest(data), WAIT_S
+        )
 
 
 async def test_a_body_nobody_asked_for_is_refused(stage: Stage) -> None:
     learner, _ = await one_at_work(stage)
     data = np.zeros(4, dtype=np.uint8).data
     with pytest.raises(PeerError, match=r"no contribution to round 99 \(attempt 1\) is waited for"):
-        await learner.link.put_contribution("a", learner.session, 99, 1, data, digest(data), WAIT_S)
+        await learner.link.put_contribution("a", learner.session, 99, 1, data, compute_digest(data), WAIT_S)
 
 
 async def test_a_contribution_told_twice_counts_once(stage: Stage) -> None:

@@ -22,9 +22,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from atoll.chaos.verdict import ROGUE
+from atoll.digests import compute_digest
 from atoll.fabric.address import parse_address
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.wire import digest, encode
+from atoll.fabric.wire import encode
 from atoll.numerics.codec import make_codec
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.protocol import effects as fx
@@ -273,7 +274,7 @@ class Rogue:
         data = np.zeros(self._codec.nbytes(size), np.uint8)
         self._codec.encode(delta, data)
         data = np.resize(data, max(0, data.size + self.attack.size))
-        mark, machine = digest(data.data), self.machine
+        mark, machine = compute_digest(data.data), self.machine
         try:
             await self._link.put_contribution(machine.name, machine.session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:

@@ -11,13 +11,13 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from atoll.digests import Buffer, compute_digest
 from atoll.protocol.clock import SYNCER
 from atoll.protocol.errors import AtollError, ConfigError, PeerError
 from atoll.protocol.limits import ALLOWED, MOST, Count, Direction, Name, Real, Seconds, clipped, is_name
@@ -25,6 +25,9 @@ from atoll.protocol.messages import OLDEST, PROTOCOL, FromLearner, FromSyncer, H
 
 KIB = 1024
 MIB = 1024 * KIB
+
+SMALL_BYTES = 64 * KIB
+"""Work on more bytes than this (to copy, hash, encode, decode) is done in a thread, never on an event loop."""
 
 SESSION_HEADER = "Atoll-Session"
 DIGEST_HEADER = "Atoll-Digest"
@@ -42,8 +45,6 @@ SAMPLE_CHARS = 4000
 _LINE_CHARS = 300
 _MESSAGE_BYTES = 1 * MIB
 """Largest message of a learner that is no hello."""
-
-Buffer = bytes | bytearray | memoryview
 
 T = TypeVar("T")
 
@@ -206,14 +207,9 @@ def check_syncer_version(header: str | None) -> None:
         raise PeerError(f"this learner speaks protocol {PROTOCOL}, the syncer speaks {named[0]}: {SAME}")
 
 
-def digest(data: Buffer) -> str:
-    """BLAKE2b of 16 bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 async def digest_aside(data: memoryview) -> str:
-    """The same, on a thread where it would hold up the event loop: 64 MiB are about 0.1 s."""
-    return digest(data) if data.nbytes <= MIB else await asyncio.to_thread(digest, data)
+    """The digest, on a thread where it would hold up the event loop."""
+    return compute_digest(data) if data.nbytes <= SMALL_BYTES else await asyncio.to_thread(compute_digest, data)
 
 
 def one_line(text: object) -> str:

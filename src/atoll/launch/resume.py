@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.digests import compute_digest
 from atoll.protocol import records
 from atoll.protocol.effects import ChangeAsked
 from atoll.protocol.errors import AtollError, ConfigError
@@ -47,7 +48,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Corrupt, LocalDisk, compute_digest
+from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Journal, read
 from atoll.store.rundir import UNMERGED, RunDir, facts_of_model, read_model_facts
 from atoll.store.writer_lease import acquire

@@ -16,7 +16,6 @@ A state that does not fit is refused, and this learner goes on as it is.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import threading
 from collections import defaultdict
@@ -34,7 +33,7 @@ from atoll.learner.courier_process import CourierProcess, TapeRecorder
 from atoll.learner.model import BufferRule
 from atoll.learner.packing import Unpacking
 from atoll.learner.script import say
-from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size
+from atoll.learner.snapshot import Snapshot, decode, encode, ranged, size, write_pieces
 from atoll.learner.state import (
     OWN_KEYS,
     Optimizers,
@@ -162,17 +161,15 @@ class PeerStates:
 
 def _in_memory(number: int, t: int, copied: Snapshot) -> tuple[StateCopyMade, int]:
     header, parts = encode(copied)
-    length, hashed = size(header, parts), hashlib.blake2b(digest_size=16)
+    length = size(header, parts)
     fd = reserve(length, "a copy of its state")
     try:
         with open(fd, "wb", closefd=False) as memory:
-            for piece in ranged(header, parts):
-                hashed.update(piece)
-                memory.write(piece)
+            mark = write_pieces(memory, ranged(header, parts))
     except OSError:
         os.close(fd)
         raise
-    return StateCopyMade(number, t, length, hashed.hexdigest()), fd
+    return StateCopyMade(number, t, length, mark), fd
 
 
 # ---- checking a peer's state ----------------------------------------------------------------------------------------

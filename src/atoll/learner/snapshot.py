@@ -10,18 +10,18 @@ large as its shape and type say; the header is bounded; every name that a value 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 
+from atoll.digests import digest_pieces
 from atoll.learner.packing import DTYPES, Json, Unpacking
 from atoll.protocol.errors import ConfigError, PeerError
 from atoll.store.atomic import staged
@@ -103,22 +103,25 @@ def size(header: bytes, parts: Sequence[memoryview]) -> int:
 
 
 def digest(header: bytes, parts: Sequence[memoryview]) -> str:
-    """BLAKE2b of 16 bytes over the whole, in hex."""
-    hashed = hashlib.blake2b(header, digest_size=16)
-    for part in parts:
-        hashed.update(part)
-    return hashed.hexdigest()
+    return digest_pieces([header, *parts])
 
 
 def write(path: Path, snapshot: Snapshot) -> str:
     """The file is there, whole and durable, once this returns; its digest."""
     header, parts = encode(snapshot)
-    hashed = hashlib.blake2b(digest_size=16)
     with staged(path) as draft, draft.open("wb") as file:
-        for piece in ranged(header, parts):
-            hashed.update(piece)
+        return write_pieces(file, ranged(header, parts))
+
+
+def write_pieces(file: IO[bytes], pieces: Iterable[memoryview]) -> str:
+    """Each is hashed and written while it is in the processor's cache; the digest of all."""
+
+    def written() -> Iterator[memoryview]:
+        for piece in pieces:
             file.write(piece)
-    return hashed.hexdigest()
+            yield piece
+
+    return digest_pieces(written())
 
 
 def _aligned(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -63,7 +63,10 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> str:
-    """Of its bytes; of a kind that has none to be read (sharded, quantised by a class of its own), nothing."""
+    """Of its bytes; of a kind that has none to be read (sharded, quantised by a class of its own), nothing.
+
+    BLAKE2b: a newcomer takes frozen parameters from a peer by this digest alone, so a peer would gain by a collision.
+    """
     values = tensor.data
     if type(values) is not torch.Tensor or values.layout != torch.strided or values.is_meta:
         return ""

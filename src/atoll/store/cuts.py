@@ -15,12 +15,12 @@ file is that learner's word: where it is not so, that learner is left out of the
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,10 +28,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from atoll.digests import compute_digest, digest_pieces
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
 from atoll.store.atomic import make_folder, staged, sync_path, write_atomic
-from atoll.store.disk import compute_digest
 from atoll.store.segments import Position
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,6 +41,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """A learner and its file are named by a peer: a name that leads anywhere else is none."""
 
 
+FORMAT = 2
 GONE, DRAFT = "gone-", "draft-"
 """What a cut that is being deleted, or written, is called."""
 
@@ -61,6 +62,8 @@ class SyncerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cut: int
     round: int
     files: dict[str, FileEntry]
+    format: int = 1
+    """Of the whole cut. 1: before digests were XXH3."""
 
 
 class LearnerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +134,7 @@ def write_syncer_part(
         files = {"state.bin": _write(draft / "state.bin", np.frombuffer(state, dtype=np.uint8))}
         for name, values in arrays.items():
             files[f"{name}.bin"] = _write(draft / f"{name}.bin", values)
-        table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files)))
+        table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files, FORMAT)))
         write_atomic(draft / "syncer.json", table)
         check()
         if folder.exists():
@@ -147,11 +150,18 @@ def write_syncer_part(
 def read_syncer_part(root: Path, cut: int) -> tuple[SyncerPart, bytes, dict[str, Bytes]]:
     """The part, its state and its arrays, every byte checked; BadCut names the file that is wrong."""
     folder = folder_of(root, cut)
-    part = _table(folder / "syncer.json", SyncerPart)
+    part = _read_part(folder)
     arrays = {name.removesuffix(".bin"): _read(folder / name, file) for name, file in part.files.items()}
     if "state" not in arrays:
         raise BadCut(f"{folder / 'syncer.json'} names no state.bin")
     return part, arrays.pop("state").tobytes(), arrays
+
+
+def _read_part(folder: Path) -> SyncerPart:
+    part = _table(folder / "syncer.json", SyncerPart)
+    if part.format != FORMAT:
+        raise BadCut(f"{folder} was written by another version of Atoll: go on with the run with that version")
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +177,7 @@ class StoredCut:
 def open_cut(root: Path, number: int) -> StoredCut:
     """Read the table and the state, and no array. BadCut says why it cannot be read."""
     folder = folder_of(root, number)
-    part, path = _table(folder / "syncer.json", SyncerPart), folder / "state.bin"
+    part, path = _read_part(folder), folder / "state.bin"
     state = _bytes(path)
     if part.files.get("state.bin") != FileEntry(len(state), compute_digest(state)):
         raise BadCut(f"{path} is damaged: its digest is not the one in syncer.json")
@@ -258,11 +268,8 @@ def prune(root: Path, keep: int, spared: int = -1) -> list[int]:
 
 
 def digest_file(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            found.update(chunk)
-    return found.hexdigest()
+        return digest_pieces(iter(partial(file.read, 1 << 20), b""))
 
 
 def _write(path: Path, values: Bytes) -> FileEntry:

@@ -14,7 +14,6 @@ next time.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,11 +27,6 @@ Buffer: TypeAlias = bytes | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "look after the disk, then start the syncer again: it goes on from what is durable"
-
-
-def compute_digest(data: Buffer) -> str:
-    """BLAKE2b of 16 bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 # Not everywhere is there an fdatasync (macOS); fsync does more than is needed.

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from atoll.digests import compute_digest
 from atoll.protocol import records
 from atoll.protocol.errors import ConfigError
 from atoll.protocol.records import AnyRecord, BegunRecord, MergedRecord, Place, RestoredRecord, TermRecord
@@ -41,7 +42,6 @@ from atoll.store.disk import (
     GrowingFile,
     LocalDisk,
     NoRoom,
-    compute_digest,
     delete,
     failed,
     make_durable,

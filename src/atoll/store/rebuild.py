@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from atoll.config import Outer
+from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, elements, make_plan
 from atoll.numerics.outer import take_outer_step
@@ -27,7 +28,7 @@ from atoll.protocol.history import State
 from atoll.protocol.records import AnyRecord, ChangedRecord, MergedRecord, PassedRecord, ResetRecord, RestoredRecord
 from atoll.store.audit_members import BadRun
 from atoll.store.cuts import BadCut, StoredCut, SyncerPart, known_cuts, open_cut, read_syncer_part
-from atoll.store.disk import Corrupt, LocalDisk, compute_digest
+from atoll.store.disk import Corrupt, LocalDisk
 from atoll.store.journal import Position, payload, payload_path, read
 from atoll.store.rundir import RunDir
 from atoll.store.verify_cuts import Findings

@@ -31,8 +31,8 @@ from atoll.protocol.errors import AtollError
 from atoll.protocol.records import AnyRecord
 from atoll.store.disk import Corrupt, Disk, reading
 
-MAGIC = b"atoll journal 2\n"
-"""Its number is that of the records' format. 2: the run's step is in every round."""
+MAGIC = b"atoll journal 3\n"
+"""Its number is that of the records' format. 2: the run's step is in every round. 3: digests are XXH3."""
 _ANY = b"atoll journal "
 LAST, MORE = b"\n", b","
 LONGEST_BYTES = 64 * 2**20

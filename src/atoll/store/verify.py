@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from atoll.digests import compute_digest
 from atoll.numerics.fragments import Fragment, elements, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord
 from atoll.store.audit import JournalAudit
 from atoll.store.audit_members import BadRun
-from atoll.store.disk import LocalDisk, compute_digest
+from atoll.store.disk import LocalDisk
 from atoll.store.journal import ORIGIN, Position, TornTail, read
 from atoll.store.rebuild import ParameterWalk, RebuiltModel, difference
 from atoll.store.rundir import RunDir, read_model_facts

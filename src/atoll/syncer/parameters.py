@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from atoll.config import Outer
+from atoll.digests import compute_digest
 from atoll.fabric.handlers import ServedFragment
-from atoll.fabric.wire import digest
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.fragments import FragmentPlan, elements
 from atoll.numerics.kernels import read_only, square_norms
@@ -133,7 +133,7 @@ class Parameters:
             self._spare[fragment].append(new)
             self.reset_outer_state(fragment)
             raise Overflow("the outer step gave values that are not finite")
-        new.digest = digest(new.values.view(np.uint8).data)
+        new.digest = compute_digest(new.values.view(np.uint8).data)
         self._staged[fragment] = new
         return new.digest
 
@@ -206,7 +206,7 @@ class Parameters:
             for array in (new.values, *self._state_arrays(fragment)[1:]):
                 np.copyto(array, values[start : start + len(array)])
                 start += len(array)
-            new.digest = digest(new.values.view(np.uint8).data)
+            new.digest = compute_digest(new.values.view(np.uint8).data)
             self.commit_version(fragment, version, round)
         return self.digests()
 
@@ -242,7 +242,7 @@ class Parameters:
         for index, buffer in enumerate(self._committed):
             _fill(buffer.values, arrays, f"theta-{index:03d}")
             buffer.version, buffer.round = versions[index], rounds[index]
-            buffer.digest = digest(buffer.values.view(np.uint8).data)
+            buffer.digest = compute_digest(buffer.values.view(np.uint8).data)
             for name, slot in self._state[index].items():
                 _fill(slot, arrays, f"{name}-{index:03d}")
 

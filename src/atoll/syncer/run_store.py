@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from atoll.digests import compute_digest
 from atoll.fabric.wire import one_line
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.protocol import effects as fx
@@ -43,7 +44,7 @@ from atoll.store.cuts import (
     write_manifest,
     write_syncer_part,
 )
-from atoll.store.disk import Disk, LocalDisk, compute_digest, not_written
+from atoll.store.disk import Disk, LocalDisk, not_written
 from atoll.store.journal import Entry, Journal
 from atoll.store.rundir import RunDir
 from atoll.store.writer_lease import Deposed, WriterLease

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import atoll
-from atoll.fabric.wire import digest
+from atoll.digests import compute_digest
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=4)
@@ -36,7 +36,7 @@ def adopted(learner: atoll.Learner) -> list[dict[str, object]]:
         values = box.base(fragment).copy()
         if version > held.get(fragment, 0) and int(box.base_version[fragment]) == version:
             held[fragment] = version
-            mark = digest(values.view(np.uint8).data)
+            mark = compute_digest(values.view(np.uint8).data)
             found.append({"at": time.time(), "fragment": fragment, "version": version, "digest": mark})
     return found
 
