@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -200,6 +201,78 @@ async def test_a_fetched_version_waits_in_its_slot_and_becomes_the_base_when_tak
         assert here.box.base(0).tolist() == [1.0, 2.0, 3.0, 4.0]
         assert here.box.base_version[0] == 7
         assert here.free_incoming() == free
+
+
+# ---- large fragments: every one is, here ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every fragment counts as large, and nothing is encoded before this is set."""
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    gate, encode = threading.Event(), module.encode_contribution
+
+    def late(*given: object) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(10)
+        encode(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "encode_contribution", late)
+    yield gate
+    gate.set()
+
+
+async def test_a_base_is_replaced_only_behind_the_answers_that_were_begun_on_it(gate: threading.Event) -> None:
+    async with place() as here:
+        here.box.base(0)[:] = [1.0, 2.0, 3.0, 4.0]
+        here.box.base_version[0] = 6
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        slot = await here.bodies.incoming.take_slot()
+        here.box.incoming(slot, 0)[:] = 0.0
+        copying = here.bodies.into_base(slot, 0, 7)
+        assert copying is not None
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert here.box.base(0).tolist() == [1.0, 2.0, 3.0, 4.0] and here.box.base_version[0] == 6
+        here.bodies.upload(21, 1, 0)
+        assert await here.told() == fx.UploadFailed(21, 1, "the version it was made on is being replaced")
+        gate.set()
+        assert isinstance(await here.told(), fx.Uploaded)
+        assert np.frombuffer(here.link.contributions[9, 1], np.float32).tolist() == [0.5, 1.5, 2.5, 3.5]
+        await copying
+        assert here.box.base(0).tolist() == [0.0] * 4 and here.box.base_version[0] == 7
+        here.copy(0, 6, 0.5)
+        here.bodies.upload(22, 1, 0)
+        assert isinstance(await here.told(), fx.Uploaded), "it may be answered on the new one"
+        assert np.frombuffer(here.link.contributions[22, 1], np.float32).tolist() == [-0.5] * 4
+
+
+async def test_a_slot_is_not_used_again_while_a_thread_encodes_from_it(gate: threading.Event) -> None:
+    async with place() as here:
+        here.copy(0, 5, 0.5)
+        slot, free = here.bodies.outgoing.copies[0, 5], len(here.bodies.outgoing.free)
+        here.bodies.upload(9, 1, 0)
+        here.bodies.upload(9, 2, 0)
+        here.bodies.outgoing.clear()
+        assert slot not in here.bodies.outgoing.free and len(here.bodies.outgoing.free) == free
+        gate.set()
+        assert {type(await here.told()) for _ in range(2)} == {fx.Uploaded}
+        assert here.bodies.outgoing.free.count(slot) == 1, "free again, once"
+
+
+async def test_a_version_is_not_offered_before_the_base_under_it_is_whole(gate: threading.Event) -> None:
+    async with place() as here:
+        here.copy(0, 5, 0.5)
+        here.bodies.upload(9, 1, 0)
+        slot = await here.bodies.incoming.take_slot()
+        assert here.bodies.into_base(slot, 0, 6) is not None
+        here.bodies.fetch(0)
+        await asyncio.wait(here.bodies._running, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
+        assert here.events.empty()
+        gate.set()
+        assert isinstance(await here.told(), fx.Uploaded)
+        assert await here.told() == fx.Fetched(0, 7) and here.box.base_version[0] == 6
 
 
 async def test_a_version_that_nobody_wants_gives_its_slot_back() -> None:

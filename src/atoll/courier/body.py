@@ -3,19 +3,24 @@
 A slot of the shared memory holds a copy that was ordered, made or sent, or a version that waits to be adopted. If all
 are in use, one more is reserved. If there is no memory for it, a copy ordered ahead is not made: an older one gives way
 only to a copy that a pull waits for.
+
+The work on a large fragment (encode, digest, round, copy) is done in threads. A base never changes under a Δ: what
+replaces it waits until every answer that was begun is encoded, and no answer is begun meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
-from atoll.fabric.wire import digest_aside
+from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
@@ -29,6 +34,11 @@ from atoll.protocol.settings import Settings
 BODY_S = 600.0
 """The most a body may take; the fabric's minimum rate ends a stuck one long before."""
 RETRY_S = 1.0
+
+
+def is_small(part: Fragment) -> bool:
+    """It may be worked on by the event loop itself."""
+    return 4 * part.size <= SMALL_BYTES
 
 
 def as_held(part: Fragment, values: FloatArray) -> None:
@@ -63,6 +73,10 @@ class FragmentTransfers:
         self._group = tasks
         self._running: set[asyncio.Task[None]] = set()
         self._fetching: set[int] = set()
+        self._base_locks = [asyncio.Lock() for _ in box.plan.fragments]
+        """Held while a fragment's base is read for a Δ, or replaced."""
+        self._replacing: set[int] = set()
+        """Fragments whose base is being replaced, or waits for that."""
         self._initial: asyncio.Task[None] | None = None
         length = self._codec.nbytes(box.layout.largest)
         self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
@@ -84,10 +98,25 @@ class FragmentTransfers:
         else:
             self.outgoing.free.append(slot)
 
-    def into_base(self, slot: int, fragment: int, version: int) -> None:
-        """What the model has adopted is the base from now on. A base half written has no version."""
+    def into_base(self, slot: int, fragment: int, version: int) -> asyncio.Task[None] | None:
+        """What the model has adopted is the base from now on, or once the task is done. A base half written has no
+        version."""
+        if not is_small(self._box.plan.fragments[fragment]):
+            self._replacing.add(fragment)
+            return self._spawn(self._copy_into_base(slot, fragment, version))
         self._box.base_version[fragment] = -1
         np.copyto(self._box.base(fragment), self._box.incoming(slot, fragment))
+        self._finish_base(slot, fragment, version)
+        return None
+
+    async def _copy_into_base(self, slot: int, fragment: int, version: int) -> None:
+        async with self._base_locks[fragment]:
+            self._box.base_version[fragment] = -1
+            await asyncio.to_thread(np.copyto, self._box.base(fragment), self._box.incoming(slot, fragment))
+        self._replacing.discard(fragment)
+        self._finish_base(slot, fragment, version)
+
+    def _finish_base(self, slot: int, fragment: int, version: int) -> None:
         self._box.base_version[fragment] = version
         self.incoming.give_back(slot)
         self.outgoing.adopted(fragment)
@@ -98,19 +127,33 @@ class FragmentTransfers:
         if not self._spare:
             self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
             return
+        if fragment in self._replacing:
+            self._tell(fx.UploadFailed(number, attempt, "the version it was made on is being replaced"))
+            return
         if (slot := self.outgoing.send(fragment)) is None:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
-        buffer = self._spare.pop()
-        part = self._box.plan.fragments[fragment]
+        buffer, part = self._spare.pop(), self._box.plan.fragments[fragment]
         data = buffer[: self._codec.nbytes(part.size)]
-        encode_contribution(self._codec, part, self._box.base(fragment), self._box.outgoing(slot, fragment), data)
-        self._spawn(self._upload(number, attempt, buffer, data))
+        mark = self._encode(fragment, slot, data) if is_small(part) else None
+        if mark is None:
+            self.outgoing.hold_slot(slot)
+        self._spawn(self._upload(number, attempt, fragment, slot, buffer, data, mark))
 
-    async def _upload(self, number: int, attempt: int, buffer: ByteArray, data: ByteArray) -> None:
+    def _encode(self, fragment: int, slot: int, data: ByteArray) -> str:
+        part = self._box.plan.fragments[fragment]
+        encode_contribution(self._codec, part, self._box.base(fragment), self._box.outgoing(slot, fragment), data)
+        return compute_digest(data.data)
+
+    async def _upload(
+        self, number: int, attempt: int, fragment: int, slot: int, buffer: ByteArray, data: ByteArray, mark: str | None
+    ) -> None:
         name, session = self._start.learner, self._start.session
         try:
-            mark = await digest_aside(data.data)
+            if mark is None:
+                async with self._base_locks[fragment]:
+                    mark = await asyncio.to_thread(self._encode, fragment, slot, data)
+                self.outgoing.let_slot_go(slot)
             await self._link.put_contribution(name, session, number, attempt, data.data, mark, BODY_S)
         except (PeerError, Unreachable) as error:
             self._tell(fx.UploadFailed(number, attempt, str(error)))
@@ -154,8 +197,14 @@ class FragmentTransfers:
             self.incoming.give_back(slot)
             self._tell(fx.FetchFailed(fragment, str(error)))
             return
+        part = self._box.plan.fragments[fragment]
+        if is_small(part):
+            as_held(part, values)
+        else:
+            await asyncio.to_thread(as_held, part, values)
+            async with self._base_locks[fragment]:
+                pass  # the training process may subtract the base when it adopts this: it is whole by then
         self._fetching.discard(fragment)
-        as_held(self._box.plan.fragments[fragment], values)
         self.incoming.landed[fragment] = slot
         self._tell(fx.Fetched(fragment, version))
         self.incoming.release_unwanted(fragment)
@@ -186,6 +235,10 @@ class OutgoingSlots:
     _dropped: set[tuple[int, int]] = field(default_factory=set)
     _named: set[tuple[int, int]] = field(default_factory=set)
     """Named in an order to adopt that is not carried out yet."""
+    _held: Counter[int] = field(default_factory=Counter)
+    """Slot → how many threads read it."""
+    _given_up: set[int] = field(default_factory=set)
+    """Slots that were released while a thread read them."""
 
     def __post_init__(self) -> None:
         self.count = len(self.free)
@@ -216,6 +269,16 @@ class OutgoingSlots:
         newest = max(useful)
         self._sent.add(newest)
         return self.copies[newest]
+
+    def hold_slot(self, slot: int) -> None:
+        """A thread will read it: it is not used again before `let_slot_go`, even if its copy is released."""
+        self._held[slot] += 1
+
+    def let_slot_go(self, slot: int) -> None:
+        self._held[slot] -= 1
+        if not self._held[slot] and slot in self._given_up:
+            self._given_up.discard(slot)
+            self.free.append(slot)
 
     def name(self, fragment: int, t: int) -> tuple[int, int, int] | None:
         """Slot, steps and tokens of a copy that an adoption will subtract; it stays until then."""
@@ -251,7 +314,11 @@ class OutgoingSlots:
         self._dropped.discard(key)
         self._named.discard(key)
         self.counters.pop(key, None)
-        self.free.append(self.copies.pop(key))
+        slot = self.copies.pop(key)
+        if self._held[slot]:
+            self._given_up.add(slot)
+        else:
+            self.free.append(slot)
 
 
 class IncomingSlots:

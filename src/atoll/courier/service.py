@@ -1,8 +1,9 @@
 """The courier: runs the learner's state machine between the training process and the syncer.
 
 It takes frames from the training process over a local socket and messages from the syncer over the fabric, hands both
-to `protocol.learner`, and carries out what comes back. Everything is done on one event loop; encoding happens at once,
-so that a base never changes under a Δ. When the training process is gone, so is the courier, and the syncer is told
+to `protocol.learner`, and carries out what comes back. Everything but the work on large fragments (body.py) is done on
+one event loop. While an adopted version is copied into the base, further frames of the training process wait: the state
+machine hears of them in their order. When the training process is gone, so is the courier, and the syncer is told
 why. A courier that finds itself in the wrong ends at once: the training process starts another.
 """
 
@@ -75,6 +76,10 @@ class Courier:
         """Those that the shared memory was cut by."""
         self._held: deque[FromSyncer] = deque(maxlen=4096)
         """Messages that wait for the shared memory."""
+        self._frames: deque[bytes] = deque()
+        """Read and not handled yet."""
+        self._copying_base = False
+        """Frames wait until an adopted version is the base."""
         self._epoch = 0
         self._wake: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -118,15 +123,17 @@ class Courier:
 
     def _readable(self) -> None:
         try:
-            for data in self._channel.receive():
-                self._frame(decode_to_courier(data))
+            self._frames.extend(self._channel.receive())
+            while self._frames and not self._copying_base:
+                self._frame(decode_to_courier(self._frames.popleft()))
         except AtollError as error:
+            self._frames.clear()
             self._channel.send(StopOrder(str(error), final=True, failed=True, mistake=error.exit_code == 2))
-        if self._channel.closed:
-            self._leave("its training process died")
-        else:
+        if not self._channel.closed:
             self._channel.flush()
             self._tell_progress()
+        elif not self._copying_base:
+            self._leave("its training process died")
 
     def _frame(self, frame: ToCourier) -> None:
         match frame:
@@ -226,7 +233,25 @@ class Courier:
         if epoch != self._epoch:
             self._bodies.freed(slot, incoming=True)
             return
-        self._bodies.into_base(slot, adopted.fragment, adopted.version)
+        copying = self._bodies.into_base(slot, adopted.fragment, adopted.version)
+        if copying is None:
+            self._adopted(adopted)
+        else:
+            assert self._tasks is not None
+            self._copying_base = True
+            self._tasks.create_task(self._await_base(copying, adopted, epoch))
+
+    async def _await_base(self, copying: asyncio.Task[None], adopted: fx.Adopted, epoch: int) -> None:
+        await copying
+        self._copying_base = False
+        if epoch == self._epoch:
+            self._adopted(adopted)
+        elif self._box is not None:
+            self._box.base_version[adopted.fragment] = -1  # all was forgotten meanwhile
+        if not self._over.is_set():
+            self._called(self._readable)
+
+    def _adopted(self, adopted: fx.Adopted) -> None:
         self._unsure.discard(adopted.fragment)
         self._handle(adopted)
 
