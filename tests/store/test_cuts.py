@@ -112,11 +112,11 @@ def test_a_part_that_was_not_finished_is_no_cut(shelf: Shelf, monkeypatch: pytes
     shelf.whole(10)
     write, written = cuts._write, list[Path]()
 
-    def dies(path: Path, values: cuts.Bytes) -> cuts.FileEntry:
+    def dies(path: Path, values: cuts.Bytes, known: str | None = None) -> cuts.FileEntry:
         if len(written) == files:
             raise KeyboardInterrupt
         written.append(path)
-        return write(path, values)
+        return write(path, values, known)
 
     monkeypatch.setattr(cuts, "_write", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -184,6 +184,17 @@ def test_every_flipped_bit_of_a_cut_is_found(shelf: Shelf) -> None:
         for _ in every_flip(path, step=1):
             assert [*shelf.checked(120).spoilt] == [path.parent.name]
     assert not shelf.checked(120).spoilt
+
+
+def test_a_digest_that_is_known_is_written_as_it_is(shelf: Shelf) -> None:
+    """What was hashed when it was made is not hashed again: memory that changed since is found by whoever reads it."""
+    values = np.ones(8, dtype=np.uint8)
+    marks = {"theta-000": compute_digest(values.data), "momentum-000": compute_digest(bytes(8))}
+    write_syncer_part(shelf.cuts, "run", 10, 10, b"state", {"theta-000": values}, known=marks)
+    assert read_syncer_part(shelf.cuts, 10)[0].list_digests()["theta-000"] == marks["theta-000"]
+    write_syncer_part(shelf.cuts, "run", 20, 20, b"state", {"momentum-000": values}, known=marks)
+    with pytest.raises(BadCut, match=r"momentum-000\.bin is damaged"):
+        read_syncer_part(shelf.cuts, 20)
 
 
 @pytest.mark.parametrize("named", ['"format": 1', '"format": 3', None])

@@ -7,7 +7,7 @@ from tests.syncer.conftest import plan
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.protocol.errors import PeerError
-from atoll.syncer.parameters import OLD, Parameters
+from atoll.syncer.parameters import OLD, Parameters, is_finite
 
 SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
 
@@ -15,8 +15,7 @@ SGD = Outer(merge="mean", optimizer="sgd", lr=1.0, momentum=0.0)
 def begun(outer: Outer = SGD, value: float = 1.0) -> Parameters:
     parameters = Parameters(plan(), outer)
     for part in plan().fragments:
-        np.frombuffer(parameters.initial_bytes(part.index), dtype=np.float32)[:] = value
-        assert parameters.check_initial(part.index, "mark") is None
+        parameters.put_initial(part.index, np.full(part.size, value, dtype=np.float32), "mark")
     parameters.commit_initial()
     return parameters
 
@@ -42,10 +41,50 @@ def test_there_is_no_fragment_beyond_the_plan() -> None:
         begun().serve_fragment(2)
 
 
-def test_first_parameters_have_to_be_finite() -> None:
-    parameters = Parameters(plan(), SGD)
-    np.frombuffer(parameters.initial_bytes(1), dtype=np.float32)[:] = np.inf
-    assert parameters.check_initial(1, "mark") == "fragment 1 of the first parameters is not finite"
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_one_value_that_is_not_finite_is_seen(value: float) -> None:
+    values = np.ones(1000, dtype=np.float32)
+    assert is_finite(values)
+    values[999] = value
+    assert not is_finite(values)
+
+
+def test_a_cut_is_written_from_the_outer_state_of_then_which_is_copied_only_where_it_changes() -> None:
+    parameters = begun(Outer(merge="mean", optimizer="nesterov", lr=1.0, momentum=0.9))
+    commit(parameters, 1, 0.5)
+    arrays = parameters.hold_arrays()
+    then = {name: values.tobytes() for name, values in arrays.items()}
+    commit(parameters, 2, 0.25)
+    parameters.reset_outer_state(1)
+    assert {name: values.tobytes() for name, values in arrays.items()} == then
+    now = parameters.hold_arrays()
+    assert now["momentum-000"].tobytes() != then["momentum-000"]
+    assert np.shares_memory(parameters.hold_arrays()["momentum-000"], now["momentum-000"]), "nothing is copied to look"
+
+
+def test_digests_of_versions_are_known_without_another_look_at_them() -> None:
+    parameters = begun()
+    mark = commit(parameters, 1, 0.5)
+    assert parameters.known_digests() == {"theta-000": mark, "theta-001": "mark"}
+    assert parameters.hold_arrays().keys() >= parameters.known_digests().keys()
+
+
+def test_a_rollback_takes_its_values_over_without_a_copy() -> None:
+    outer = Outer(merge="mean", optimizer="nesterov", lr=1.0, momentum=0.9)
+    one, other = begun(outer), begun(outer)
+    for parameters in (one, other):
+        commit(parameters, 1, 0.5)
+    packed = one.pack_state()
+    commit(one, 2, 0.25)
+    commit(other, 2, 0.25)
+    digests = one.take_state(packed, (3, 1), 7)
+    assert digests == other.restore_state(packed, (3, 1), 7), "as with a copy"
+    assert np.shares_memory(packed, np.frombuffer(one.serve_fragment(0).data, dtype=np.uint8))
+    assert one.take_state(packed.copy(), (4, 2), 8, ("known", "too")) == ("known", "too")
+    for version in range(5, 8):
+        assert commit(one, version, 0.125) == commit(other, version - 1, 0.125)
+    with pytest.raises(ValueError, match="are not the values and outer state of this model"):
+        one.take_state(packed[4:], (3, 1), 7)
 
 
 def test_a_reader_keeps_its_version_while_commits_go_on() -> None:

@@ -81,7 +81,6 @@ class Reigning:
             np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = self.dice.standard_normal(
                 part.size
             )
-            self.parameters.check_initial(part.index, "mark")
         self.parameters.commit_initial()
         self.cut(0)
         self.run_store.complete_cut("r1", CompleteCut(0, (), ()))

@@ -136,7 +136,7 @@ async def test_what_one_that_is_asked_no_more_still_sends_is_written_nowhere(sta
     await second.until(Started)
     body[:] = bytes(len(body))
     with pytest.raises(PeerError, match="a is not asked for the first parameters any more"):
-        service.initial_arrived("a", 0, "")
+        await service.initial_arrived("a", 0, "")
     for part in second.plan.fragments:
         values = np.empty(part.size, dtype=np.float32)
         await get_fragment_once(url(stage), part.index, values.view(np.uint8).data, WAIT_S)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -64,6 +65,10 @@ class SyncerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, FileEntry]
     format: int = 1
     """Of the whole cut. 1: before digests were XXH3."""
+
+    def list_digests(self) -> dict[str, str]:
+        """Of the arrays, by name."""
+        return {name.removesuffix(".bin"): file.digest for name, file in self.files.items()}
 
 
 class LearnerPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,15 +130,17 @@ def write_syncer_part(
     state: bytes,
     arrays: Mapping[str, Bytes],
     check: Callable[[], None] = lambda: None,
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Durable once this returns; the digest of its table. `check` is asked last: it raises where nothing may be."""
+    """Durable once this returns; the digest of its table. `check` is asked last: it raises where nothing may be.
+    `known`: digests of arrays that were hashed when they were made."""
     folder, mark = folder_of(root, cut), os.urandom(4).hex()
     draft = root / f"{DRAFT}{cut}-{mark}"
     make_folder(draft)
     try:
         files = {"state.bin": _write(draft / "state.bin", np.frombuffer(state, dtype=np.uint8))}
         for name, values in arrays.items():
-            files[f"{name}.bin"] = _write(draft / f"{name}.bin", values)
+            files[f"{name}.bin"] = _write(draft / f"{name}.bin", values, known.get(name))
         table = msgspec.json.format(msgspec.json.encode(SyncerPart(run, cut, round, files, FORMAT)))
         write_atomic(draft / "syncer.json", table)
         check()
@@ -272,10 +279,10 @@ def digest_file(path: Path) -> str:
         return digest_pieces(iter(partial(file.read, 1 << 20), b""))
 
 
-def _write(path: Path, values: Bytes) -> FileEntry:
+def _write(path: Path, values: Bytes, known: str | None = None) -> FileEntry:
     with staged(path) as draft, draft.open("wb") as file:
         file.write(values.data)
-    return FileEntry(values.nbytes, compute_digest(values.data))
+    return FileEntry(values.nbytes, known or compute_digest(values.data))
 
 
 def _read(path: Path, file: FileEntry) -> Bytes:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.agreement import by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import Codec
@@ -31,7 +32,7 @@ from atoll.syncer.parameters import Overflow, Parameters
 
 ContributionKey = tuple[str, int, int]
 """Learner, round, attempt."""
-LARGE = 1 << 18
+LARGE = SMALL_BYTES // 4
 """Fragments of more elements than this are decoded and merged in a thread …"""
 PAIRS = 16
 """… and smaller ones too where more pairs of contributions than this are compared."""

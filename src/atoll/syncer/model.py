@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from atoll.config import Config, Outer
 from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
+from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan
@@ -120,7 +122,7 @@ class FirstParameters:
         """The learner and its session."""
         self._here: set[int] = set()
         """Fragments that have arrived."""
-        self._arriving: dict[tuple[str, int], bytearray] = {}
+        self._arriving: dict[tuple[str, int], FloatArray] = {}
         """Bodies on their way, apart from the parameters: a learner that is no longer asked may still be sending."""
 
     def ask_learner(self, learner: str, session: str) -> None:
@@ -134,21 +136,20 @@ class FirstParameters:
         """Where the body is received."""
         if fragment >= len(self._parameters.plan.fragments):
             raise PeerError(f"there is no fragment {fragment}")
-        size = self._parameters.initial_bytes(fragment).nbytes
         if (learner, fragment) not in self._arriving:
-            self._arriving[learner, fragment] = bytearray(size)
-        return memoryview(self._arriving[learner, fragment])
+            self._arriving[learner, fragment] = np.empty(self._parameters.plan.fragments[fragment].size, np.float32)
+        return self._arriving[learner, fragment].view(np.uint8).data
 
-    def accept_fragment(self, learner: str, fragment: int, digest: str) -> str | None:
-        """Copy the body into the parameters; the reason for a refusal, or None."""
-        self._parameters.initial_bytes(fragment)[:] = self._arriving.pop((learner, fragment))
-        if (reason := self._parameters.check_initial(fragment, digest)) is not None:
-            return reason
+    def take_arrived(self, learner: str, fragment: int) -> FloatArray:
+        """The body that has arrived. Nothing writes to it any more."""
+        return self._arriving.pop((learner, fragment))
+
+    def accept_fragment(self, fragment: int, values: FloatArray, digest: str) -> None:
+        self._parameters.put_initial(fragment, values, digest)
         self._here.add(fragment)
         if self.is_complete:
             self._parameters.commit_initial()
             self._arriving.clear()
-        return None
 
     def has_fragment(self, fragment: int) -> bool:
         return fragment in self._here

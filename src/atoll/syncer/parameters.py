@@ -2,7 +2,10 @@
 
 - A cut and the outer gradients of the rounds after it give all of it again, bit for bit.
 - A committed version is never written to: the outer step writes into another buffer, and a commit exchanges the two.
-- A buffer that a learner reads or a cut is written from is not reused before its readers let go.
+- A buffer that a learner reads or a cut is written from is not reused before its readers let go. Outer state that a cut
+  is written from is copied before the next step changes it.
+- A version is hashed once, when it is made or has arrived: whoever serves it or writes it to a cut uses that digest.
+- What is called on the event loop copies and hashes nothing large.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ class Buffer:
 
     __slots__ = ("digest", "disconnects", "readers", "round", "values", "version")
 
-    def __init__(self, size: int) -> None:
-        self.values: FloatArray = np.zeros(size, dtype=np.float32)
+    def __init__(self, values: FloatArray) -> None:
+        self.values = values
         self.readers = 0
         self.disconnects: dict[Reader, Callable[[], None]] = {}
         """By reader, what closes its connection."""
@@ -70,24 +73,27 @@ class Parameters:
         self.plan = plan
         self._rule = outer.merge
         self._optimizer = outer.make()
-        self._committed = [Buffer(part.size) for part in plan.fragments]
+        self._committed = [Buffer(np.zeros(part.size, dtype=np.float32)) for part in plan.fragments]
         self._spare: list[list[Buffer]] = [[] for _ in plan.fragments]
         self._staged: dict[int, Buffer] = {}
         self._state = [
             {name: np.zeros(part.size, dtype=np.float32) for name in self._optimizer.slots()} for part in plan.fragments
         ]
+        self._shared: set[int] = set()
+        """Fragments whose outer state a cut may still be written from."""
         self._delta: FloatArray = np.empty(plan.largest, dtype=np.float32)
 
     # ---- version 0 ----------------------------------------------------------------------------------------------
 
     def initial_bytes(self, fragment: int) -> memoryview:
-        """Where version 0 of a fragment is received."""
+        """Version 0 of a fragment, to be filled in place."""
         return self._committed[fragment].values.view(np.uint8).data
 
-    def check_initial(self, fragment: int, mark: str) -> str | None:
+    def put_initial(self, fragment: int, values: FloatArray, mark: str) -> None:
+        """These are version 0 of a fragment. They are taken over, not copied."""
+        assert values.size == self.plan.fragments[fragment].size
         buffer = self._committed[fragment]
-        buffer.digest = mark
-        return None if _finite(buffer.values) else f"fragment {fragment} of the first parameters is not finite"
+        buffer.values, buffer.digest = values, mark
 
     def commit_initial(self) -> None:
         for buffer in self._committed:
@@ -128,8 +134,8 @@ class Parameters:
     def _stage_step(self, fragment: int) -> str:
         old, new = self._committed[fragment], self._take_buffer(fragment)
         part, delta = self.plan.fragments[fragment], self.outer_gradient(fragment)
-        take_outer_step(self._optimizer, part, old.values, new.values, self._state[fragment], delta)
-        if not _finite(new.values):
+        take_outer_step(self._optimizer, part, old.values, new.values, self._own_state(fragment), delta)
+        if not is_finite(new.values):
             self._spare[fragment].append(new)
             self.reset_outer_state(fragment)
             raise Overflow("the outer step gave values that are not finite")
@@ -150,8 +156,15 @@ class Parameters:
 
     def reset_outer_state(self, fragment: int) -> None:
         """Set the outer state to zero: it may contain what overflowed."""
-        for slot in self._state[fragment].values():
+        for slot in self._own_state(fragment).values():
             slot.fill(0.0)
+
+    def _own_state(self, fragment: int) -> dict[str, FloatArray]:
+        """The outer state, to be changed: a cut that is written from it keeps the arrays that it has."""
+        if fragment in self._shared:
+            self._state[fragment] = {name: slot.copy() for name, slot in self._state[fragment].items()}
+            self._shared.discard(fragment)
+        return self._state[fragment]
 
     def change_outer(self, outer: Outer) -> None:
         """Use other outer settings from the next round on; the state stays."""
@@ -178,7 +191,7 @@ class Parameters:
             if buffer.readers == 0:
                 self._spare[fragment].remove(buffer)
                 return buffer
-        return Buffer(self.plan.fragments[fragment].size)
+        return Buffer(np.empty(self.plan.fragments[fragment].size, dtype=np.float32))
 
     # ---- recovery and cuts --------------------------------------------------------------------------------------
 
@@ -196,17 +209,26 @@ class Parameters:
 
     def restore_state(self, packed: ByteArray, versions: Sequence[int], round: int) -> tuple[str, ...]:
         """What `pack_state` gave becomes every fragment's next version; their digests. ValueError: of another model."""
+        return self.take_state(packed.copy(), versions, round)
+
+    def take_state(
+        self, packed: ByteArray, versions: Sequence[int], round: int, digests: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """The same, without a copy: the memory is this model's from now on. `digests`: of the values, where known."""
         values, start = packed.view(np.float32), 0
         if len(values) != sum(
             len(array) for index in range(len(self._committed)) for array in self._state_arrays(index)
         ):
             raise ValueError(f"{packed.nbytes} bytes are not the values and outer state of this model")
         for fragment, version in enumerate(versions):
-            self._staged[fragment] = new = self._take_buffer(fragment)
-            for array in (new.values, *self._state_arrays(fragment)[1:]):
-                np.copyto(array, values[start : start + len(array)])
-                start += len(array)
-            new.digest = compute_digest(new.values.view(np.uint8).data)
+            size = self.plan.fragments[fragment].size
+            names = ("", *sorted(self._state[fragment]))
+            parts = {name: values[start + at * size :][:size] for at, name in enumerate(names)}
+            start += size * len(names)
+            self._staged[fragment] = new = Buffer(parts.pop(""))
+            new.digest = digests[fragment] if digests else compute_digest(new.values.view(np.uint8).data)
+            self._state[fragment] = parts
+            self._shared.discard(fragment)
             self.commit_version(fragment, version, round)
         return self.digests()
 
@@ -219,15 +241,21 @@ class Parameters:
         return tuple(buffer.digest for buffer in self._committed)
 
     def hold_arrays(self) -> dict[str, FloatArray]:
-        """Θ and the outer state as they are now. Θ is not copied, so its buffers count as read: whoever asked for them
-        takes 1 from the `readers` of each when all is written."""
+        """Θ and the outer state as they are now, while no round is merged. Nothing is copied. The buffers of Θ count as
+        read: whoever asked for them takes 1 from the `readers` of each when all is written. Outer state is copied
+        before it is changed."""
         arrays: dict[str, FloatArray] = {}
         for index, buffer in enumerate(self._committed):
             buffer.readers += 1
             arrays[f"theta-{index:03d}"] = buffer.values
             for name, slot in self._state[index].items():
-                arrays[f"{name}-{index:03d}"] = slot.copy()
+                arrays[f"{name}-{index:03d}"] = slot
+            self._shared.add(index)
         return arrays
+
+    def known_digests(self) -> dict[str, str]:
+        """Of the arrays that `hold_arrays` gives, those whose digest is known: Θ's."""
+        return {f"theta-{index:03d}": buffer.digest for index, buffer in enumerate(self._committed)}
 
     def version_rounds(self) -> list[int]:
         """Per fragment, the round that made its version."""
@@ -237,14 +265,22 @@ class Parameters:
         """The buffers of the committed versions."""
         return list(self._committed)
 
-    def load_cut(self, arrays: Mapping[str, ByteArray], versions: Sequence[int], rounds: Sequence[int]) -> None:
-        """Load what a cut holds. ValueError: it is of another model."""
-        for index, buffer in enumerate(self._committed):
-            _fill(buffer.values, arrays, f"theta-{index:03d}")
-            buffer.version, buffer.round = versions[index], rounds[index]
-            buffer.digest = compute_digest(buffer.values.view(np.uint8).data)
-            for name, slot in self._state[index].items():
-                _fill(slot, arrays, f"{name}-{index:03d}")
+    def load_cut(
+        self,
+        arrays: Mapping[str, ByteArray],
+        digests: Mapping[str, str],
+        versions: Sequence[int],
+        rounds: Sequence[int],
+    ) -> None:
+        """Take over what a cut holds, with the digests that it was checked against. ValueError: it is of another
+        model."""
+        for index, part in enumerate(self.plan.fragments):
+            theta = f"theta-{index:03d}"
+            self._committed[index] = buffer = Buffer(_array_of(arrays, theta, part.size))
+            buffer.version, buffer.round, buffer.digest = versions[index], rounds[index], digests[theta]
+            self._state[index] = {
+                name: _array_of(arrays, f"{name}-{index:03d}", part.size) for name in self._state[index]
+            }
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -272,13 +308,13 @@ def _without(delta: FloatArray, part: slice) -> FloatArray:
     return rest
 
 
-def _fill(values: FloatArray, arrays: Mapping[str, ByteArray], name: str) -> None:
-    if name not in arrays or arrays[name].nbytes != values.nbytes:
+def _array_of(arrays: Mapping[str, ByteArray], name: str, size: int) -> FloatArray:
+    if name not in arrays or arrays[name].nbytes != 4 * size:
         raise ValueError(f"{name} is not in it, or of another size than this model's")
-    np.copyto(values, arrays[name].view(np.float32))
+    return arrays[name].view(np.float32)
 
 
-def _finite(values: FloatArray) -> bool:
+def is_finite(values: FloatArray) -> bool:
     total = np.zeros(1, dtype=np.float64)
     square_norms(read_only(values), total)
     return bool(np.isfinite(total).all())

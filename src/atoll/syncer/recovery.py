@@ -86,7 +86,7 @@ def read_cut_state(root: Path, cut: int) -> Recovered:
         if part.run != history.run:
             raise BadCut(f"cut {cut} says it is of run {part.run} and holds run {history.run}")
         parameters = _parameters(history)
-        parameters.load_cut(arrays, [max(0, version) for version in history.versions], at.rounds)
+        parameters.load_cut(arrays, part.list_digests(), [max(0, version) for version in history.versions], at.rounds)
     except (msgspec.MsgspecError, ValueError) as error:
         raise BadCut(f"cut {cut} cannot be used: {error}") from error
     return Recovered(history, parameters, at.position, cut, at.position, (at.position.term, at.file))

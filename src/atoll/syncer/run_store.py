@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -52,6 +53,7 @@ from atoll.syncer.parameters import Buffer, Parameters
 from atoll.syncer.recovery import Recovered, RollbackState, read_earlier, recover
 
 _NONE: ByteArray = np.empty(0, dtype=np.uint8)
+_UNKNOWN: Mapping[str, str] = MappingProxyType({})
 
 
 class KeptNorms(msgspec.Struct, frozen=True):
@@ -161,15 +163,18 @@ class RunStore:
         position = self._journal.position
         return CutState(history, position, self._journal.rotate(), tuple(rounds))
 
-    def write_cut(self, cut: int, state: CutState, arrays: Mapping[str, FloatArray]) -> None:
-        """In a thread. When it returns, the cut and the journal up to it are durable; NoRoom: try again later."""
+    def write_cut(
+        self, cut: int, state: CutState, arrays: Mapping[str, FloatArray], known: Mapping[str, str] = _UNKNOWN
+    ) -> None:
+        """In a thread. When it returns, the cut and the journal up to it are durable; NoRoom: try again later. `known`:
+        digests of some of the arrays."""
         data, run = msgspec.msgpack.encode(state), state.history.begun.run
         whole = {name: values.view(np.uint8) for name, values in arrays.items()}
         if not self._sync:
             with self._writing:  # later rounds are in the same file: payloads are synced first, as in an append
                 self._journal.sync()
         try:
-            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease)
+            write_syncer_part(self._out.cuts, run, cut, state.history.committed, data, whole, self._check_lease, known)
         except OSError as error:
             raise not_written(error, folder_of(self._out.cuts, cut)) from error
         self._kept = [*self._kept[-1:], (state.position.term, state.file)]
@@ -212,6 +217,8 @@ class RecordedCut:
     cut: int
     state: CutState
     arrays: dict[str, FloatArray]
+    digests: dict[str, str]
+    """Those that are known."""
     held: list[Buffer]
     """Buffers that must not be reused until the cut is written."""
 
@@ -241,7 +248,8 @@ class CutWriter:
     def _record_state(self, cut: fx.TakeCut) -> RecordedCut:
         state = self._run_store.open_cut(cut.history, self._parameters.version_rounds())
         held = self._parameters.committed_buffers()
-        return RecordedCut(cut.cut, state, self._parameters.hold_arrays(), held)
+        parameters = self._parameters
+        return RecordedCut(cut.cut, state, parameters.hold_arrays(), parameters.known_digests(), held)
 
     async def _write_part(self, recorded: RecordedCut) -> None:
         reason = ""
@@ -253,7 +261,8 @@ class CutWriter:
 
     async def _write_recorded(self, recorded: RecordedCut) -> None:
         try:
-            await asyncio.to_thread(self._run_store.write_cut, recorded.cut, recorded.state, recorded.arrays)
+            write = self._run_store.write_cut
+            await asyncio.to_thread(write, recorded.cut, recorded.state, recorded.arrays, recorded.digests)
         finally:
             for buffer in recorded.held:
                 buffer.readers -= 1
@@ -278,6 +287,7 @@ class Restorer:
         self._run_store, self._parameters, self._tell, self._spawn = run_store, parameters, tell, spawn
         self.packed: ByteArray = _NONE
         """The values of the rollback that is to be committed."""
+        self._digests: tuple[str, ...] = ()
 
     def prepare_values(self, restore: Restore) -> None:
         self._spawn(self._read_values(restore))
@@ -288,9 +298,9 @@ class Restorer:
         except (AtollError, MemoryError) as error:
             self._tell(fx.Unrestorable(one_line(error) or "it does not fit into this syncer's memory"))
         else:
-            self.packed = earlier.packed
+            self.packed, self._digests = earlier.packed, earlier.told.digests
             self._tell(earlier.told)
 
     def commit_values(self, versions: Sequence[int], at: int) -> None:
-        self._parameters.restore_state(self.packed, versions, at - 1)
+        self._parameters.take_state(self.packed, versions, at - 1, self._digests)
         self.packed = _NONE

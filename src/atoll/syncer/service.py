@@ -29,7 +29,7 @@ from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
-from atoll.fabric.wire import FabricLimits, ScoreReport, one_line
+from atoll.fabric.wire import SMALL_BYTES, FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
@@ -45,7 +45,7 @@ from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, ask_to_drain
 from atoll.syncer.liveness import Standstill, send_heartbeats
 from atoll.syncer.model import FirstParameters, Model, model_of_earlier_terms, model_of_first_joiner
-from atoll.syncer.parameters import Parameters
+from atoll.syncer.parameters import Parameters, is_finite
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
 from atoll.syncer.status import Meter, describe_score, manifest
@@ -135,7 +135,7 @@ class SyncerService:
             await self._ending.wait_until_finished()
             trained = self._machine is not None and min(self._machine.versions) >= 0
             if trained:
-                save(self._parameters)
+                await asyncio.to_thread(save, self._parameters)
             self._ending.count_connected(len(self._channels))
             await self._ending.wait_for_last(trained=trained)
             self._handle(fx.Over())
@@ -313,19 +313,29 @@ class SyncerService:
         self._handle(fx.Uploading(learner, body.nbytes))
         return body
 
-    def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
-        channel = self._channels.get(learner)
-        if channel is None or not self._first.is_asked(learner, channel.session):
-            raise PeerError(f"{learner} is not asked for the first parameters any more")
-        known = self._first.has_fragment(fragment)
-        if (reason := self._first.accept_fragment(learner, fragment, digest)) is not None:
+    async def initial_arrived(self, learner: str, fragment: int, digest: str) -> None:
+        self._find_uploader(learner)
+        values = self._first.take_arrived(learner, fragment)
+        small = values.nbytes <= SMALL_BYTES
+        finite = is_finite(values) if small else await asyncio.to_thread(is_finite, values)
+        channel = self._find_uploader(learner)  # again: another may be asked by now
+        if not finite:
+            reason = f"fragment {fragment} of the first parameters is not finite"
             self._events.say("refused", f"{learner}: {reason}", {"learner": learner, "reason": reason})
             _refuse(channel, reason)
             return
+        known = self._first.has_fragment(fragment)
+        self._first.accept_fragment(fragment, values, digest)
         if not known:
             self._handle(fx.Uploading(learner, 0))
         if self._first.is_complete:
             self._handle(fx.Initialised(learner))
+
+    def _find_uploader(self, learner: str) -> ControlChannel:
+        channel = self._channels.get(learner)
+        if channel is None or not self._first.is_asked(learner, channel.session):
+            raise PeerError(f"{learner} is not asked for the first parameters any more")
+        return channel
 
     def fragment(self, index: int) -> ServedFragment:
         if self._machine is None:

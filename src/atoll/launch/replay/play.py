@@ -128,11 +128,11 @@ class RunReplay:
             known = ", ".join(map(str, sorted(complete_cuts(self.out.cuts)))) or "none"
             raise ConfigError(f"{self.out.path} has no complete cut {self.cut}: there are {known}")
         checked = check_cut(self.out.cuts, self.out.learners, self.cut)
-        _, data, arrays = read_syncer_part(self.out.cuts, self.cut)
+        kept, data, arrays = read_syncer_part(self.out.cuts, self.cut)
         then = msgspec.msgpack.decode(data, type=CutState)
         history = History.restore(then.history)
         score.begin_at(history)
-        parameters.load_cut(arrays, [max(0, version) for version in history.versions], then.rounds)
+        parameters.load_cut(arrays, kept.list_digests(), [max(0, version) for version in history.versions], then.rounds)
         parameters.change_outer(outer_of(history))
         first = next(
             n
