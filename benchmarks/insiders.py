@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.config import Outer
-from atoll.numerics.codec import make_codec
+from atoll.numerics.codec import body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.filter import Filter
 from atoll.numerics.fragments import FragmentPlan, make_plan
 from atoll.numerics.merge import merge
@@ -322,10 +322,10 @@ class Syncer:
             first = self._first.get((learner, fragment))
             delta = ATTACKS[self.case.attack](delta, first, self._dice)
             self._first.setdefault((learner, fragment), delta)
-        body = np.zeros(self._codec.nbytes(delta.size), np.uint8)
-        self._codec.encode(np.ascontiguousarray(delta, np.float32), body)
-        arrived = np.empty(delta.size, np.float32)
-        self._codec.decode(body, arrived)
+        part = self.parameters.plan.fragments[fragment]
+        body, arrived = np.zeros(body_nbytes(self._codec, part), np.uint8), np.empty(delta.size, np.float32)
+        encode_contribution(self._codec, part, np.ascontiguousarray(delta, np.float32), np.zeros_like(arrived), body)
+        decode_contribution(self._codec, part, body, arrived)
         return arrived
 
 

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Codec, make_codec, round_to_dtype
+from atoll.numerics.codec import Codec, decode_contribution, make_codec, round_to_dtype
+from atoll.numerics.fragments import make_plan
 from atoll.protocol.errors import ConfigError, PeerError
+from atoll.protocol.messages import TensorSpec
 
 CODECS = [make_codec("fp32"), make_codec("bf16")]
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, 3.4028235e38, -3.4028235e38, 1e-45, -1e-40, 1.1754944e-38], np.float32)
@@ -18,14 +20,15 @@ any_bits = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200).map(
 
 
 def encoded(codec: Codec, values: FloatArray) -> ByteArray:
-    out = np.empty(codec.nbytes(values.size), np.uint8)
-    codec.encode(values, out)
+    rows = ((1, values.size),)
+    out = np.empty(codec.nbytes(rows), np.uint8)
+    codec.encode(values, rows, out)
     return out
 
 
 def round_trip(codec: Codec, values: FloatArray) -> FloatArray:
     out = np.empty(values.size, np.float32)
-    codec.decode(encoded(codec, values), out)
+    codec.decode(encoded(codec, values), ((1, values.size),), out)
     return out
 
 
@@ -113,8 +116,8 @@ def test_rounding_keeps_nan(dtype: str) -> None:
 def test_encode_delta_is_encode_of_the_difference(codec: Codec, size: int) -> None:
     rng = np.random.default_rng(size)
     base, theta = (rng.standard_normal(size).astype(np.float32) for _ in range(2))
-    out = np.empty(codec.nbytes(size), np.uint8)
-    codec.encode_delta(base, theta, out)
+    out = np.empty(codec.nbytes(((1, size),)), np.uint8)
+    codec.encode_delta(base, theta, ((1, size),), out)
     assert out.tobytes() == encoded(codec, base - theta).tobytes()
 
 
@@ -123,17 +126,19 @@ def test_bodies_may_be_read_only_and_lie_anywhere(codec: Codec) -> None:
     values = np.array([1.0, -0.5, 4.0], np.float32)
     body = np.frombuffer(b"x" + encoded(codec, values).tobytes(), np.uint8)[1:]
     out = np.empty(3, np.float32)
-    codec.decode(body, out)
+    codec.decode(body, ((1, 3),), out)
     assert out.tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("extra", [-1, 1, 100])
 def test_another_length_is_refused_and_named(extra: int) -> None:
-    out = np.ones(4, np.float32)
-    with pytest.raises(PeerError, match=f"a body of {8 + extra} bytes came, bf16 of 4 values is 8 bytes"):
-        CODECS[1].decode(np.zeros(8 + extra, np.uint8), out)
-    with pytest.raises(PeerError, match=f"a body of {16 + extra} bytes came, fp32 of 4 values is 16 bytes"):
-        CODECS[0].decode(np.zeros(16 + extra, np.uint8), out)
+    part, out = make_plan([TensorSpec("t", (2, 2), "float32")], 1).fragments[0], np.ones(4, np.float32)
+    for codec, length in zip(CODECS, (16, 8), strict=True):
+        words = f"a body of {length + extra} bytes came, {codec.name} of 4 values is {length} bytes"
+        with pytest.raises(PeerError, match=words):
+            decode_contribution(codec, part, np.zeros(length + extra, np.uint8), out)
+        with pytest.raises(PeerError, match=words):
+            codec.check(np.zeros(length + extra, np.uint8), ((2, 2),))
     assert out.tolist() == [1, 1, 1, 1]
 
 

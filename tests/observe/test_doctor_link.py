@@ -88,7 +88,8 @@ def test_needs_are_those_of_the_bandwidth_calculator() -> None:
 
 
 def test_a_codec_counts_by_the_size_of_its_bodies() -> None:
-    assert [carry.sized_like(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
+    names = ["fp32", "bf16", "int8", "int4"]
+    assert [carry.sized_like(name) for name in names] == names
     with pytest.raises(ConfigError, match="codec = 'nonsense' is not known"):
         carry.sized_like("nonsense")
 

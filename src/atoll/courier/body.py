@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from atoll.choices import CODEC
 from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import encode_contribution, make_codec, round_to_dtype
+from atoll.numerics.codec import body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
 from atoll.protocol import effects as fx
 from atoll.protocol import schedule
@@ -51,8 +52,9 @@ def as_held(part: Fragment, values: FloatArray) -> None:
 
 def load_kernels() -> None:
     """They are loaded at their first use: a second of work, many seconds on a busy machine."""
-    one, codec = np.zeros(1, dtype=np.float32), make_codec("bf16")
-    codec.encode_delta(one, one, np.zeros(codec.nbytes(1), dtype=np.uint8))
+    one, rows = np.zeros(1, dtype=np.float32), ((1, 1),)
+    for codec in map(make_codec, CODEC.names()):
+        codec.encode_delta(one, one, rows, np.zeros(codec.nbytes(rows), dtype=np.uint8))
     round_to_dtype(one, "bfloat16")
 
 
@@ -78,7 +80,7 @@ class FragmentTransfers:
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
         self._initial: asyncio.Task[None] | None = None
-        length = self._codec.nbytes(box.layout.largest)
+        length = largest_body(self._codec, box.plan)
         self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ class FragmentTransfers:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
         buffer, part = self._spare.pop(), self._box.plan.fragments[fragment]
-        data = buffer[: self._codec.nbytes(part.size)]
+        data = buffer[: body_nbytes(self._codec, part)]
         mark = self._encode(fragment, slot, data) if is_small(part) else None
         if mark is None:
             self.outgoing.hold_slot(slot)

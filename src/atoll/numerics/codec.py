@@ -1,61 +1,180 @@
 """How a contribution's numbers become bytes, and back. The codecs themselves are the modules of codecs/.
 
 Rules kept here: codecs encode Δ = base − θ, never θ (bf16 of θ costs 11 % error in Δ, bf16 of Δ 0.2 %); bytes are
-little-endian; bf16 rounds to nearest even, and NaN and Inf stay what they are, so that the screen still sees them; Δ of
-a merged buffer is rounded towards zero, so that what is made of it lies between base and θ: a variance stays positive;
-a body has exactly the length its fragment says, or it is refused.
+little-endian; Δ that is not finite is refused on the other side: fp32 and bf16 keep NaN and Inf for the screen to see,
+the others mark the block. A body has exactly the length its fragment says, and nothing in it that no encoder writes, or
+it is refused before anything is decoded. Equal numbers give equal bytes for any number of threads, and on a GPU
+(learner/codecs.py).
+
+With feedback, t = (base − θ) + feedback is encoded, and t − decoded is the rest: the feedback of the next time. All of
+it is float32 in that order. Whoever calls decides when the rest becomes the feedback.
+
+Merged buffers travel as bf16, whatever the codec, and their Δ is rounded towards zero, so that what is made of it lies
+between base and θ: a variance stays positive. They have no feedback.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from atoll.choices import CODEC
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.fragments import Fragment
+from atoll.numerics.fragments import Fragment, FragmentPlan, Rows, row_lengths
 from atoll.protocol.errors import PeerError
 
 assert sys.byteorder == "little", "arrays are sent as they lie in memory, and that is little-endian"
 
 CHUNK = 65_536
 """Elements rounded to float16 at a time."""
+BUFFERS = "bf16"
 
 
 class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
-    def nbytes(self, size: int) -> int:
-        """The bytes of so many elements, exactly."""
+    def nbytes(self, rows: Rows) -> int:
+        """The bytes of these rows, exactly."""
         ...
 
-    def encode(self, values: FloatArray, out: ByteArray) -> None: ...
+    def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None: ...
 
-    def encode_delta(self, base: FloatArray, theta: FloatArray, out: ByteArray) -> None:
-        """Δ = base − θ, encoded in one pass."""
+    def encode_delta(
+        self,
+        base: FloatArray,
+        theta: FloatArray,
+        rows: Rows,
+        out: ByteArray,
+        feedback: FloatArray | None = None,
+        rest: FloatArray | None = None,
+    ) -> None:
+        """Δ = base − θ, with feedback where there is one; `rest`, if given, is filled with what the body leaves out."""
         ...
 
-    def decode(self, data: ByteArray, out: FloatArray) -> None:
-        """PeerError unless `data` is exactly as long as `out` needs."""
+    def check(self, data: ByteArray, rows: Rows) -> None:
+        """PeerError unless this is a body of these rows."""
+        ...
+
+    def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
+        """Of a body that was checked. No other one makes it read or write outside of its arrays."""
         ...
 
 
-def encode_contribution(codec: Codec, part: Fragment, base: FloatArray, theta: FloatArray, out: ByteArray) -> None:
-    """Δ = base − θ of a whole fragment."""
-    codec.encode_delta(base, theta, out)
-    if (held := part.buffers).stop > 0:
-        delta = base[held] - theta[held]
-        delta.view(np.uint32)[:] &= np.uint32(0xFFFF0000)
-        codec.encode(delta, out[codec.nbytes(held.start) : codec.nbytes(held.stop)])
-
-
-def make_codec(name: str) -> Codec:
-    made: Codec = CODEC.load(name).make()
+def make_codec(name: str, threads: int = 1) -> Codec:
+    made: Codec = CODEC.load(name).make(threads)
     return made
+
+
+# ---- a whole fragment -----------------------------------------------------------------------------------------------
+
+
+class BodyPart(NamedTuple):
+    """Parameters or buffers of a fragment: where their values and their bytes are."""
+
+    codec: Codec
+    rows: Rows
+    values: slice
+    data: slice
+
+
+def body_nbytes(codec: Codec, part: Fragment) -> int:
+    return sum(by.nbytes(rows) for by, rows, _, _ in _body_parts(codec, part))
+
+
+def largest_body(codec: Codec, plan: FragmentPlan) -> int:
+    """The bytes that hold a body of any fragment."""
+    return max(body_nbytes(codec, part) for part in plan.fragments)
+
+
+def encode_contribution(
+    codec: Codec,
+    part: Fragment,
+    base: FloatArray,
+    theta: FloatArray,
+    out: ByteArray,
+    feedback: FloatArray | None = None,
+    rest: FloatArray | None = None,
+) -> None:
+    """Δ = base − θ of a whole fragment."""
+    for at, (by, rows, values, data) in enumerate(_body_parts(codec, part)):
+        if at == 1:
+            delta = base[values] - theta[values]
+            delta.view(np.uint32)[:] &= np.uint32(0xFFFF0000)
+            by.encode(delta, rows, out[data])
+            if rest is not None:
+                rest[values] = 0.0
+        else:
+            fed, left = (None if one is None else one[values] for one in (feedback, rest))
+            by.encode_delta(base[values], theta[values], rows, out[data], fed, left)
+
+
+def decode_contribution(codec: Codec, part: Fragment, data: ByteArray, out: FloatArray) -> None:
+    """PeerError: this is no body of the fragment. Then `out` is as it was."""
+    expected = body_nbytes(codec, part)
+    if data.size != expected:
+        raise PeerError(_other_length(codec, data.size, part.size, expected))
+    parts = list(_body_parts(codec, part))
+    for by, rows, _, place in parts:
+        by.check(data[place], rows)
+    for by, rows, values, place in parts:
+        by.decode(data[place], rows, out[values])
+
+
+def _body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
+    """The parameters before the buffers, the buffers, the parameters after them. Most fragments have only the first."""
+    held, start = part.buffers, 0
+    values = [slice(0, held.start), held, slice(held.stop, part.size)] if held.stop > 0 else [slice(0, part.size)]
+    for at, one in enumerate(values):
+        both = zip(part.tensors, part.offsets, strict=True)
+        rows = row_lengths([tensor for tensor, offset in both if one.start <= offset < one.stop])
+        by = make_codec(BUFFERS) if at == 1 else codec
+        yield BodyPart(by, rows, one, slice(start, start + by.nbytes(rows)))
+        start += by.nbytes(rows)
+
+
+# ---- for the codecs -------------------------------------------------------------------------------------------------
+
+
+def encode_in_steps(
+    codec: Codec,
+    base: FloatArray,
+    theta: FloatArray,
+    rows: Rows,
+    out: ByteArray,
+    feedback: FloatArray | None,
+    rest: FloatArray | None,
+) -> None:
+    """`Codec.encode_delta` with feedback as it is defined, for codecs that do not do it in one pass."""
+    total = base - theta
+    if feedback is not None:
+        total += feedback
+    codec.encode(total, rows, out)
+    if rest is not None:
+        decoded = np.empty_like(total)
+        codec.decode(out, rows, decoded)
+        np.subtract(total, decoded, out=rest)
+
+
+def count_values(rows: Rows) -> int:
+    return sum(count * width for count, width in rows)
+
+
+def check_length(codec: Codec, data: ByteArray, rows: Rows) -> None:
+    expected = codec.nbytes(rows)
+    if data.size != expected:
+        raise PeerError(_other_length(codec, data.size, count_values(rows), expected))
+
+
+def _other_length(codec: Codec, came: int, values: int, expected: int) -> str:
+    return f"a body of {came} bytes came, {codec.name} of {values} values is {expected} bytes"
+
+
+# ---- dtypes ---------------------------------------------------------------------------------------------------------
 
 
 def round_to_dtype(values: FloatArray, dtype: str) -> None:
@@ -73,9 +192,3 @@ def _round_to_float16(values: FloatArray) -> None:
         for start in range(0, values.size, CHUNK):
             part = values[start : start + CHUNK]
             part[:] = part.astype(np.float16)
-
-
-def check_length(codec: Codec, data: ByteArray, out: FloatArray) -> None:
-    expected = codec.nbytes(out.size)
-    if data.size != expected:
-        raise PeerError(f"a body of {data.size} bytes came, {codec.name} of {out.size} values is {expected} bytes")

@@ -27,6 +27,8 @@ MOST_ELEMENTS = 1 << 48
 """In one tensor: a petabyte is no model."""
 
 Bins = list[list[TensorSpec]]
+Rows = tuple[tuple[int, int], ...]
+"""Per tensor of an array, in order: how many rows it has, and how many values are in each."""
 
 
 class Fragment(msgspec.Struct, frozen=True):
@@ -68,6 +70,12 @@ class FragmentPlan(msgspec.Struct, frozen=True):
 
 def elements(tensor: TensorSpec) -> int:
     return prod(tensor.shape)
+
+
+def row_lengths(tensors: Sequence[TensorSpec]) -> Rows:
+    """Rows are what the first dimension counts; a tensor of fewer than two dimensions is one row."""
+    counts = [tensor.shape[0] if len(tensor.shape) >= 2 else 1 for tensor in tensors]
+    return tuple((count, elements(tensor) // count) for tensor, count in zip(tensors, counts, strict=True))
 
 
 def default_fragments(tensors: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from atoll.fabric.wire import SMALL_BYTES
 from atoll.numerics.agreement import by_size
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.codec import Codec
+from atoll.numerics.codec import Codec, body_nbytes, decode_contribution, largest_body
 from atoll.numerics.filter import Filter, FilterVerdict
 from atoll.numerics.fragments import FragmentPlan
 from atoll.numerics.screen import NormScreen
@@ -55,6 +55,7 @@ class PendingContribution:
 class Inbox:
     def __init__(self, plan: FragmentPlan, codec: Codec) -> None:
         self._plan, self._codec = plan, codec
+        self._largest = largest_body(codec, plan)
         self._pending: dict[ContributionKey, PendingContribution] = {}
         self._bodies: list[ByteArray] = []
         self._deltas: list[FloatArray] = []
@@ -75,12 +76,10 @@ class Inbox:
             raise PeerError(f"no contribution to round {key[1]} (attempt {key[2]}) is waited for")
         if pending.receiving or pending.digest is not None:
             raise PeerError(f"the contribution to round {key[1]} is here already")
-        size = self._plan.fragments[pending.fragment].size
         if pending.body is None:
-            length = self._codec.nbytes(self._plan.largest)
-            pending.body = self._bodies.pop() if self._bodies else np.empty(length, dtype=np.uint8)
+            pending.body = self._bodies.pop() if self._bodies else np.empty(self._largest, dtype=np.uint8)
         pending.receiving = True
-        return pending.body[: self._codec.nbytes(size)].data
+        return pending.body[: self._body_nbytes(pending)].data
 
     def mark_arrived(self, key: ContributionKey, mark: str) -> None:
         if (pending := self._pending.get(key)) is not None:
@@ -116,11 +115,14 @@ class Inbox:
         if pending.digest != mark:
             raise PeerError("its body is not the one its message names")
         assert pending.delta is None, "a body is opened once"
-        size = self._plan.fragments[pending.fragment].size
+        part = self._plan.fragments[pending.fragment]
         buffer = self._deltas.pop() if self._deltas else np.empty(self._plan.largest, dtype=np.float32)
-        self._codec.decode(pending.body[: self._codec.nbytes(size)], buffer[:size])
         pending.delta = buffer
-        return buffer[:size]
+        decode_contribution(self._codec, part, pending.body[: self._body_nbytes(pending)], buffer[: part.size])
+        return buffer[: part.size]
+
+    def _body_nbytes(self, pending: PendingContribution) -> int:
+        return body_nbytes(self._codec, self._plan.fragments[pending.fragment])
 
     def get_delta(self, key: ContributionKey) -> FloatArray:
         pending = self._pending[key]

@@ -20,7 +20,7 @@ from atoll.fabric.relay import RelayLimits
 from atoll.fabric.wire import KIB, MIB, FabricLimits
 from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.codec import make_codec
+from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.filter import NAMES
 from atoll.numerics.fragments import FragmentPlan, difference, make_plan
 from atoll.protocol import schedule
@@ -200,6 +200,6 @@ def memory_bound(
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
     fixed += NAMES * settings.fragments * BUCKETS * 8
     pulls = schedule.flights(settings) + MISSES
-    body = make_codec(settings.codec).nbytes(plan.largest)
+    body = largest_body(make_codec(settings.codec), plan)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES
     return MemoryBound(fixed, pulls * (body + largest) + talk, NAME + settings.fragments * NAME_FRAGMENT)

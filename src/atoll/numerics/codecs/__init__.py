@@ -1,1 +1,1 @@
-"""Codecs, a module each: how contributions travel. A module has `make() -> Codec`, as codec.py describes it."""
+"""Codecs, a module each: how contributions travel. A module has `make(threads) -> Codec`, as codec.py describes it."""

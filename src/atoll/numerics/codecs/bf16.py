@@ -9,25 +9,49 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import ByteArray, FloatArray, HalfBits
-from atoll.numerics.codec import check_length
+from atoll.numerics.codec import check_length, count_values, encode_in_steps
+from atoll.numerics.fragments import Rows
+from atoll.numerics.kernels import PART, in_parts, read_only
 
 
 class Bf16(msgspec.Struct, frozen=True):
     name: ClassVar[str] = "bf16"
+    threads: int = 1
 
-    def nbytes(self, size: int) -> int:
-        return 2 * size
+    def nbytes(self, rows: Rows) -> int:
+        return 2 * count_values(rows)
 
-    def encode(self, values: FloatArray, out: ByteArray) -> None:
-        kernels.bf16_encode(kernels.read_only(values), _halves(out, values))
+    def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
+        given, halves = read_only(values), _halves(out, values)
+        in_parts(lambda a, b: kernels.bf16_encode(given[a:b], halves[a:b]), given.size, PART, self.threads)
 
-    def encode_delta(self, base: FloatArray, theta: FloatArray, out: ByteArray) -> None:
+    def encode_delta(
+        self,
+        base: FloatArray,
+        theta: FloatArray,
+        rows: Rows,
+        out: ByteArray,
+        feedback: FloatArray | None = None,
+        rest: FloatArray | None = None,
+    ) -> None:
         assert base.shape == theta.shape, "both are one whole fragment"
-        kernels.bf16_encode_delta(kernels.read_only(base), kernels.read_only(theta), _halves(out, base))
+        if feedback is not None or rest is not None:
+            encode_in_steps(self, base, theta, rows, out, feedback, rest)
+            return
+        left, right, halves = read_only(base), read_only(theta), _halves(out, base)
 
-    def decode(self, data: ByteArray, out: FloatArray) -> None:
-        check_length(self, data, out)
-        kernels.bf16_decode(kernels.read_only(data).view(np.uint16), out.view(np.uint32))
+        def work(a: int, b: int) -> None:
+            kernels.bf16_encode_delta(left[a:b], right[a:b], halves[a:b])
+
+        in_parts(work, base.size, PART, self.threads)
+
+    def check(self, data: ByteArray, rows: Rows) -> None:
+        check_length(self, data, rows)
+
+    def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
+        halves, words = read_only(data).view(np.uint16), out.view(np.uint32)
+        assert halves.shape == words.shape, "it was checked"
+        in_parts(lambda a, b: kernels.bf16_decode(halves[a:b], words[a:b]), words.size, PART, self.threads)
 
 
 make = Bf16

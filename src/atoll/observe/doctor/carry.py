@@ -152,7 +152,7 @@ def _way_out(table: Sequence[LinkNeed], load: LinkLoad) -> str:
 def sized_like(name: str) -> Codec:
     """Of the codecs that the formulas know, the one whose bodies are nearest in size to this one's."""
     size = 1 << 16
-    bits = 8 * make_codec(name).nbytes(size) / size
+    bits = 8 * make_codec(name).nbytes(((1, size),)) / size
     return min(BITS, key=lambda one: abs(BITS[one] - bits))
 
 

@@ -1,0 +1,140 @@
+"""The codecs of `numerics` on a device: bodies and rests equal bit for bit to those of the CPU.
+
+Every operation below rounds as IEEE says, each as a kernel of its own: nothing is contracted into a fused
+multiply-add. A device divides by a number on the host through its reciprocal: so divisors are tensors here. Bodies that
+come from others are checked on the CPU before they are decoded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from atoll.numerics.absmax import Absmax
+from atoll.numerics.codec import Codec, count_values
+from atoll.numerics.fragments import Rows
+from atoll.numerics.kernels import ABSMAX_BLOCK
+
+NOT_FINITE = 0x7F800000
+NAN = 0x7FC00000
+SMALLEST = 0x00800000
+"""Bits of Inf, of the NaN that marks a block, and of the smallest normal float32."""
+
+
+@torch.no_grad()
+def encode(codec: Codec, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+    """`total`: flat float32, (base − θ) + feedback; `out`: bytes on the same device; rest ← total − decoded."""
+    assert total.numel() == count_values(rows) and out.numel() == codec.nbytes(rows), "arrays and rows are of one plan"
+    if isinstance(codec, Absmax):
+        _encode_absmax(codec, total, rows, out, rest)
+        return
+    if not total.numel():
+        return
+    decoded = total.to(torch.bfloat16) if codec.name == "bf16" else total
+    out.copy_(decoded.view(torch.uint8))
+    if rest is not None:
+        torch.sub(total, decoded.float(), out=rest)
+
+
+@torch.no_grad()
+def decode(codec: Codec, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    """Of a body that was checked."""
+    assert out.numel() == count_values(rows) and data.numel() == codec.nbytes(rows), "arrays and rows are of one plan"
+    if isinstance(codec, Absmax):
+        _decode_absmax(codec, data, rows, out)
+    elif out.numel():
+        out.copy_(data.view(torch.bfloat16 if codec.name == "bf16" else torch.float32))
+
+
+# ---- int8 and int4 --------------------------------------------------------------------------------------------------
+
+
+def _encode_absmax(
+    codec: Absmax, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None
+) -> None:
+    def work(values: torch.Tensor, body: torch.Tensor, left: torch.Tensor) -> None:
+        encoded, remainder = _encode_blocks(codec.bits, values)
+        body.copy_(encoded)
+        if rest is not None:
+            left.copy_(remainder)
+
+    _by_block(codec, rows, work, total, out, total if rest is None else rest)
+
+
+def _decode_absmax(codec: Absmax, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    def work(values: torch.Tensor, body: torch.Tensor, _: torch.Tensor) -> None:
+        values.copy_(_decode_blocks(codec.bits, body, values.shape[-1]))
+
+    _by_block(codec, rows, work, out, data, out)
+
+
+def _by_block(
+    codec: Absmax,
+    rows: Rows,
+    work: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    values: torch.Tensor,
+    body: torch.Tensor,
+    beside: torch.Tensor,
+) -> None:
+    """`work` on the full blocks of each tensor, then on the shorter ones at the ends of its rows: [rows, blocks, …]."""
+    value = byte = 0
+    for count, width in rows:
+        ends, row_bytes = width - width % ABSMAX_BLOCK, codec.row_bytes(width)
+        here, there = slice(value, value + count * width), slice(byte, byte + count * row_bytes)
+        of_rows = [one[here].view(count, width) for one in (values, beside)]
+        bytes_of_rows = body[there].view(count, row_bytes)
+        cut = codec.row_bytes(ends)
+        if ends:
+            v, b = (one[:, :ends].unflatten(1, (-1, ABSMAX_BLOCK)) for one in of_rows)
+            work(v, bytes_of_rows[:, :cut].unflatten(1, (ends // ABSMAX_BLOCK, -1)), b)
+        if ends < width:
+            v, b = (one[:, ends:].unflatten(1, (1, -1)) for one in of_rows)
+            work(v, bytes_of_rows[:, cut:].unflatten(1, (1, -1)), b)
+        value, byte = here.stop, there.stop
+
+
+def _scales(bits: int, most: torch.Tensor) -> torch.Tensor:
+    """`kernels.absmax_scale`."""
+    levels = torch.full_like(most, 7 if bits == 4 else 127, dtype=torch.float32)
+    scale = (most.view(torch.float32) / levels).view(torch.int32) & (-0x10000 if bits == 4 else -0x100)
+    scale = torch.where(scale >= SMALLEST, scale, 0)
+    return torch.where(most >= NOT_FINITE, NAN, scale)
+
+
+def _encode_blocks(bits: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of blocks [rows, blocks, values], and their rest."""
+    levels = 7.0 if bits == 4 else 127.0
+    values = values.contiguous()
+    scale = _scales(bits, (values.view(torch.int32) & 0x7FFFFFFF).amax(-1))
+    sound = ((scale > 0) & (scale < NOT_FINITE)).unsqueeze(-1)
+    step = torch.where(sound, scale.unsqueeze(-1), 0).view(torch.float32)
+    inverse = torch.ones_like(step) / step
+    codes = torch.where(sound, torch.round(values * inverse).clamp(-levels, levels), 0.0)
+    rest = torch.where(scale.unsqueeze(-1) == NAN, 0.0, values - codes * step)
+    return torch.cat([_scale_bytes(bits, scale), _pack(bits, codes.to(torch.int8).view(torch.uint8))], -1), rest
+
+
+def _scale_bytes(bits: int, scale: torch.Tensor) -> torch.Tensor:
+    shifts = (16, 24) if bits == 4 else (8, 16, 24)
+    return torch.stack([(scale >> shift) & 255 for shift in shifts], -1).to(torch.uint8)
+
+
+def _pack(bits: int, codes: torch.Tensor) -> torch.Tensor:
+    if bits == 8:
+        return codes
+    half = (codes.shape[-1] + 1) // 2
+    high = torch.nn.functional.pad(codes[..., half:], (0, 2 * half - codes.shape[-1]))
+    return (codes[..., :half] & 15) | (high << 4)
+
+
+def _decode_blocks(bits: int, body: torch.Tensor, count: int) -> torch.Tensor:
+    head = 2 if bits == 4 else 3
+    scale = torch.zeros_like(body[..., :1], dtype=torch.int32)
+    for k in range(head):
+        scale |= body[..., k : k + 1].to(torch.int32) << (8 * (4 - head + k))
+    packed = body[..., head:]
+    if bits == 4:
+        packed = torch.cat([packed << 4, packed & 0xF0], -1)[..., :count]
+    codes = packed.view(torch.int8).to(torch.float32)
+    return (codes / torch.full_like(codes, 16.0) if bits == 4 else codes) * scale.view(torch.float32)

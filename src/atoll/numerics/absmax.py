@@ -1,0 +1,112 @@
+"""int8 and int4: codes of few bits, and one scale for each block of 64 values.
+
+- Blocks start anew at every row of a tensor, so a tensor that is split along its rows has the same blocks; the last
+  block of a row may be shorter. Blocks do not know each other.
+- A block is its scale, then its codes. scale = absmax / 127 (int8) or absmax / 7 (int4), cut off to 16 or 8 significant
+  bits and stored in 3 or 2 bytes: the upper ones of a float32, low byte first. 8.375 and 4.25 bits a value in rows of a
+  multiple of 64.
+- code = Δ · (1 / scale), rounded half to even, kept within ±127 or ±7; decoded is code · scale, which is exact. The
+  error is at most scale / 2 (and a 2⁻²⁰th of it, for the rounding of the product).
+- Codes are two's complement. int4 has the first half of a block in the low four bits of its bytes and the second half
+  in the high ones; of an odd number of codes the last high one is 0.
+- A body that was decoded and is encoded again gives the same bytes.
+- A block whose scale would be below 2⁻¹²⁶ is sent as zeros, with scale 0. One that holds NaN or Inf has the scale NaN:
+  it is refused where it arrives.
+- No encoder writes the codes −128 and −8, or a scale that is negative, subnormal or too large for float32: refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.numerics import kernels
+from atoll.numerics.arrays import ByteArray, FloatArray
+from atoll.numerics.codec import check_length, count_values
+from atoll.numerics.fragments import Rows
+from atoll.numerics.kernels import ABSMAX_BLOCK, PART, in_parts, read_only
+from atoll.protocol.errors import PeerError
+
+
+class Segment(NamedTuple):
+    """One tensor's rows, and where its values and its bytes are."""
+
+    values: slice
+    data: slice
+    width: int
+    row_bytes: int
+    blocks: int
+
+
+class Absmax(msgspec.Struct, frozen=True):
+    bits: int
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    def row_bytes(self, width: int) -> int:
+        full, tail = divmod(width, ABSMAX_BLOCK)
+        head = 2 if self.bits == 4 else 3
+        short = head + (tail * self.bits + 7) // 8 if tail else 0
+        return full * (head + ABSMAX_BLOCK * self.bits // 8) + short
+
+    def nbytes(self, rows: Rows) -> int:
+        return sum(count * self.row_bytes(width) for count, width in rows)
+
+    def encode(self, values: FloatArray, rows: Rows, out: ByteArray) -> None:
+        self.encode_delta(values, values[:0], rows, out)
+
+    def encode_delta(
+        self,
+        base: FloatArray,
+        theta: FloatArray,
+        rows: Rows,
+        out: ByteArray,
+        feedback: FloatArray | None = None,
+        rest: FloatArray | None = None,
+    ) -> None:
+        assert base.size == count_values(rows) and out.size == self.nbytes(rows), "arrays and rows are of one fragment"
+        given, against, fed = (read_only(one) for one in (base, theta, base[:0] if feedback is None else feedback))
+        left = base[:0].copy() if rest is None else rest
+        assert all(one.size in (0, base.size) for one in (against, fed, left)), "every array is one whole fragment"
+        for values, data, width, row_bytes, blocks in self._segments(rows):
+            part = (given[values], against[values], fed[values], left[values], out[data], width, row_bytes, self.bits)
+            self._run(partial(kernels.absmax_encode, *part), blocks)
+
+    def check(self, data: ByteArray, rows: Rows) -> None:
+        check_length(self, data, rows)
+        given = read_only(data)
+        for number, (_, place, width, row_bytes, blocks) in enumerate(self._segments(rows)):
+            wrong = kernels.absmax_check(given[place], width, row_bytes, self.bits, 0, blocks)
+            if wrong >= 0:
+                what = (
+                    "a code that is reserved" if wrong % 2 else "a scale that is not finite, negative or out of range"
+                )
+                raise PeerError(f"block {wrong // 2} of tensor {number} has {what} ({self.name})")
+
+    def decode(self, data: ByteArray, rows: Rows, out: FloatArray) -> None:
+        assert out.size == count_values(rows) and data.size == self.nbytes(rows), "it was checked"
+        given = read_only(data)
+        for values, place, width, row_bytes, blocks in self._segments(rows):
+            self._run(partial(kernels.absmax_decode, given[place], out[values], width, row_bytes, self.bits), blocks)
+
+    def _run(self, work: Callable[[int, int], None], blocks: int) -> None:
+        in_parts(work, blocks, PART // ABSMAX_BLOCK, self.threads)
+
+    def _segments(self, rows: Rows) -> Iterator[Segment]:
+        value = byte = 0
+        for count, width in rows:
+            values, data, per_row = count * width, count * self.row_bytes(width), -(-width // ABSMAX_BLOCK)
+            yield Segment(
+                slice(value, value + values),
+                slice(byte, byte + data),
+                width,
+                self.row_bytes(width),
+                count * per_row,
+            )
+            value, byte = value + values, byte + data

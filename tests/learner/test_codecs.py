@@ -1,0 +1,63 @@
+"""The codecs on a device give the bytes, the numbers and the rest of those on the CPU, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.numerics.quantised import ROWS, draw, extremes
+
+from atoll.learner import codecs
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.codec import Codec, count_values, make_codec
+from atoll.numerics.fragments import Rows
+
+CODECS = [make_codec(name) for name in ("fp32", "bf16", "int8", "int4")]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+any_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 200)), max_size=4).map(tuple)
+each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+everywhere = pytest.mark.parametrize("device", DEVICES)
+
+
+def compare(codec: Codec, values: FloatArray, rows: Rows, device: str) -> None:
+    size, length = count_values(rows), codec.nbytes(rows)
+    body, rest, decoded = np.empty(length, np.uint8), np.empty(size, np.float32), np.empty(size, np.float32)
+    codec.encode_delta(values, np.zeros_like(values), rows, body, None, rest)
+    codec.decode(body, rows, decoded)
+    total = torch.from_numpy(values - np.zeros_like(values)).to(device)
+    there, left = torch.empty(length, dtype=torch.uint8, device=device), torch.empty(size, device=device)
+    codecs.encode(codec, total, rows, there, left)
+    assert there.cpu().numpy().tobytes() == body.tobytes()
+    assert left.cpu().numpy().tobytes() == rest.tobytes()
+    codecs.decode(codec, there, rows, left)
+    assert left.cpu().numpy().tobytes() == decoded.tobytes()
+
+
+@each
+@everywhere
+@given(rows=any_rows, seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0, 3, 40]))
+@settings(max_examples=40, deadline=None)
+def test_equal_bits(codec: Codec, device: str, rows: Rows, seed: int, spread: int) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        compare(codec, draw(count_values(rows), seed, spread), rows, device)
+
+
+@each
+@everywhere
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_equal_bits_of_every_shape(codec: Codec, device: str, rows: Rows) -> None:
+    compare(codec, draw(count_values(rows), 1), rows, device)
+
+
+@each
+@everywhere
+@pytest.mark.parametrize("values", extremes(), ids=str)
+def test_equal_bits_of_extremes(codec: Codec, device: str, values: FloatArray) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        compare(codec, values, ((1, values.size),), device)
+        if codec.name.startswith("int"):
+            values = values.copy()
+            values[-1] = np.nan
+            compare(codec, values, ((1, values.size),), device)
