@@ -21,7 +21,7 @@ def test_an_empty_file_is_a_good_run() -> None:
     assert parse("", "x") == Config()
 
 
-SERVICE = "host, port, keys, advertise, mutual, front, durability, share_files, evaluate_every"
+SERVICE = "host, port, keys, advertise, mutual, front, durability, share_files, round_memory_mib, evaluate_every"
 
 
 @pytest.mark.parametrize(

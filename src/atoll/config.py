@@ -84,12 +84,17 @@ class Service(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     whole machine (not of a process) may cost the rounds since the last one."""
     share_files: bool = False
     """Other users of this machine may read the run's folder, as the umask allows. Its secrets stay private."""
+    round_memory_mib: int = 16384
+    """Memory that contributions to rounds under way may take in the syncer. It limits how many rounds are under way,
+    down to those that `overlap` asks for."""
     evaluate_every: int = 100
     """Rounds between two scores of the global model. 0: it is not scored."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port = {self.port} is not between 0 and 65535; 0 takes any free one")
+        if self.round_memory_mib < 0:
+            raise ConfigError(f"round_memory_mib = {self.round_memory_mib} is below 0: 0 allows what τ asks for")
         if self.evaluate_every < 0:
             raise ConfigError(f"evaluate_every = {self.evaluate_every} is below 0; 0 leaves the model unscored")
 

@@ -38,6 +38,8 @@ class World(simulated.World):
         theta: float = 1.0,
         direct: bool = True,
         courier_s: float = 0.0,
+        merge_s: float = 0.0,
+        body_s: float = 0.0,
         **settings: Any,
     ) -> None:
         settings.setdefault("fragments", 2)
@@ -58,6 +60,8 @@ class World(simulated.World):
             gradient=gradient,
             direct=direct,
             courier_s=courier_s,
+            merge_s=merge_s,
+            body_s=body_s,
         )
         for index in range(learners if present is None else present):
             self.join(f"learner-{index}", step_s=self.speeds[index])

@@ -13,7 +13,7 @@ from atoll.protocol.effects import Greeted, Lost
 from atoll.protocol.messages import PROTOCOL, Hello, TensorSpec
 from atoll.protocol.settings import Settings
 from atoll.protocol.syncer.machine import Syncer
-from atoll.syncer.model import PROGRAM, memory_bound
+from atoll.syncer.model import PROGRAM, contribution_bytes, memory_bound
 from atoll.syncer.status import Meter
 
 LARGE = make_plan([TensorSpec(f"w{n}", (1024, 1024), "float32") for n in range(24)], 24, "balanced")
@@ -67,3 +67,11 @@ def test_every_name_that_one_token_may_bring_fits_into_its_share() -> None:
     most = memory_bound(LARGE, settings, slots=1)
     assert each < most.name, f"{each:.0f} bytes a name"
     assert most.total_bytes(1, NAMES) - most.total_bytes(1) == NAMES * most.name <= 64 * MIB
+
+
+def test_more_rounds_under_way_have_their_memory_and_no_more_than_is_allowed() -> None:
+    settings = Settings(fragments=24, sync_every=24)
+    most = memory_bound(LARGE, settings, slots=1, round_memory=10**15)
+    none = memory_bound(LARGE, settings, slots=1)
+    assert most.total_bytes(4) - none.total_bytes(4) == 4 * (23 - 2) * contribution_bytes(LARGE, settings)
+    assert memory_bound(LARGE, settings, slots=1, round_memory=5).total_bytes(4) == none.total_bytes(4) + 5

@@ -22,13 +22,12 @@ from atoll.choices import CODEC
 from atoll.digests import compute_digest
 from atoll.fabric.client import SyncerConnection
 from atoll.fabric.wire import SMALL_BYTES, digest_aside
-from atoll.mailbox.box import Mailbox
+from atoll.mailbox.box import Mailbox, can_spare
 from atoll.mailbox.channel import Start
 from atoll.numerics.arrays import ByteArray, FloatArray
 from atoll.numerics.codec import body_nbytes, encode_contribution, largest_body, make_codec, round_to_dtype
 from atoll.numerics.fragments import Fragment
 from atoll.protocol import effects as fx
-from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, Unreachable
 from atoll.protocol.settings import Settings
 
@@ -80,8 +79,10 @@ class FragmentTransfers:
         self._replacing: set[int] = set()
         """Fragments whose base is being replaced, or waits for that."""
         self._initial: asyncio.Task[None] | None = None
-        length = largest_body(self._codec, box.plan)
-        self._spare: list[ByteArray] = [np.empty(length, dtype=np.uint8) for _ in range(schedule.flights(settings) + 1)]
+        self._body_bytes = largest_body(self._codec, box.plan)
+        self._spare: list[ByteArray] = []
+        """Buffers of bodies. One is made when all are under way; two of a fragment are under way after a miss."""
+        self._buffers_left = 2 * box.layout.fragments
 
     def close(self) -> None:
         for task in self._running:
@@ -126,21 +127,30 @@ class FragmentTransfers:
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def upload(self, number: int, attempt: int, fragment: int) -> None:
-        if not self._spare:
-            self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
-            return
         if fragment in self._replacing:
             self._tell(fx.UploadFailed(number, attempt, "the version it was made on is being replaced"))
             return
         if (slot := self.outgoing.send(fragment)) is None:
             self._tell(fx.UploadFailed(number, attempt, "its copy gave way to newer ones"))
             return
-        buffer, part = self._spare.pop(), self._box.plan.fragments[fragment]
+        if (buffer := self._take_buffer()) is None:
+            self._tell(fx.UploadFailed(number, attempt, "earlier answers are still on their way"))
+            return
+        part = self._box.plan.fragments[fragment]
         data = buffer[: body_nbytes(self._codec, part)]
         mark = self._encode(fragment, slot, data) if is_small(part) else None
         if mark is None:
             self.outgoing.hold_slot(slot)
         self._spawn(self._upload(number, attempt, fragment, slot, buffer, data, mark))
+
+    def _take_buffer(self) -> ByteArray | None:
+        """For one body; None where too many are under way, or where memory is short."""
+        if self._spare:
+            return self._spare.pop()
+        if self._buffers_left == 0 or not can_spare(self._body_bytes):
+            return None
+        self._buffers_left -= 1
+        return np.empty(self._body_bytes, dtype=np.uint8)
 
     def _encode(self, fragment: int, slot: int, data: ByteArray) -> str:
         part = self._box.plan.fragments[fragment]

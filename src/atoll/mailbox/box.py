@@ -52,7 +52,7 @@ class Layout:
 
     @staticmethod
     def of(plan: FragmentPlan, settings: Settings) -> Layout:
-        flights = schedule.flights(settings)
+        flights = schedule.least_flights(settings)
         return Layout(len(plan.fragments), plan.size, plan.largest, 2 * flights + 3, flights)
 
     @property
@@ -138,8 +138,7 @@ class Mailbox:
         return slot < self.layout.most_incoming and self._reserve(self.layout.most_outgoing + slot)
 
     def _reserve(self, index: int) -> bool:
-        have = available_bytes()
-        if have is not None and self.layout.slot_bytes + SPARE_BYTES > have:
+        if not can_spare(self.layout.slot_bytes):
             return False  # asked for first: a control group kills where the system only refuses
         try:
             os.posix_fallocate(self.fd, self.layout.slot_start(index), self.layout.slot_bytes)
@@ -234,6 +233,12 @@ def available_bytes() -> int | None:
     """Memory that can be had now, by the system and by the control group; None where neither tells."""
     known = [value for value in (_meminfo(), _cgroup()) if value is not None]
     return min(known) if known else None
+
+
+def can_spare(size: int) -> bool:
+    """Whether so many more bytes leave enough to everybody else."""
+    have = available_bytes()
+    return have is None or size + SPARE_BYTES <= have
 
 
 def _meminfo() -> int | None:

@@ -7,6 +7,8 @@ leaves no step before the first reading, the whole schedule is shifted until the
 
 from __future__ import annotations
 
+from math import ceil
+
 from atoll.protocol.settings import Settings
 
 
@@ -31,9 +33,33 @@ def read_step(round: int, settings: Settings) -> int:
     return adopt_step(round, settings) - settings.overlap
 
 
-def flights(settings: Settings) -> int:
-    """The most rounds between freezing and commit: min(P, ⌈τP/H⌉), at least one."""
+def least_flights(settings: Settings) -> int:
+    """Rounds that may always be between freezing and commit: ⌈τP/H⌉, at least one. Synchronous runs have no more."""
     return max(1, min(settings.fragments, -(-settings.overlap * settings.fragments // settings.sync_every)))
+
+
+def most_flights(settings: Settings) -> int:
+    """The most rounds between freezing and commit: one per fragment, and one fragment is left to gather."""
+    least = least_flights(settings)
+    return least if settings.synchronous else max(least, settings.fragments - 1)
+
+
+def needed_flights(round_s: float, step_s: float, settings: Settings) -> int:
+    """Rounds under way that keep one round per H/P steps, where one takes `round_s` from freezing to commit and a step
+    `step_s`. One more than fit into that time: a round is due at the moment at which the oldest commits."""
+    least, most = least_flights(settings), most_flights(settings)
+    interval_s = interval(settings) * step_s
+    if not 0 < round_s < most * interval_s:
+        return most if round_s > 0 else least
+    return max(least, min(most, ceil(round_s / interval_s) + 1))
+
+
+def affordable_flights(budget: int, bytes_each: int, learners: int, settings: Settings) -> int:
+    """Rounds whose contributions, of so many bytes in memory from each of the learners, fit into the budget. What τ
+    asks for is always allowed."""
+    most = most_flights(settings)
+    taken = bytes_each * max(1, learners)
+    return most if taken <= 0 else max(least_flights(settings), min(most, budget // taken))
 
 
 def step_after(step: float, rounds: int, settings: Settings) -> float:

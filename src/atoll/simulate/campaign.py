@@ -63,6 +63,8 @@ class Options(msgspec.Struct, frozen=True):
     epochs: int
     batch: int
     merge_s: float
+    body_s: float
+    """What a fragment takes beside the latency: rounds of several steps, several of them under way."""
     faults_s: float
     """Faults begin before this moment, and are over by then."""
 
@@ -77,8 +79,9 @@ def draw_options(dice: random.Random, learners: int | None) -> Options:
     names = learners if learners is not None else drawn
     per_learner = random.Random(dice.getrandbits(64))
     latency_s, jitter = dice.choice([0.0, 0.002, 0.02, 0.2, 0.5]), dice.choice([0.0, 0.5, 2.0])
+    body_s = _body_s(per_learner)
     return Options(
-        settings=_settings(dice, names, latency_s * (1 + jitter)),
+        settings=_settings(dice, names, latency_s * (1 + jitter) + body_s),
         run_seed=dice.getrandbits(64),
         step_s=tuple(per_learner.choice([1.0, per_learner.uniform(0.3, 2.0)]) for _ in range(names)),
         late_s=tuple(per_learner.choice([0.0, 0.0, 0.0, per_learner.uniform(0, 30)]) for _ in range(names)),
@@ -93,8 +96,17 @@ def draw_options(dice: random.Random, learners: int | None) -> Options:
         outer_lr=dice.choice([1.0, 0.7]),
         **_data(dice),
         merge_s=dice.choice([0.0, 0.0, 0.05]),
+        body_s=body_s,
         faults_s=dice.choice([80.0, 140.0, 205.0]),
     )
+
+
+def _body_s(dice: random.Random) -> float:
+    """Drawn apart, so that the rest of a seed's world is what it was before fragments had a size."""
+    apart = random.Random()
+    apart.setstate(dice.getstate())
+    apart.getrandbits(8192)
+    return apart.choice([0.0, 0.0, 0.0, apart.uniform(0.5, 3.0)])
 
 
 def _settings(dice: random.Random, learners: int, delay_s: float) -> Settings:
@@ -179,6 +191,7 @@ def make(plan: SeedPlan, world: type[World] = World, *, traced: bool = True) -> 
         courier_s=drawn.courier_s,
         down_s=drawn.down_s,
         merge_s=drawn.merge_s,
+        body_s=drawn.body_s,
         data=drawn.registered,
         trace=Trace() if traced else None,
     )
@@ -281,7 +294,7 @@ def _becomes_current(world: World) -> None:
     slowest = max(learner.step_s for learner in world.learners.values())
     steps = settings.sync_every * settings.sync_every / settings.fragments
     least_s, most_s = RECOVERY_S + 2 * slowest, 2 * slowest * (steps + settings.sync_every) + CALM_S
-    most_s += 8 * settings.sync_every * world.network.latency_s * (1 + world.network.jitter)
+    most_s += 8 * settings.sync_every * world.network.longest_s
     while _is_running(world) and world.now < since + most_s:
         if world.syncer.committed >= first + settings.sync_every and world.now >= since + least_s:
             break

@@ -50,6 +50,8 @@ class Network:
         self.world, self.latency_s, self.jitter = world, latency_s, jitter
         self.random = world.random
         self.queue = world.queue
+        self.body_s = 0.0
+        """What a fragment's own bytes take, each way, beside the delay; several travel side by side."""
         self.slow = 1.0
         """Clogged links: delays are so many times longer."""
         self.payload_loss = 0.0
@@ -61,6 +63,11 @@ class Network:
         self.redials = False
         """Whether a learner that lost its syncer dials again by itself."""
         self._backoff: dict[str, float] = {}
+
+    @property
+    def longest_s(self) -> float:
+        """The most that a message or a fragment is on its way, in peace."""
+        return self.latency_s * (1 + self.jitter) + self.body_s
 
     def delay(self, times: float = 1.0) -> float:
         delay = times * self.slow * self.latency_s * (1 + self.jitter * self.random.random())
@@ -256,7 +263,7 @@ class Network:
         connection = learner.connection
         if connection is not None:
             now = self.queue.now
-            at = connection.at(f"payload {number}", now + self.delay())
+            at = connection.at(f"payload {number}", now + self.delay() + self.body_s)
             args = (learner, learner.machine, connection.syncer, number, attempt, payload)
             self.queue.call_later(at - now, self._uploaded, *args)
 
@@ -313,7 +320,7 @@ class Network:
     def fetch(self, learner: SimulatedLearner, fragment: int) -> None:
         """The request travels, then what was committed when it came."""
         connection, machine = learner.connection, learner.machine
-        delay = self.delay(1.0 if self.apart else 2.0)
+        delay = self.delay(1.0 if self.apart else 2.0) + self.body_s
         if connection is not None:
             self.queue.call_later(delay, self._serve, learner, machine, connection.syncer, fragment)
         else:

@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 from atoll.protocol import effects as fx
-from atoll.protocol import schedule
 from atoll.protocol.messages import Progress, Pull
 from atoll.protocol.syncer.liveness import PROBE_EVERY_S
 from atoll.protocol.syncer.membership import KnownLearner
@@ -182,7 +181,7 @@ class Timing:
         since = max(self._quorum_since.setdefault(key, now), round_.due_at)
         window_s = 0.0 if ready >= live else gathering.window_s(round_)
         under_way = sum(other.stage != "gathering" for other in syncer.machine.state.open_rounds.values())
-        waits = under_way >= schedule.flights(settings) and round_.attempt == 1
+        waits = under_way >= rounds.flights.allowed and round_.attempt == 1
         if not waits and now >= since + window_s:
             said = (
                 f"round {round_.number} gathers with {ready} of {live} learners, {now - since:.2f} s after its quorum"

@@ -48,6 +48,7 @@ class World:
         courier_s: float = 0.0,
         down_s: float = 0.5,
         merge_s: float = 0.0,
+        body_s: float = 0.0,
         data: fx.Registered | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class World:
         self.disk = SimulatedDisk(self.begun, self.random, sync_s=sync_s, every_round=every_round)
         self.disk.claim = 1
         self.network = Network(self, latency_s, jitter)
+        self.network.body_s = body_s
         self.simulated_syncer = SimulatedSyncer(self, History(self.begun), [theta] * settings.fragments)
         """The syncer of the newest term."""
         self.simulated_syncers = [self.simulated_syncer]
@@ -92,7 +94,7 @@ class World:
             self.learners,
             outer_lr=self.outer_lr,
             gradient=self.gradient,
-            trip_s=self.network.latency_s * (1 + self.network.jitter),
+            trip_s=self.network.longest_s,
         )
 
     @property
@@ -237,7 +239,7 @@ class World:
 
     def close_later(self, syncer: SimulatedSyncer) -> None:
         """The committed versions are the result; whoever is still there fetches the last of them."""
-        self.queue.call_later(20 * self.network.latency_s + 2.0, self.close_run, syncer)
+        self.queue.call_later(20 * (self.network.latency_s + self.network.body_s) + 2.0, self.close_run, syncer)
 
     def close_run(self, syncer: SimulatedSyncer) -> object:
         if not syncer.alive:

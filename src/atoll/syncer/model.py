@@ -65,13 +65,13 @@ class Model:
             return ""
         return f"{hello.learner} trains on other data (digest {hello.data[:12]}) than the run ({run[:12]})"
 
-    def describe(self) -> tuple[str, dict[str, object]]:
+    def describe(self, round_memory: int) -> tuple[str, dict[str, object]]:
         """Text and data of the event at the run's beginning."""
         begun, settings = self.history.begun, self.history.settings
         text = (
             f"the model has {self.plan.size:,} parameters in {settings.fragments} fragments, H = {settings.sync_every}"
         )
-        most = memory_bound(self.plan, settings, len(outer_of(self.history).make().slots()))
+        most = memory_bound(self.plan, settings, len(outer_of(self.history).make().slots()), round_memory=round_memory)
         return text, {
             "settings": msgspec.to_builtins(settings),
             "parameters": self.plan.size,
@@ -80,6 +80,8 @@ class Model:
                 "fixed_bytes": most.fixed,
                 "bytes_per_learner": most.each,
                 "bytes_per_name": most.name,
+                "bytes_per_learner_of_more_rounds": most.more,
+                "most_bytes_of_more_rounds": most.budget,
             },
         }
 
@@ -166,9 +168,13 @@ class MemoryBound(msgspec.Struct, frozen=True):
     """For each connected learner."""
     name: int = 0
     """For each name that ever joined."""
+    more: int = 0
+    """For each connected learner, if as many rounds are under way as there may be at all …"""
+    budget: int = 0
+    """… and the most for all of them together (`round_memory_mib`)."""
 
     def total_bytes(self, learners: int, names: int = 0) -> int:
-        return self.fixed + learners * self.each + names * self.name
+        return self.fixed + learners * self.each + names * self.name + min(self.budget, learners * self.more)
 
 
 def memory_bound(
@@ -177,8 +183,11 @@ def memory_bound(
     slots: int,
     limits: FabricLimits | None = None,
     relay: RelayLimits | None = None,
+    *,
+    round_memory: int = 0,
 ) -> MemoryBound:
-    """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter.
+    """A sum of what each limit allows; `slots`: of the outer optimizer, per parameter; `round_memory`: for
+    contributions to more rounds under way than τ asks for.
 
     | what | bytes |
     | --- | --- |
@@ -187,6 +196,7 @@ def memory_bound(
     | a cut | the outer state once more, while it is written |
     | a rollback | Θ three times and the outer state twice more, with guard = "rollback" |
     | one learner | for each of its pulls a body and the decoded delta; its queues, both ways; its tape until written |
+    | more rounds under way than τ asks for | the same for each of them, up to `round_memory` for all together |
     | relayed states | as many streams, and as much of each, as the relay allows |
     | connections | as many as are allowed, whoever holds them |
     | the filter | of as many learners as may be there, for every fragment the direction of the last contribution |
@@ -199,7 +209,18 @@ def memory_bound(
         fixed += 2 * (1 + slots) * model + model + largest
     fixed += relay.streams * relay.window_bytes + limits.connections * CONNECTION
     fixed += NAMES * settings.fragments * BUCKETS * 8
-    pulls = schedule.flights(settings) + MISSES
-    body = largest_body(make_codec(settings.codec), plan)
+    least, most = schedule.least_flights(settings), schedule.most_flights(settings)
+    each = contribution_bytes(plan, settings)
     talk = limits.queue_bytes + 2 * limits.control_bytes + TAPE * TAPE_BYTES
-    return MemoryBound(fixed, pulls * (body + largest) + talk, NAME + settings.fragments * NAME_FRAGMENT)
+    return MemoryBound(
+        fixed,
+        (least + MISSES) * each + talk,
+        NAME + settings.fragments * NAME_FRAGMENT,
+        more=(most - least) * each,
+        budget=round_memory,
+    )
+
+
+def contribution_bytes(plan: FragmentPlan, settings: Settings) -> int:
+    """Memory of a contribution until its round is merged: the body as it came, and the decoded delta."""
+    return largest_body(make_codec(settings.codec), plan) + 4 * plan.largest

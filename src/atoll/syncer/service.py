@@ -29,7 +29,7 @@ from atoll.fabric.join_tokens import NameOwners
 from atoll.fabric.local_secrets import publish_secrets, withdraw_secrets
 from atoll.fabric.server import Server
 from atoll.fabric.tasks import VitalTasks, lasting
-from atoll.fabric.wire import SMALL_BYTES, FabricLimits, ScoreReport, one_line
+from atoll.fabric.wire import MIB, SMALL_BYTES, FabricLimits, ScoreReport, one_line
 from atoll.numerics.codec import make_codec
 from atoll.numerics.screen import NormScreen
 from atoll.protocol import effects as fx
@@ -44,7 +44,13 @@ from atoll.syncer.credentials import RefusalLog, make_port_access
 from atoll.syncer.effect_queue import EffectQueue
 from atoll.syncer.ending import RunEnding, ask_to_drain
 from atoll.syncer.liveness import Standstill, send_heartbeats
-from atoll.syncer.model import FirstParameters, Model, model_of_earlier_terms, model_of_first_joiner
+from atoll.syncer.model import (
+    FirstParameters,
+    Model,
+    contribution_bytes,
+    model_of_earlier_terms,
+    model_of_first_joiner,
+)
 from atoll.syncer.parameters import Parameters, is_finite
 from atoll.syncer.recovery import Recovered, outer_of
 from atoll.syncer.run_store import CutWriter, Restorer, RunStore
@@ -192,7 +198,7 @@ class SyncerService:
         model = model_of_first_joiner(hello, self._config, self._run, self._run_store.term)
         self._set_up(model)
         self._effect_queue.enqueue([fx.Persist((model.history.begun,))])
-        self._events.say("plan", *model.describe())
+        self._events.say("plan", *model.describe(self._config.service.round_memory_mib * MIB))
 
     def _come_back(self, found: Recovered) -> None:
         """Go on where an earlier term ended."""
@@ -215,6 +221,9 @@ class SyncerService:
         self._cuts = CutWriter(self._run_store, self._parameters, history.run, self._handle, self._spawn)
         self._restorer = Restorer(self._run_store, self._parameters, self._handle, self._spawn)
         self._machine = Syncer(history)
+        flights = self._machine.rounds.flights
+        flights.contribution_bytes = contribution_bytes(model.plan, settings)
+        flights.budget_bytes = self._config.service.round_memory_mib * MIB
         self._first = FirstParameters(self._parameters, self._machine)
 
     def _begun(self) -> Syncer:

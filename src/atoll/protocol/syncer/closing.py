@@ -7,7 +7,7 @@ An asynchronous round closes when all four hold:
    If fewer than K learners step for `patience_s`, as many as there are suffice (`effective_quorum`).
 2. Pace: H/P steps of the median learner since the last turn was due; at most one interval is carried over (`Pace`).
 3. Grace: the grace window is over (`window_s`), or every live learner is ready.
-4. Fewer than `schedule.flights` rounds are being pulled or merged (`Rounds._close_if_ready`).
+4. Fewer than `Flights.allowed` rounds are being pulled or merged (flights.py).
 
 A synchronous round closes when every learner that was live at its opening, and still is, has copied the fragment
 (`judge_all`). At the end of a run (`LastCycle`) a round takes whoever has steps left.

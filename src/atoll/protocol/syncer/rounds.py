@@ -24,6 +24,7 @@ from atoll.protocol.messages import Announce, Contribution, Member, Pull
 from atoll.protocol.statistics import RecentSamples, Spread
 from atoll.protocol.syncer.closing import OWN_STEPS, RoundClosing
 from atoll.protocol.syncer.cuts import Cuts
+from atoll.protocol.syncer.flights import Flights
 from atoll.protocol.syncer.membership import KnownLearner
 from atoll.protocol.syncer.state import Round, Seat, SyncerState
 from atoll.protocol.syncer.weights import describe_cuts, limit_of, limited, weight
@@ -40,6 +41,7 @@ class Rounds:
         self.state, self.cuts = state, cuts
         self.closing = RoundClosing(state)
         self.closing.pace.go_on_from(state.history.step)
+        self.flights = Flights(state)
         self.last_members: tuple[str, ...] = ()
         self.last_reason = ""
         self._since = RecentSamples(RECENT)
@@ -138,7 +140,8 @@ class Rounds:
                 wakes.append(verdict.until)
             return False
         under_way = sum(other.stage != "gathering" for other in self.state.open_rounds.values())
-        if under_way >= schedule.flights(self.state.settings) and round_.attempt == 1:
+        if under_way >= self.flights.allowed and round_.attempt == 1:
+            self.flights.hold_back()
             return False
         self._freeze_members(now, round_, ready, verdict.reason)
         return True
@@ -334,6 +337,7 @@ class Rounds:
         self.state.out.persist(self._record(round_, event), round=round_.number)
         self.state.out.add_effect(Commit(round_.number, round_.fragment, self.state.versions[round_.fragment]))
         self.closing.estimates.sync_s.add(max(0.0, round_.answered_at - round_.frozen_at) + event.merge_s)
+        self.flights.note_commit(now, self.step, round_)
         if not self.state.draining:  # a run that ends takes one behind its last round
             self.cuts.take_if_due(now, self.state.committed)
         self._note_commit(now, round_, event)
