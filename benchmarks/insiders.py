@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from atoll.config import Outer
 from atoll.numerics.codec import body_nbytes, decode_contribution, encode_contribution, make_codec
 from atoll.numerics.filter import Filter
-from atoll.numerics.fragments import FragmentPlan, make_plan
+from atoll.numerics.fragments import FragmentPlan, Piece, make_plan
 from atoll.numerics.merge import merge
 from atoll.numerics.screen import NormScreen
 from atoll.protocol.messages import TensorSpec
@@ -72,6 +72,10 @@ CLAIM = 7.0
 def first_values(seed: int) -> dict[str, Floats]:
     dice = np.random.default_rng(seed)
     return {one.name: _first(one, dice) for one in TENSORS}
+
+
+def _rows(piece: Piece) -> slice:
+    return slice(piece.first, piece.first + piece.rows)
 
 
 def _first(tensor: TensorSpec, dice: np.random.Generator) -> Floats:
@@ -149,12 +153,13 @@ class Learners:
             p -= m / spread * (moves / rate.astype(np.float32)[each])
 
     def delta(self, learner: int, fragment: int) -> Floats:
-        tensors = self.plan.fragments[fragment].tensors
-        return np.concatenate([(self.base[t.name][learner] - self.p[t.name][learner]).ravel() for t in tensors])
+        rows = [(piece.tensor.name, _rows(piece)) for piece in self.plan.fragments[fragment].pieces]
+        return np.concatenate([(self.base[n][learner][r] - self.p[n][learner][r]).ravel() for n, r in rows])
 
     def adopt(self, fragment: int, values: dict[str, Floats]) -> None:
-        for tensor in self.plan.fragments[fragment].tensors:
-            self.p[tensor.name][:] = self.base[tensor.name][:] = values[tensor.name]
+        for piece in self.plan.fragments[fragment].pieces:
+            name, rows = piece.tensor.name, _rows(piece)
+            self.p[name][:, rows] = self.base[name][:, rows] = values[name][rows]
         self.steps[:, fragment] = 0
 
 
@@ -270,7 +275,7 @@ class Syncer:
         self.case, self.plan, self.settings = case, plan, Settings(learners=LEARNERS)
         self.parameters = Parameters(plan, Outer(merge=case.merge))  # type: ignore[arg-type]
         for part in plan.fragments:
-            first = np.concatenate([values[tensor.name].ravel() for tensor in part.tensors])
+            first = np.concatenate([values[piece.tensor.name][_rows(piece)].ravel() for piece in part.pieces])
             np.frombuffer(self.parameters.initial_bytes(part.index), np.float32)[:] = first
         self.parameters.commit_initial()
         self._screen = NormScreen(plan, window=16 * LEARNERS, least=8 * LEARNERS)

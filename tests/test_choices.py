@@ -22,7 +22,7 @@ DEFAULTS = {
     ADOPT: Config().protocol.adopt,
 }
 NEEDED = {
-    MERGE: "merge_tensor",
+    MERGE: "merge_piece",
     OUTER_OPTIMIZER: "make",
     CODEC: "make",
     PLAN: "deal",

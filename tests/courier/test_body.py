@@ -21,7 +21,7 @@ from atoll.protocol.errors import AtollError, PeerError, Unreachable
 from atoll.protocol.messages import TensorSpec
 from atoll.protocol.settings import Settings
 
-TENSORS = (TensorSpec("a", (4,), "float32"), TensorSpec("b", (2,), "bfloat16"), TensorSpec("c", (2,), "float16"))
+TENSORS = (TensorSpec("a", (1, 4), "float32"), TensorSpec("b", (2,), "bfloat16"), TensorSpec("c", (2,), "float16"))
 
 
 class FakeLink:
@@ -301,7 +301,7 @@ async def test_a_version_is_rounded_to_what_the_tensors_can_hold(fragment: int) 
     async with place() as here:
         here.takes = False
         here.link.fragment = np.array([1.0 + 2**-12, 0.1], dtype=np.float32)
-        [tensor] = here.box.plan.fragments[fragment].tensors
+        [piece] = here.box.plan.fragments[fragment].pieces
         seen: list[list[float]] = []
         here.bodies._tell = lambda event: seen.append(
             here.box.incoming(here.bodies.incoming.landed[fragment], fragment).tolist()
@@ -310,7 +310,7 @@ async def test_a_version_is_rounded_to_what_the_tensors_can_hold(fragment: int) 
         await done(here)
         [values] = seen
         assert values[0] == 1.0
-        assert values[1] == (0.10009765625 if tensor.dtype == "bfloat16" else 0.0999755859375)
+        assert values[1] == (0.10009765625 if piece.tensor.dtype == "bfloat16" else 0.0999755859375)
 
 
 async def test_memory_made_anew_lets_what_was_on_its_way_be_fetched_again() -> None:

@@ -11,6 +11,7 @@ from tests.courier.conftest import WAIT_S, Run, Stage, Training
 from atoll.courier import service
 from atoll.courier.service import Courier
 from atoll.mailbox.channel import CopyMade, CourierChannel, Goodbye, RunProgress, StopOrder, decode_to_training
+from atoll.numerics.fragments import assemble_tensors
 from atoll.protocol import effects as fx
 from atoll.protocol.learner.machine import LearnerMachine
 from atoll.protocol.messages import Refused
@@ -20,11 +21,8 @@ def base(training: Training) -> dict[str, list[float]]:
     """What the base says, by tensor."""
     assert training.box is not None
     plan = training.box.plan
-    return {
-        tensor.name: training.box.base(part.index)[start : start + int(np.prod(tensor.shape))].tolist()
-        for part in plan.fragments
-        for tensor, start in zip(part.tensors, part.offsets, strict=True)
-    }
+    whole = assemble_tensors(plan, [training.box.base(part.index) for part in plan.fragments])
+    return {name: values.ravel().tolist() for name, values in whole.items()}
 
 
 def flat(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]:
@@ -156,7 +154,7 @@ async def test_bf16_tensors_adopt_exactly_what_the_base_says(stage: Stage) -> No
     for part in training.box.plan.fragments:
         f, at = part.index, int(training.box.steps[part.index])
         if at == 0 and training.box.base_version[f] == training.box.adopted[f]:
-            assert base(training)[part.tensors[0].name] == flat(training.parameters)[part.tensors[0].name]
+            assert base(training)[part.pieces[0].label] == flat(training.parameters)[part.pieces[0].label]
 
 
 async def test_when_the_training_process_is_gone_the_syncer_is_told_and_the_courier_ends(stage: Stage) -> None:

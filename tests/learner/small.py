@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from atoll.learner.model import view_piece
+from atoll.learner.offload import OwnPieces
 from atoll.mailbox.box import Mailbox
 from atoll.mailbox.channel import ToCourier
 from atoll.numerics.fragments import make_plan
@@ -15,12 +17,17 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 def boxed(parameters: dict[str, torch.Tensor], fragments: int = 1, **settings: object) -> tuple[Mailbox, Settings]:
     tensors = tuple(TensorSpec(name, tuple(p.shape), DTYPES[p.dtype]) for name, p in parameters.items())
-    rules = Settings(fragments=fragments, overlap=0, **settings).resolved(len(tensors))  # type: ignore[arg-type]
+    rules = Settings(fragments=fragments, overlap=0, **settings).resolved(fragments)  # type: ignore[arg-type]
     return Mailbox.create(make_plan(tensors, fragments), rules), rules
 
 
+def reading(box: Mailbox, parameters: dict[str, torch.Tensor]) -> OwnPieces:
+    return lambda fragment: in_order(box, parameters)[fragment]
+
+
 def in_order(box: Mailbox, parameters: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    return [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
+    parts = box.plan.fragments
+    return [[view_piece(parameters[piece.tensor.name], piece) for piece in part.pieces] for part in parts]
 
 
 class Remembers:

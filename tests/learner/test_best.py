@@ -68,3 +68,14 @@ def test_merged_buffers_have_the_names_that_the_model_gives_them(tmp_path: Path)
     best = BestModel(tmp_path / "model-best.safetensors")
     assert best.keep(loss(1.0), FetchedModel("r", 1, plan, [np.ones(plan.fragments[0].size, np.float32)], [1]))
     assert set(load_file(best.path)) == {"weight", "norm.running_mean"}
+
+
+def test_split_tensors_are_whole_again(tmp_path: Path) -> None:
+    plan = make_plan((TensorSpec("a", (5, 2), "float32"), TensorSpec("b", (), "float32")), 3)
+    assert sum(len(part.pieces) for part in plan.fragments) > 2
+    values = [np.full(part.size, part.index, np.float32) for part in plan.fragments]
+    best = BestModel(tmp_path / "model-best.safetensors")
+    assert best.keep(loss(1.0), FetchedModel("r", 1, plan, values, [1, 1, 1]))
+    held = load_file(best.path)
+    assert held["a"].shape == (5, 2) and held["b"].shape == ()
+    assert sorted(set(held["a"].ravel().tolist())) == [0.0, 1.0, 2.0]

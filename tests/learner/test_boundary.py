@@ -348,3 +348,16 @@ def test_a_buffer_is_taken_as_it_is_whatever_the_rule() -> None:
     boundary.carry_out(AdoptOrder(0, 0, 1, round=0, rule="carry", blend=0.5, step=0, minus=BASE))
     boundary.adopt_ready(1)
     assert [tensor.item() for tensor in tensors.values()] == [20.0, 5.0 + (3.0 - 1.0)]
+
+
+def test_a_split_parameter_is_adopted_piece_by_piece() -> None:
+    own = torch.nn.Parameter(torch.arange(8.0).view(4, 2))
+    box, settings = boxed({"w": own}, 2)
+    boundary = Boundary(box, settings, {"w": own}, Remembers())  # type: ignore[arg-type]
+    assert box.base(0).tolist() == [0, 1, 2, 3] and box.base(1).tolist() == [4, 5, 6, 7]
+    box.incoming(0, 1)[:] = [40, 50, 60, 70]
+    boundary.carry_out(AdoptOrder(0, 1, 1, 0, "overwrite", 0.5, 0))
+    boundary.count(1, 10)
+    boundary.adopt_ready(1)
+    assert own.tolist() == [[0, 1], [2, 3], [40, 50], [60, 70]] and own.requires_grad
+    assert counters(box) == ([1, 0], [10, 0], [-1, 1])

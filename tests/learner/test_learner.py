@@ -369,8 +369,8 @@ class TestInARun:
             joined.box.incoming(0, 0)[:] = 9.0
             joined.courier.waiting.append(AdoptOrder(0, 0, 1, 0, "overwrite", 0.5, 0))
             learner.step(tokens=1)
-            [tensor] = joined.box.plan.fragments[0].tensors
-            assert (learner.model.get_parameter(tensor.name) == 9.0).all()
+            [piece] = joined.box.plan.fragments[0].pieces
+            assert (learner.model.get_parameter(piece.label) == 9.0).all()
             assert len(joined.courier.of(VersionTaken)) == 1
 
     def test_a_hold_is_waited_out(self, joined: Joined) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.learner.small import boxed, in_order
+from tests.learner.small import boxed, in_order, reading
 
 from atoll.learner.boundary import adopt
 from atoll.learner.offload import CpuOffload, CudaOffload, make_offload, shaped
@@ -34,7 +34,7 @@ def flat(box: Mailbox, parameters: dict[str, torch.Tensor], fragment: int) -> np
 def test_a_copy_holds_every_tensor_of_its_fragment_in_fp32(fragments: int) -> None:
     parameters = mixed()
     box, _ = boxed(parameters, fragments)
-    offload = make_offload(box, in_order(box, parameters))
+    offload = make_offload(box, reading(box, parameters))
     assert isinstance(offload, CpuOffload)
     for fragment in range(fragments):
         transfer = offload.read(fragment, slot=1)
@@ -47,7 +47,7 @@ def test_a_copy_holds_every_tensor_of_its_fragment_in_fp32(fragments: int) -> No
 def test_what_arrives_is_shaped_like_the_parameters() -> None:
     parameters = mixed()
     box, _ = boxed(parameters)
-    offload = make_offload(box, in_order(box, parameters))
+    offload = make_offload(box, reading(box, parameters))
     box.incoming(2, 0)[:] = np.arange(15, dtype=np.float32)
     assert offload.bring(0, 2).done()
     arrived = offload.arrived(0, 2)
@@ -58,7 +58,7 @@ def test_what_arrives_is_shaped_like_the_parameters() -> None:
 def test_base_and_outgoing_are_views_of_the_shared_memory() -> None:
     parameters = mixed()
     box, _ = boxed(parameters, 2)
-    offload = make_offload(box, in_order(box, parameters))
+    offload = make_offload(box, reading(box, parameters))
     box.base(1)[:] = 3.0
     box.outgoing(0, 1)[:] = 4.0
     assert all((view == 3.0).all() for view in offload.base(1))
@@ -68,7 +68,7 @@ def test_base_and_outgoing_are_views_of_the_shared_memory() -> None:
 def test_a_parameter_whose_data_was_exchanged_is_read_where_it_is_now() -> None:
     own = torch.nn.Parameter(torch.zeros(3))
     box, _ = boxed({"w": own})
-    offload = make_offload(box, [[own]])
+    offload = make_offload(box, reading(box, {"w": own}))
     own.data = torch.ones(3)
     offload.read(0, 0)
     assert box.outgoing(0, 0).tolist() == [1.0, 1.0, 1.0]
@@ -78,7 +78,7 @@ def test_other_devices_are_refused() -> None:
     parameters = {"w": torch.zeros(3)}
     box, _ = boxed(parameters)
     with pytest.raises(ConfigError, match="the model is on 'meta'"):
-        make_offload(box, [[torch.zeros(3, device="meta")]])
+        make_offload(box, lambda fragment: [torch.zeros(3, device="meta")])
 
 
 def test_shaped_cuts_a_flat_array_at_the_fragments_offsets() -> None:
@@ -99,7 +99,7 @@ class TestOnCuda:
     def place(self) -> Iterator[tuple[Mailbox, dict[str, torch.Tensor], CudaOffload]]:
         parameters = {"w": torch.full((LARGE,), 1.0, device="cuda"), **mixed("cuda")}
         box, _ = boxed(parameters)
-        offload = make_offload(box, in_order(box, parameters))
+        offload = make_offload(box, reading(box, parameters))
         assert isinstance(offload, CudaOffload)
         yield box, parameters, offload
         offload.close()
@@ -112,7 +112,7 @@ class TestOnCuda:
     def test_closing_unlocks_them(self) -> None:
         parameters = mixed("cuda")
         box, _ = boxed(parameters)
-        make_offload(box, in_order(box, parameters)).close()
+        make_offload(box, reading(box, parameters)).close()
         assert not torch.from_numpy(box.outgoing(0, 0)).is_pinned()
 
     def test_a_copy_is_what_the_parameter_was_at_the_boundary(
@@ -133,7 +133,7 @@ class TestOnCuda:
         assert not transfer.done(), "nothing waited for the device"
         transfer.wait()
         assert transfer.done()
-        values = dict(zip([t.name for t in box.plan.fragments[0].tensors], shaped_host(box, 0), strict=True))
+        values = dict(zip([piece.label for piece in box.plan.fragments[0].pieces], shaped_host(box, 0), strict=True))
         assert (values["w"] == expected_w).all()
         assert values["b"].tolist() == mixed()["b"].tolist()
 
@@ -214,3 +214,42 @@ class TestOnCuda:
 
 def shaped_host(box: Mailbox, slot: int) -> list[torch.Tensor]:
     return shaped(torch.from_numpy(box.outgoing(slot, 0)), box, 0)
+
+
+def strided() -> dict[str, torch.Tensor]:
+    """What is split, in every kind of memory: plain, transposed, channels last, a vector with gaps."""
+    return {
+        "plain": torch.arange(24.0).view(8, 3).requires_grad_(),
+        "turned": torch.arange(100.0, 124.0).view(3, 8).T,
+        "conv": torch.arange(200.0, 248.0).view(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        "gaps": torch.arange(300.0, 340.0)[::2],
+    }
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "carry", "blend"])
+def test_pieces_of_split_tensors_are_read_and_adopted_in_place_whatever_their_strides(rule: str) -> None:
+    parameters = strided()
+    before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+    box, _ = boxed(parameters, 12)
+    split = {piece.tensor.name for part in box.plan.fragments for piece in part.pieces if not piece.is_whole}
+    assert split == parameters.keys()
+    offload = make_offload(box, reading(box, parameters))
+    for fragment in range(12):
+        offload.read(fragment, 0)
+        assert np.array_equal(box.outgoing(0, fragment), flat(box, parameters, fragment))
+        box.incoming(0, fragment)[:] = box.outgoing(0, fragment) + 2.0
+        own = in_order(box, parameters)[fragment]
+        adopt(own, offload.arrived(fragment, 0), rule, blend=0.5, read=offload.outgoing(fragment, 0))
+    moved = 1.0 if rule == "blend" else 2.0
+    for name, tensor in parameters.items():
+        assert torch.equal(tensor, before[name] + moved), name
+
+
+def test_a_split_parameter_whose_data_was_exchanged_is_read_where_it_is_now() -> None:
+    own = torch.nn.Parameter(torch.zeros(4))
+    box, _ = boxed({"w": own}, 2)
+    offload = make_offload(box, reading(box, {"w": own}))
+    own.data = torch.arange(4.0)
+    for fragment, values in enumerate([[0.0, 1.0], [2.0, 3.0]]):
+        offload.read(fragment, 0)
+        assert box.outgoing(0, fragment).tolist() == values

@@ -55,7 +55,7 @@ def floats(*values: float) -> FloatArray:
 def test_buffers_lie_side_by_side_and_have_their_names_in_the_model() -> None:
     part = plan().fragments[0]
     assert part.buffers == slice(4, 12)
-    found = [(tensor.name_in_model, tensor.buffer_rule) for tensor in part.tensors]
+    found = [(piece.tensor.name_in_model, piece.tensor.buffer_rule) for piece in part.pieces]
     assert found == [("a.weight", ""), ("norm.running_mean", "mean"), ("norm.running_var", "mean"), ("z.weight", "")]
     assert make_plan([TensorSpec("a.weight", (4,), "float32")], 1).fragments[0].buffers == slice(0, 0)
 
@@ -112,7 +112,7 @@ def test_no_momentum_and_no_learning_rate_moves_them() -> None:
     parameters = begun(of, floats(1, 5, 40, 1), lr=0.5, momentum=0.9)
     for value in (4, 2, 2):
         base = np.concatenate(
-            [parameters.tensors_by_name()[tensor.name_in_model] for tensor in of.fragments[0].tensors]
+            [parameters.tensors_by_name()[piece.tensor.name_in_model] for piece in of.fragments[0].pieces]
         )
         merge(parameters, [contribution(of, base, floats(-1, value, value, -1))])
         assert np.array_equal(parameters.tensors_by_name()["norm.running_mean"], floats(value))

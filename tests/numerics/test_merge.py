@@ -276,3 +276,24 @@ def test_a_tensor_that_nobody_gives_does_not_move() -> None:
     out, factor = np.empty(FRAGMENT.size, np.float32), np.array([1, 0, 1], np.float32)
     merge(FRAGMENT, deltas, weights, out, "rda", [factor, factor])
     assert not out[PARTS[1]].any() and out[PARTS[0]].any()
+
+
+@given(contributions, st.integers(2, 6))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("rule", ["mean", "rda-row"])
+def test_splits_along_rows_change_no_bit(rule: str, drawn: tuple[int, int, float], count: int) -> None:
+    whole = make_plan([MATRIX], 1).fragments[0]
+    deltas, weights = draw(*drawn)
+    deltas = [delta[: whole.size] for delta in deltas]
+    expected = merged(deltas, weights, rule, whole)
+    for part in make_plan([MATRIX], count).fragments:
+        [piece] = part.pieces
+        rows = slice(50 * piece.first, 50 * (piece.first + piece.rows))
+        assert np.array_equal(merged([delta[rows] for delta in deltas], weights, rule, part), expected[rows])
+
+
+def test_rda_measures_every_piece_of_a_split_tensor_by_itself() -> None:
+    first, second = make_plan([TensorSpec("t", (2, 2), "float32")], 2).fragments
+    a, b = np.array([3, 0], np.float32), np.array([0, 4], np.float32)
+    assert merged([a, b], [1, 1], "rda", first) == pytest.approx([3.5 / 2**0.5] * 2, rel=1e-6)
+    assert merged([10 * a, 10 * b], [1, 1], "rda", second) == pytest.approx([35 / 2**0.5] * 2, rel=1e-6)

@@ -115,7 +115,7 @@ def test_another_length_or_fragment_is_refused() -> None:
 
 
 def test_a_plan_says_the_sizes() -> None:
-    screen = NormScreen(make_plan([TensorSpec("a", (3, 2), "float32"), TensorSpec("b", (2,), "float32")], 2))
+    screen = NormScreen(make_plan([TensorSpec("a", (1, 6), "float32"), TensorSpec("b", (2,), "float32")], 2))
     assert screen.judge(0, of_norm(1.0, size=6)) is None
     assert screen.judge(1, of_norm(1.0, size=6)) == "6 values came, fragment 1 has 2"
 

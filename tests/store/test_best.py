@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tests.store.written import WrittenRun, well, with_rounds, wrong
 
 from atoll.protocol.errors import ConfigError
-from atoll.store.export import export_best
+from atoll.protocol.messages import TensorSpec
+from atoll.store.export import export_best, export_run
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 
 
@@ -74,3 +76,22 @@ def test_it_is_exported_as_it_was_kept(tmp_path: Path) -> None:
     assert file.read_bytes() == run.dir.best_model.read_bytes() and facts["score"] == "0.5"
     with pytest.raises(ConfigError, match="is there already"):
         export_best(run.dir.path, tmp_path / "best.safetensors")
+
+
+SPLIT = (TensorSpec("embed", (60, 4), "float32", embedding=True), TensorSpec("gain", (), "float32"))
+
+
+def test_split_tensors_are_checked_and_exported_whole(tmp_path: Path) -> None:
+    run = with_rounds(tmp_path / "run", 4, tensors=SPLIT)
+    assert sum(len(part.pieces) for part in run.parameters.plan.fragments) == 4, "three of embed"
+    run.cut()
+    keep_best(run)
+    assert not well(run).remarks
+    exported = load_file(export_run(run.dir.path, tmp_path / "model.safetensors").file)
+    due = run.parameters.tensors_by_name()
+    assert exported.keys() == due.keys() and all(np.array_equal(exported[name], due[name]) for name in due)
+    tensors = {name: np.array(tensor) for name, tensor in due.items()}
+    tensors["embed"][59, 3] += 1  # the last row
+    save_model(run.dir.best_model, tensors, read_model_facts(run.dir.best_model))
+    [last] = [p.index for p in run.parameters.plan.fragments if any(x.label == "embed[42:60]" for x in p.pieces)]
+    assert f"fragment {last} has other values" in wrong(run)

@@ -128,7 +128,7 @@ def test_an_outer_step_that_overflows_is_void_and_leaves_no_momentum_behind() ->
 
 def test_the_whole_model_by_name() -> None:
     parameters = begun()
-    fragment = next(part.index for part in plan().fragments if part.tensors[0].name == "two")
+    fragment = next(part.index for part in plan().fragments if part.pieces[0].label == "two")
     commit(parameters, 1, 0.5, fragment)
     whole = parameters.tensors_by_name()
     assert {name: tensor.shape for name, tensor in whole.items()} == {"one": (3,), "two": (2, 2)}

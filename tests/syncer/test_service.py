@@ -70,10 +70,10 @@ async def test_a_model_that_differs_is_refused_by_name_and_the_run_goes_on(stage
     assert not (await third.until(Welcome)).upload
 
 
-async def test_more_fragments_than_tensors_is_refused_with_the_fix(stage: Stage) -> None:
-    await stage.open(fragments=3, sync_every=6)
+async def test_more_fragments_than_rows_is_refused_with_the_fix(stage: Stage) -> None:
+    await stage.open(fragments=6, sync_every=6)
     refused = await stage.join("a").until(Refused)
-    assert "3 fragments" in refused.reason and "2 tensors" in refused.reason
+    assert "6 fragments" in refused.reason and "5 at most, its rows" in refused.reason
     assert "fragments" in stage.events("refused")[0]["text"]
 
 

@@ -43,10 +43,9 @@ def is_small(part: Fragment) -> bool:
 
 def as_held(part: Fragment, values: FloatArray) -> None:
     """Round to what the model's tensors can hold, so that the base is exactly what is adopted."""
-    for tensor, start in zip(part.tensors, part.offsets, strict=True):
-        if tensor.dtype != "float32":
-            end = start + int(np.prod(tensor.shape, dtype=np.int64))
-            round_to_dtype(values[start:end], tensor.dtype)
+    for piece, place in part.parts:
+        if piece.tensor.dtype != "float32":
+            round_to_dtype(values[place], piece.tensor.dtype)
 
 
 def load_kernels() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from atoll.choices import ADOPT
 from atoll.learner.courier_process import CourierProcess, TapeRecorder
-from atoll.learner.model import BufferRule, describe, merged
+from atoll.learner.model import BufferRule, describe, merged, view_piece
 from atoll.learner.offload import DeviceCopy, make_offload, shaped
 from atoll.learner.saved_state import fill_box, settings_of
 from atoll.mailbox.box import Mailbox, cut_alike
@@ -60,9 +60,10 @@ class Boundary:
         self.settings = settings
         self._box, self._courier, self._tape = box, courier, tape or TapeRecorder(courier)
         self._steps, self._tokens = box.steps, box.tokens
-        self._own = [[parameters[tensor.name] for tensor in part.tensors] for part in box.plan.fragments]
+        self._parameters = parameters
         self._buffers = [
-            [place for place, tensor in enumerate(part.tensors) if tensor.buffer_rule] for part in box.plan.fragments
+            [place for place, piece in enumerate(part.pieces) if piece.tensor.buffer_rule]
+            for part in box.plan.fragments
         ]
         self._offload = make_offload(box, self._own)
         self._t = 0
@@ -77,8 +78,12 @@ class Boundary:
         self._copied: dict[int, tuple[int, int]] = {}
         """Per fragment, the step and the version at its last copy."""
         with torch.no_grad():
-            for fragment, own in enumerate(self._own):
-                torch._foreach_copy_(_host_base(box, fragment), own)
+            for fragment in range(box.layout.fragments):
+                torch._foreach_copy_(_host_base(box, fragment), self._own(fragment))
+
+    def _own(self, fragment: int) -> list[torch.Tensor]:
+        pieces = self._box.plan.fragments[fragment].pieces
+        return [view_piece(self._parameters[piece.tensor.name], piece) for piece in pieces]
 
     @property
     def recovered(self) -> bool:
@@ -168,7 +173,7 @@ class Boundary:
             read = self._offload.base(f) if order.minus == BASE else self._offload.outgoing(f, order.minus)
             steps = int(self._box.steps[f]) - order.minus_steps
             tokens = int(self._box.tokens[f]) - order.minus_tokens
-        own, arrived = self._own[f], self._offload.arrived(f, order.slot)
+        own, arrived = self._own(f), self._offload.arrived(f, order.slot)
         adopt(own, arrived, order.rule, blend=order.blend, read=read)
         if held := self._buffers[f]:  # statistics are taken as they are: carried on, a variance could fall below zero
             adopt([own[place] for place in held], [arrived[place] for place in held], "overwrite")
@@ -203,9 +208,9 @@ class Boundary:
 
     def load_base(self) -> None:
         """The run's own values, with no steps of this learner's on top: what a finished run leaves in the model."""
-        for fragment, own in enumerate(self._own):
+        for fragment in range(self._box.layout.fragments):
             if self._box.base_version[fragment] >= 0:
-                adopt(own, self._offload.base(fragment), "overwrite")
+                adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
 
     # ---- forgetting ---------------------------------------------------------------------------------------------
 
@@ -230,8 +235,8 @@ class Boundary:
 
     def _reset_to_base(self) -> None:
         """Broken numbers are gone at once: steps on what is left of them would break the fresh optimizer again."""
-        for fragment, own in enumerate(self._own):
-            adopt(own, self._offload.base(fragment), "overwrite")
+        for fragment in range(self._box.layout.fragments):
+            adopt(self._own(fragment), self._offload.base(fragment), "overwrite")
 
     def close(self) -> None:
         self.drop_orders()

@@ -23,10 +23,10 @@ from torch import nn
 
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
-from atoll.learner.model import BufferRule, describe, merged
+from atoll.learner.model import BufferRule, describe, merged, view_piece
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
-from atoll.numerics.fragments import FragmentPlan, difference, elements
+from atoll.numerics.fragments import FragmentPlan, assemble_tensors, difference
 from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
@@ -62,11 +62,7 @@ class FetchedModel:
     versions: Sequence[int]
 
     def tensors(self) -> dict[str, FloatArray]:
-        return {
-            tensor.name_in_model: self.values[part.index][start : start + elements(tensor)].reshape(tensor.shape)
-            for part in self.plan.fragments
-            for tensor, start in zip(part.tensors, part.offsets, strict=True)
-        }
+        return assemble_tensors(self.plan, self.values)
 
 
 def deciding_figure(
@@ -220,7 +216,7 @@ class Evaluator:
         return max(1, int(manifest["evaluate_every"]))
 
     def _check(self, plan: FragmentPlan, frozen: str) -> None:
-        run = tuple(tensor for part in plan.fragments for tensor in part.tensors)
+        run = plan.tensors
         rules: tuple[BufferRule, ...] = (None, "local", "mean", "first")  # which one, the learners' script says
         rule = next((one for one in rules if difference(describe(self._model, one), run) is None), None)
         if (reason := difference(describe(self._model, rule), run)) is not None:
@@ -241,9 +237,9 @@ class Evaluator:
         for part in plan.fragments:
             values = np.empty(part.size, dtype=np.float32)
             version, _, _ = await get_fragment_once(self._url, part.index, values.view(np.uint8).data, FETCH_S)
-            for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                flat = torch.from_numpy(values[start : start + elements(tensor)])
-                self._parameters[tensor.name].data.copy_(flat.view(tensor.shape))
+            for piece, place in part.parts:
+                own = view_piece(self._parameters[piece.tensor.name], piece)
+                own.data.copy_(torch.from_numpy(values[place]).view(piece.shape))
             versions.append(version)
             if self._best is not None:
                 kept.append(values)

@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from atoll.numerics.fragments import Piece
 from atoll.protocol.errors import ConfigError, PlanError
 from atoll.protocol.messages import TensorSpec, buffer_name
 
@@ -101,6 +102,12 @@ def describe(model: nn.Module, rule: BufferRule = None) -> tuple[TensorSpec, ...
         TensorSpec(name, tuple(p.shape), DTYPES[p.dtype], embedding=id(p) in embeddings)
         for name, p in merged(model, rule).items()
     )
+
+
+def view_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The rows of the piece, whatever the tensor's strides. Make it anew for every use: a script may give a parameter
+    other memory (`parameter.data = …`)."""
+    return tensor if piece.is_whole else tensor.detach().narrow(0, piece.first, piece.rows)
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

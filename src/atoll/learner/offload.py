@@ -7,7 +7,8 @@ page-locked once, so that the copies are real asynchronous ones.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ import torch
 from atoll.mailbox.box import Mailbox
 from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import ConfigError
+
+OwnPieces: TypeAlias = Callable[[int], list[torch.Tensor]]
+"""The model's own pieces of a fragment, as they lie on the device now."""
 
 
 class DeviceCopy(Protocol):
@@ -35,7 +39,7 @@ class Offload(Protocol):
         ...
 
     def arrived(self, fragment: int, slot: int) -> list[torch.Tensor]:
-        """What `bring` brought, on the device, shaped like the parameters."""
+        """What `bring` brought, on the device, shaped like the pieces."""
         ...
 
     def outgoing(self, fragment: int, slot: int) -> list[torch.Tensor]: ...
@@ -54,7 +58,7 @@ class FinishedCopy:
 
 
 class SlotViews:
-    """The shared memory as tensors shaped like the parameters of a fragment; made when first asked for."""
+    """The shared memory as tensors shaped like the pieces of a fragment; made when first asked for."""
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
@@ -82,21 +86,17 @@ class SlotViews:
 
 
 def shaped(flat: torch.Tensor, box: Mailbox, fragment: int) -> list[torch.Tensor]:
-    part = box.plan.fragments[fragment]
-    return [
-        flat[start : start + int(np.prod(tensor.shape, dtype=np.int64))].view(tensor.shape)
-        for tensor, start in zip(part.tensors, part.offsets, strict=True)
-    ]
+    return [flat[part].view(piece.shape) for piece, part in box.plan.fragments[fragment].parts]
 
 
 class CpuOffload:
-    def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]]) -> None:
-        self._fragments, self._views = fragments, SlotViews(box)
+    def __init__(self, box: Mailbox, own: OwnPieces) -> None:
+        self._own, self._views = own, SlotViews(box)
         self.outgoing, self.base = self._views.outgoing, self._views.base
 
     @torch.no_grad()
     def read(self, fragment: int, slot: int) -> DeviceCopy:
-        torch._foreach_copy_(self._views.outgoing(fragment, slot), self._fragments[fragment])
+        torch._foreach_copy_(self._views.outgoing(fragment, slot), self._own(fragment))
         return FinishedCopy()
 
     def bring(self, fragment: int, slot: int) -> DeviceCopy:
@@ -123,8 +123,8 @@ class StreamCopy:
 
 
 class CudaOffload:
-    def __init__(self, box: Mailbox, fragments: list[list[torch.Tensor]], device: torch.device) -> None:
-        self._box, self._fragments, self._device = box, fragments, device
+    def __init__(self, box: Mailbox, own: OwnPieces, device: torch.device) -> None:
+        self._box, self._own, self._device = box, own, device
         self._views = SlotViews(box)
         self._locked: dict[int, npt.NDArray[np.uint8]] = {}
         """Page-locked memory, by its first slot."""
@@ -141,7 +141,7 @@ class CudaOffload:
     def read(self, fragment: int, slot: int) -> DeviceCopy:
         training = torch.cuda.current_stream(self._device)
         training.wait_stream(self._side)  # the staging buffer may still be on its way out
-        torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._fragments[fragment])
+        torch._foreach_copy_(shaped(self._read_stage, self._box, fragment), self._own(fragment))
         self._side.wait_stream(training)
         self._lock_if_new(slot, slot)
         host = torch.from_numpy(self._box.outgoing(slot, fragment))
@@ -201,10 +201,10 @@ class CudaOffload:
         return StreamCopy(event)
 
 
-def make_offload(box: Mailbox, fragments: list[list[torch.Tensor]]) -> Offload:
-    device = fragments[0][0].device
+def make_offload(box: Mailbox, own: OwnPieces) -> Offload:
+    device = own(0)[0].device
     if device.type == "cpu":
-        return CpuOffload(box, fragments)
+        return CpuOffload(box, own)
     if device.type == "cuda":
-        return CudaOffload(box, fragments, device)
+        return CudaOffload(box, own, device)
     raise ConfigError(f"the model is on '{device}': Atoll moves fragments to and from cpu and cuda devices")

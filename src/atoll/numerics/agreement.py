@@ -16,7 +16,7 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.fragments import Fragment, elements
+from atoll.numerics.fragments import Fragment
 
 BUCKETS = 256
 """Numbers in a sketch: the cosine of two sketches is that of the contributions, give or take 1/√256."""
@@ -24,10 +24,10 @@ BUCKETS = 256
 
 def tensor_norms(fragment: Fragment, deltas: Sequence[FloatArray]) -> DoubleArray:
     """‖Δ‖ by contribution, then tensor."""
-    norms = np.empty((len(deltas), len(fragment.tensors)))
+    norms = np.empty((len(deltas), len(fragment.pieces)))
     square = np.empty(1, np.float64)
     for m, delta in enumerate(deltas):
-        for n, part in enumerate(parts_of(fragment)):
+        for n, (_, part) in enumerate(fragment.parts):
             kernels.square_norms(kernels.read_only(delta[part]), square)
             norms[m, n] = np.sqrt(square[0])
     return norms
@@ -36,8 +36,8 @@ def tensor_norms(fragment: Fragment, deltas: Sequence[FloatArray]) -> DoubleArra
 def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: DoubleArray) -> DoubleArray:
     """[M, M, tensors]: the cosine of each pair of contributions, in each tensor; 1 on the diagonal."""
     members = len(deltas)
-    cosines = np.ones((members, members, len(fragment.tensors)))
-    for n, part in enumerate(parts_of(fragment)):
+    cosines = np.ones((members, members, len(fragment.pieces)))
+    for n, (_, part) in enumerate(fragment.parts):
         views = [kernels.read_only(delta[part]) for delta in deltas]
         dots = np.zeros((members, members))
         for start in range(0, part.stop - part.start, kernels.BLOCK):  # every pair while they are in cache
@@ -54,8 +54,8 @@ def pair_cosines(fragment: Fragment, deltas: Sequence[FloatArray], norms: Double
 
 def cosine_with(fragment: Fragment, delta: FloatArray, norms: DoubleArray, other: FloatArray) -> DoubleArray:
     """Per tensor, the cosine of one contribution with an array of the same fragment."""
-    found, square = np.zeros(len(fragment.tensors)), np.empty(1, np.float64)
-    for n, part in enumerate(parts_of(fragment)):
+    found, square = np.zeros(len(fragment.pieces)), np.empty(1, np.float64)
+    for n, (_, part) in enumerate(fragment.parts):
         there = kernels.read_only(other[part])
         kernels.square_norms(there, square)
         length = norms[n] * np.sqrt(square[0])
@@ -73,7 +73,7 @@ def median_of_others(cosines: DoubleArray) -> DoubleArray:
 
 def by_size(fragment: Fragment, figures: DoubleArray) -> DoubleArray:
     """The mean over the tensors (the last axis), each as much as it has elements: large ones have less noise."""
-    sizes = np.array([elements(tensor) for tensor in fragment.tensors], np.float64)
+    sizes = np.array([piece.size for piece in fragment.pieces], np.float64)
     return np.asarray(figures @ (sizes / sizes.sum()))
 
 
@@ -83,8 +83,3 @@ def sketch(delta: FloatArray) -> DoubleArray:
     kernels.sketch(kernels.read_only(delta), out)
     length = float(np.sqrt(np.sum(out * out)))
     return out / length if 0 < length < np.inf else np.zeros(BUCKETS)
-
-
-def parts_of(fragment: Fragment) -> list[slice]:
-    """Where each tensor lies in the fragment's array."""
-    return [slice(a, a + elements(t)) for t, a in zip(fragment.tensors, fragment.offsets, strict=True)]

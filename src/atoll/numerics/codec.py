@@ -130,8 +130,7 @@ def _body_parts(codec: Codec, part: Fragment) -> Iterator[BodyPart]:
     held, start = part.buffers, 0
     values = [slice(0, held.start), held, slice(held.stop, part.size)] if held.stop > 0 else [slice(0, part.size)]
     for at, one in enumerate(values):
-        both = zip(part.tensors, part.offsets, strict=True)
-        rows = row_lengths([tensor for tensor, offset in both if one.start <= offset < one.stop])
+        rows = row_lengths([piece for piece, place in part.parts if one.start <= place.start < one.stop])
         by = make_codec(BUFFERS) if at == 1 else codec
         yield BodyPart(by, rows, one, slice(start, start + by.nbytes(rows)))
         start += by.nbytes(rows)

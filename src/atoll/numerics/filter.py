@@ -31,7 +31,7 @@ import numpy as np
 
 from atoll.numerics import agreement as agree
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.fragments import Fragment, FragmentPlan, elements
+from atoll.numerics.fragments import Fragment, FragmentPlan
 
 MAJORITY = 3
 """Members that a round needs to be judged by itself."""
@@ -63,7 +63,7 @@ class FilterVerdict:
     """The verdict on one contribution in its round."""
 
     factors: FloatArray
-    """Per tensor of the fragment."""
+    """Per piece of the fragment."""
     agreement: float
     """Its median cosine with the others, over the whole fragment; with the outer momentum where they are too few."""
     suspect: str
@@ -156,7 +156,7 @@ class Filter:
         self._usual[fragment.index].append(np.median(norms, axis=0))
         cosines = agree.pair_cosines(fragment, deltas, norms)
         by_tensor = agree.median_of_others(cosines)
-        chance = CHANCE / np.sqrt([elements(tensor) for tensor in fragment.tensors])
+        chance = CHANCE / np.sqrt([piece.size for piece in fragment.pieces])
         against = by_tensor < -np.maximum(AGAINST * _median_without_each(by_tensor), chance)
         whole = agree.median_of_others(agree.by_size(fragment, cosines)[:, :, np.newaxis])[:, 0]
         others = _median_without_each(whole[:, np.newaxis])[:, 0]

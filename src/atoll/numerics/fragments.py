@@ -1,7 +1,9 @@
 """How a model's tensors become fragments, the units of communication.
 
-Rules kept here:
-- every tensor is in exactly one fragment, and no fragment is empty;
+A fragment holds pieces: whole tensors, or some rows of one. Rules kept here:
+- the pieces of a tensor tile it exactly once, and no fragment is empty;
+- a piece is whole rows (first dimension) of a tensor with two dimensions or more, elements of a tensor with one; a
+  scalar is never cut. So what works row by row (codecs' blocks, row-wise merging) never sees half a row;
 - a plan follows from the tensors' names, shapes and dtypes, the count and the strategy alone: never from the order in
   which the model lists them;
 - two sides that hold the same fingerprint agree on every byte's place; `difference` says where they do not.
@@ -15,37 +17,70 @@ from itertools import accumulate
 from math import prod
 
 import msgspec
+import numpy as np
 
 from atoll.choices import PLAN
+from atoll.numerics.arrays import FloatArray
 from atoll.protocol.errors import PlanError
+from atoll.protocol.limits import MANY
 from atoll.protocol.messages import TensorSpec
+from atoll.protocol.settings import USUAL
 
-MOST = 24
-"""The paper's number of fragments; smaller models have as many as they have tensors."""
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_ELEMENTS = 1 << 48
 """In one tensor: a petabyte is no model."""
 
-Bins = list[list[TensorSpec]]
 Rows = tuple[tuple[int, int], ...]
-"""Per tensor of an array, in order: how many rows it has, and how many values are in each."""
+"""Per piece of an array, in order: how many rows it has, and how many values are in each."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Rows of one tensor, next to each other."""
+
+    tensor: TensorSpec
+    first: int
+    rows: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.rows == row_count(self.tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:]) if self.tensor.shape else ()
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def label(self) -> str:
+        """For people: the tensor's name, and the rows where they are not all of it."""
+        if self.is_whole:
+            return self.tensor.name
+        return f"{self.tensor.name}[{self.first}:{self.first + self.rows}]"
 
 
 class Fragment(msgspec.Struct, frozen=True):
     index: int
-    tensors: tuple[TensorSpec, ...]
-    """In order of name, as they lie one after the other in the fragment's array."""
+    pieces: tuple[Piece, ...]
+    """In order of name and row, as they lie one after the other in the fragment's array."""
     offsets: tuple[int, ...]
-    """The element at which each tensor starts."""
+    """The element at which each piece starts."""
     size: int
-    """Elements of all its tensors."""
+    """Elements of all its pieces."""
+
+    @property
+    def parts(self) -> list[tuple[Piece, slice]]:
+        """Each piece, and where it lies in the fragment's array."""
+        both = zip(self.pieces, self.offsets, strict=True)
+        return [(piece, slice(start, start + piece.size)) for piece, start in both]
 
     @property
     def buffers(self) -> slice:
         """The elements that are buffers: by their names they lie side by side. Empty for most fragments."""
-        both = zip(self.tensors, self.offsets, strict=True)
-        held = [(start, start + elements(tensor)) for tensor, start in both if tensor.buffer_rule]
-        return slice(held[0][0], held[-1][1]) if held else slice(0, 0)
+        held = [part for piece, part in self.parts if piece.tensor.buffer_rule]
+        return slice(held[0].start, held[-1].stop) if held else slice(0, 0)
 
 
 class FragmentPlan(msgspec.Struct, frozen=True):
@@ -67,19 +102,39 @@ class FragmentPlan(msgspec.Struct, frozen=True):
         """The element at which each fragment starts in one flat array of the whole model."""
         return _starts([fragment.size for fragment in self.fragments])
 
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Of the whole model, in order of name."""
+        found = {piece.tensor.name: piece.tensor for fragment in self.fragments for piece in fragment.pieces}
+        return tuple(found[name] for name in sorted(found))
+
+
+Bins = list[list[Piece]]
+
 
 def elements(tensor: TensorSpec) -> int:
     return prod(tensor.shape)
 
 
-def row_lengths(tensors: Sequence[TensorSpec]) -> Rows:
-    """Rows are what the first dimension counts; a tensor of fewer than two dimensions is one row."""
-    counts = [tensor.shape[0] if len(tensor.shape) >= 2 else 1 for tensor in tensors]
-    return tuple((count, elements(tensor) // count) for tensor, count in zip(tensors, counts, strict=True))
+def row_lengths(pieces: Sequence[Piece]) -> Rows:
+    """Rows are what the first dimension counts; a piece of fewer than two dimensions is one row."""
+    counts = [piece.rows if len(piece.shape) >= 2 else 1 for piece in pieces]
+    return tuple((count, piece.size // count) for piece, count in zip(pieces, counts, strict=True))
 
 
-def default_fragments(tensors: int) -> int:
-    return min(MOST, tensors)
+def row_count(tensor: TensorSpec) -> int:
+    """Into how many pieces it can be cut."""
+    return tensor.shape[0] if tensor.shape else 1
+
+
+def whole(tensor: TensorSpec) -> Piece:
+    return Piece(tensor, 0, row_count(tensor))
+
+
+def most_fragments(tensors: Sequence[TensorSpec], strategy: str = "balanced") -> int:
+    """The most fragments that this strategy can make of a model."""
+    most: int = PLAN.load(strategy).most_fragments(tensors)
+    return max(1, min(MANY, most))
 
 
 def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanced") -> FragmentPlan:
@@ -89,6 +144,21 @@ def make_plan(tensors: Sequence[TensorSpec], count: int, strategy: str = "balanc
     bins = by.deal(sorted(tensors, key=lambda tensor: tensor.name), count)
     fragments = tuple(_fragment(index, held) for index, held in enumerate(bins))
     return FragmentPlan(strategy, fragments, _fingerprint(strategy, fragments))
+
+
+def assemble_tensors(plan: FragmentPlan, values: Sequence[FloatArray]) -> dict[str, FloatArray]:
+    """From every fragment's values, by names in the model: views of them, and copies of what is split."""
+    tensors: dict[str, FloatArray] = {}
+    for fragment, flat in zip(plan.fragments, values, strict=True):
+        for piece, part in fragment.parts:
+            name, shape = piece.tensor.name_in_model, piece.tensor.shape
+            if piece.is_whole:
+                tensors[name] = flat[part].reshape(shape)
+                continue
+            if name not in tensors:
+                tensors[name] = np.empty(shape, dtype=np.float32)
+            tensors[name][piece.first : piece.first + piece.rows] = flat[part].reshape(piece.shape)
+    return tensors
 
 
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str | None:
@@ -121,20 +191,20 @@ def _role(tensor: TensorSpec) -> str:
 
 
 def _check(tensors: Sequence[TensorSpec], count: int) -> None:
-    have = len(tensors)
-    if not have:
+    if not tensors:
         raise PlanError("the model has no tensors to train: give the learner a model with trainable parameters")
-    if count < 1:
-        raise PlanError(f"{count} fragments asked for: ask for 1 to {have} (--set fragments={default_fragments(have)})")
-    if count > have:
-        raise PlanError(
-            f"{count} fragments asked for, but the model has {have} tensors: "
-            f"ask for {have} or fewer (--set fragments={have})"
-        )
     seen: set[str] = set()
     for tensor in tensors:
         _check_tensor(tensor, seen)
         seen.add(tensor.name)
+    most = min(MANY, sum(map(row_count, tensors)))
+    if count < 1:
+        raise PlanError(f"{count} fragments asked for: ask for 1 to {most} (--set fragments={min(USUAL, most)})")
+    if count > most:
+        raise PlanError(
+            f"{count} fragments asked for, but the model can be cut into {most} at most, its rows: "
+            f"ask for {most} or fewer (--set fragments={most})"
+        )
 
 
 def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
@@ -150,10 +220,10 @@ def _check_tensor(tensor: TensorSpec, seen: set[str]) -> None:
         )
 
 
-def _fragment(index: int, held: list[TensorSpec]) -> Fragment:
-    tensors = tuple(sorted(held, key=lambda tensor: tensor.name))
-    sizes = [elements(tensor) for tensor in tensors]
-    return Fragment(index, tensors, _starts(sizes), sum(sizes))
+def _fragment(index: int, held: list[Piece]) -> Fragment:
+    pieces = tuple(sorted(held, key=lambda piece: (piece.tensor.name, piece.first)))
+    sizes = [piece.size for piece in pieces]
+    return Fragment(index, pieces, _starts(sizes), sum(sizes))
 
 
 def _starts(sizes: list[int]) -> tuple[int, ...]:
@@ -161,5 +231,5 @@ def _starts(sizes: list[int]) -> tuple[int, ...]:
 
 
 def _fingerprint(strategy: str, fragments: tuple[Fragment, ...]) -> str:
-    layout = msgspec.json.encode(("atoll plan 1", strategy, [fragment.tensors for fragment in fragments]))
+    layout = msgspec.json.encode(("atoll plan 2", strategy, [fragment.pieces for fragment in fragments]))
     return hashlib.sha256(layout).hexdigest()

@@ -3,7 +3,7 @@
 The rules are the modules of merges/. All of them keep this:
 - embeddings always use the mean;
 - buffers use the mean too, or (rule "first") are those of the first contribution that weighs anything;
-- what the filter leaves out of a tensor is as if it had not been given there; factors of 1 change no bit;
+- what the filter leaves out of a piece is as if it had not been given there; factors of 1 change no bit;
 - one contribution comes out as itself, bit for bit; one of weight 0 is as if it were not there;
 - sums run in float32 in the order given (the caller's: by learner id), norms in float64: equal inputs, equal bits.
 """
@@ -19,8 +19,7 @@ import numpy as np
 from atoll.choices import MERGE
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
-from atoll.numerics.fragments import Fragment, elements
-from atoll.protocol.messages import TensorSpec
+from atoll.numerics.fragments import Fragment, Piece
 
 
 def merge(
@@ -33,7 +32,7 @@ def merge(
 ) -> None:
     """The outer gradient of one fragment into `out`, which is none of the deltas. ValueError where Σ w = 0.
 
-    `factors`: of each contribution, per tensor, what the filter (filter.py) makes of it; empty: nothing.
+    `factors`: of each contribution, per piece, what the filter (filter.py) makes of it; empty: nothing.
     """
     by = MERGE.load(rule)
     assert all(array.shape == (fragment.size,) for array in (out, *deltas)), "every array is one whole fragment"
@@ -44,9 +43,8 @@ def merge(
     if len(given) == 1:
         np.copyto(out, given[0])
     else:
-        for tensor, start in zip(fragment.tensors, fragment.offsets, strict=True):
-            part = slice(start, start + elements(tensor))
-            _merge_tensor(tensor, [delta[part] for delta in given], shares, out[part], by)
+        for piece, part in fragment.parts:
+            _merge_piece(piece, [delta[part] for delta in given], shares, out[part], by)
 
 
 def _merge_filtered(
@@ -57,11 +55,10 @@ def _merge_filtered(
     by: Any,
     factors: Sequence[FloatArray],
 ) -> None:
-    """Tensor by tensor: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
+    """Piece by piece: shortened by a factor below 1, without those of factor 0. What nobody gives does not move."""
     if not any(factor.any() and weight > 0 for factor, weight in zip(factors, weights, strict=True)):
         raise ValueError("the filter leaves out every contribution of the round")
-    for n, (tensor, start) in enumerate(zip(fragment.tensors, fragment.offsets, strict=True)):
-        part = slice(start, start + elements(tensor))
+    for n, (piece, part) in enumerate(fragment.parts):
         all_of = zip(deltas, weights, factors, strict=True)
         kept = [(_scaled(delta[part], factor[n]), weight) for delta, weight, factor in all_of if factor[n] * weight > 0]
         if not kept:
@@ -71,7 +68,7 @@ def _merge_filtered(
         if len(given) == 1:
             np.copyto(out[part], given[0])
         else:
-            _merge_tensor(tensor, given, shares, out[part], by)
+            _merge_piece(piece, given, shares, out[part], by)
 
 
 def _scaled(values: FloatArray, factor: np.float32) -> FloatArray:
@@ -90,13 +87,13 @@ def _shares(deltas: Sequence[FloatArray], weights: Sequence[float]) -> tuple[lis
     return [kernels.read_only(delta) for delta, _ in weighed], relative / math.fsum(relative)
 
 
-def _merge_tensor(tensor: TensorSpec, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, by: Any) -> None:
-    if tensor.buffer_rule == "first":
+def _merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray, by: Any) -> None:
+    if piece.tensor.buffer_rule == "first":
         np.copyto(out, deltas[0])
-    elif tensor.embedding or tensor.buffer_rule:
+    elif piece.tensor.embedding or piece.tensor.buffer_rule:
         take_mean(deltas, shares, out)
     else:
-        by.merge_tensor(tensor, deltas, shares, out)
+        by.merge_piece(piece, deltas, shares, out)
 
 
 def take_mean(deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:

@@ -11,7 +11,7 @@ from atoll.protocol.errors import ConfigError
 from atoll.protocol.limits import MOST, ChoiceName, Name
 
 USUAL = 24
-"""The paper's H, and its P where the model has so many tensors."""
+"""The paper's H and P."""
 SEEDS = 2**63
 
 
@@ -19,7 +19,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     learners: int = 4
     """M: how many learners the run is meant for. More may join, fewer may be there."""
     fragments: int = 0
-    """P. 0: min(24, tensors of the model, H)."""
+    """P. 0: 24, or H or what the plan can make of the model where that is less."""
     sync_every: int = 0
     """H: learner steps between two syncs of the same fragment. 0: 24, or more where `fragments` or `overlap` ask it."""
     overlap: int = 2
@@ -147,12 +147,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if isinstance(value, int | float) and not -most < value < most:
                 raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 
-    def resolved(self, tensors: int) -> Settings:
-        """With P and H filled in for a model of so many tensors."""
-        fragments = self.fragments or min(USUAL, tensors, self.sync_every or USUAL)
+    def resolved(self, most: int) -> Settings:
+        """With P and H filled in for a model that can be cut into so many fragments (`most_fragments`)."""
+        fragments = self.fragments or min(USUAL, most, self.sync_every or USUAL)
         overlap = self.overlap
-        # H is a choice of the method, not of the model: a model of few tensors has fewer and larger fragments, and each
-        # of them is synced as rarely as those of a large one.
+        # H is a choice of the method, not of the model: one that cannot be cut into as many has fewer and larger
+        # fragments, and each of them is synced as rarely as those of a large one.
         sync_every = self.sync_every or max(USUAL, fragments, overlap + 1)
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(

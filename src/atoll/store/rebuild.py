@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.fragments import FragmentPlan, elements, make_plan
+from atoll.numerics.fragments import FragmentPlan, assemble_tensors, make_plan
 from atoll.numerics.outer import take_outer_step
 from atoll.protocol.errors import AtollError
 from atoll.protocol.history import State
@@ -111,12 +111,8 @@ class RebuiltModel:
         return None
 
     def tensors_by_name(self) -> dict[str, FloatArray]:
-        whole: dict[str, FloatArray] = {}
-        for part in self.plan.fragments:
-            values = self._arrays[f"theta-{part.index:03d}"]
-            for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                whole[tensor.name_in_model] = values[start : start + elements(tensor)].reshape(tensor.shape)
-        return whole
+        values = [self._arrays[f"theta-{part.index:03d}"] for part in self.plan.fragments]
+        return assemble_tensors(self.plan, values)
 
 
 def load_cut(root: Path, cut: StoredCut) -> RebuiltModel:

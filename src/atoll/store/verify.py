@@ -25,7 +25,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from atoll.digests import compute_digest
-from atoll.numerics.fragments import Fragment, elements, make_plan
+from atoll.numerics.arrays import FloatArray
+from atoll.numerics.fragments import Fragment, Piece, make_plan
 from atoll.protocol.errors import AtollError, ConfigError
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.records import AnyRecord, BegunRecord, CutDoneRecord, MergedRecord, RestoredRecord
@@ -324,14 +325,21 @@ def committed_digests(journal: Path, versions: list[int]) -> dict[int, str]:
     return found
 
 
+def _read_piece(file: Any, piece: Piece) -> FloatArray:
+    name = piece.tensor.name_in_model
+    rows = slice(piece.first, piece.first + piece.rows)
+    values: FloatArray = file.get_tensor(name) if piece.is_whole else file.get_slice(name)[rows]
+    return values
+
+
 def _differing(path: Path, parts: list[Fragment], due: dict[int, str]) -> str:
     """The first fragment whose values have another digest; empty: none."""
     try:
         with safe_open(path, framework="numpy") as file:
             for part in parts:
                 values = np.zeros(part.size, dtype=np.float32)
-                for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                    values[start : start + elements(tensor)] = file.get_tensor(tensor.name_in_model).ravel()
+                for piece, place in part.parts:
+                    values[place] = _read_piece(file, piece).ravel()
                 if compute_digest(values.view(np.uint8).data) != due[part.index]:
                     return f"fragment {part.index} has other values than the journal's digest"
     except (SafetensorError, OSError, ValueError) as error:

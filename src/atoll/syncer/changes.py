@@ -40,7 +40,7 @@ def parse_changes(history: History, words: Sequence[str], *, reopen: bool = Fals
     """What the words come to; None when everything is like that already. ConfigError names the word and the fix."""
     check_changeable(words)
     said = merged({"protocol": msgspec.to_builtins(history.settings), "outer": history.outer}, parse_settings(words))
-    settings = msgspec.convert(said["protocol"], type(history.settings)).resolved(len(history.tensors))
+    settings = msgspec.convert(said["protocol"], type(history.settings)).resolved(history.settings.fragments)
     outer = msgspec.to_builtins(msgspec.convert(said["outer"], Outer))
     if settings == history.settings and outer == history.outer and not reopen:
         return None

@@ -218,7 +218,7 @@ class Merging:
             return fx.Unmergeable(merge.round, str(error), reset=True)
         except ValueError as error:
             return fx.Unmergeable(merge.round, str(error))
-        marks = self._parameters.tensor_marks(merge.fragment)
+        marks = self._parameters.piece_marks(merge.fragment)
         return fx.Merged(merge.round, mark, time.perf_counter() - began, marks, self._describe_verdicts(merge, judged))
 
     def _describe_verdicts(self, merge: fx.Merge, judged: list[FilterVerdict]) -> tuple[fx.Judged, ...]:

@@ -22,7 +22,7 @@ from atoll.numerics.agreement import BUCKETS
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import largest_body, make_codec
 from atoll.numerics.filter import NAMES
-from atoll.numerics.fragments import FragmentPlan, difference, make_plan
+from atoll.numerics.fragments import FragmentPlan, difference, make_plan, most_fragments
 from atoll.protocol import schedule
 from atoll.protocol.errors import PeerError, PlanError
 from atoll.protocol.history import History
@@ -54,8 +54,7 @@ class Model:
 
     def check_learner(self, hello: Hello) -> None:
         """PeerError unless the learner trains this model."""
-        run = tuple(tensor for part in self.plan.fragments for tensor in part.tensors)
-        if (reason := difference(hello.tensors, run)) is not None:
+        if (reason := difference(hello.tensors, self.plan.tensors)) is not None:
             raise PeerError(f"{reason}. The run's own settings are in its run.toml.")
 
     def describe_other_data(self, hello: Hello) -> str:
@@ -88,7 +87,7 @@ class Model:
 
 def model_of_first_joiner(hello: Hello, config: Config, run: str, term: int) -> Model:
     """AtollError: the run cannot begin with this model."""
-    settings = config.protocol.resolved(len(hello.tensors))
+    settings = config.protocol.resolved(most_fragments(hello.tensors, config.protocol.plan))
     settings = msgspec.structs.replace(settings, seed=config.seed)
     plan = make_plan(hello.tensors, settings.fragments, settings.plan)
     begun = BegunRecord(

@@ -18,7 +18,7 @@ from atoll.config import Outer
 from atoll.digests import compute_digest
 from atoll.fabric.handlers import ServedFragment
 from atoll.numerics.arrays import ByteArray, FloatArray
-from atoll.numerics.fragments import FragmentPlan, elements
+from atoll.numerics.fragments import FragmentPlan, assemble_tensors
 from atoll.numerics.kernels import read_only, square_norms
 from atoll.numerics.merge import merge
 from atoll.numerics.outer import take_outer_step
@@ -148,8 +148,8 @@ class Parameters:
         np.copyto(self.outer_gradient(fragment), np.frombuffer(gradient, dtype=np.float32))
         return self._stage_step(fragment)
 
-    def tensor_marks(self, fragment: int) -> bytes:
-        """A 4-byte checksum of each tensor that was staged last: tells which tensor differs in a replay."""
+    def piece_marks(self, fragment: int) -> bytes:
+        """A 4-byte checksum of each piece that was staged last: tells which tensor differs in a replay."""
         words = self._staged[fragment].values.view(np.uint32)
         starts = [start for start in self.plan.fragments[fragment].offsets if start < len(words)]
         return np.bitwise_xor.reduceat(words, starts).tobytes() if starts else b""
@@ -295,11 +295,7 @@ class Parameters:
 
     def tensors_by_name(self) -> dict[str, FloatArray]:
         """The whole committed model, by the names of its tensors."""
-        whole: dict[str, FloatArray] = {}
-        for part, buffer in zip(self.plan.fragments, self._committed, strict=True):
-            for tensor, start in zip(part.tensors, part.offsets, strict=True):
-                whole[tensor.name_in_model] = buffer.values[start : start + elements(tensor)].reshape(tensor.shape)
-        return whole
+        return assemble_tensors(self.plan, [buffer.values for buffer in self._committed])
 
 
 def _without(delta: FloatArray, part: slice) -> FloatArray:

@@ -332,7 +332,7 @@ class ReplaySyncer:
         if record.digest and mark != record.digest:
             self.outcome.difference = self._find_difference(record)
             return False
-        self.outcome.made[record.round] = (mark, self._parameters.tensor_marks(record.fragment))
+        self.outcome.made[record.round] = (mark, self._parameters.piece_marks(record.fragment))
         self._parameters.commit_version(record.fragment, record.version, record.round)
         self.outcome.through, self.outcome.compared = record.round, self.outcome.compared + 1
         self._keep_current([record.fragment])
@@ -358,7 +358,7 @@ class ReplaySyncer:
         made = self._parameters.restore_state(packed, record.versions, record.at - 1)
         for fragment, (found, due) in enumerate(zip(made, record.digests, strict=True)):
             if found != due:
-                names = tuple(tensor.name for tensor in self._parameters.plan.fragments[fragment].tensors)
+                names = tuple(piece.label for piece in self._parameters.plan.fragments[fragment].pieces)
                 self.outcome.difference = VersionDifference(record.at, fragment, record.versions[fragment], names)
                 return False
         self.outcome.compared += len(made)
@@ -369,13 +369,13 @@ class ReplaySyncer:
         """What the filter left of each contribution then; nothing was filtered where none has any."""
         if not any(share.factors for share in record.members):
             return []
-        whole = np.ones(len(self._parameters.plan.fragments[record.fragment].tensors), np.float32)
+        whole = np.ones(len(self._parameters.plan.fragments[record.fragment].pieces), np.float32)
         return [np.frombuffer(share.factors, np.float32) if share.factors else whole for share in record.members]
 
     def _find_difference(self, record: MergedRecord) -> VersionDifference:
         part = self._parameters.plan.fragments[record.fragment]
-        names = [tensor.name for tensor in part.tensors]
-        mine = self._parameters.tensor_marks(record.fragment)
+        names = [piece.label for piece in part.pieces]
+        mine = self._parameters.piece_marks(record.fragment)
         if len(record.marks) == len(mine):
             differ = [
                 name for n, name in enumerate(names) if mine[4 * n : 4 * n + 4] != record.marks[4 * n : 4 * n + 4]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.fragments import Piece
 from atoll.numerics.merge import take_mean
-from atoll.protocol.messages import TensorSpec
 
 
-def merge_tensor(tensor: TensorSpec, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
+def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
     take_mean(deltas, shares, out)

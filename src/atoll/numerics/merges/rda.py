@@ -1,7 +1,10 @@
-"""RDA for each tensor: the mean norm in the mean direction, (Σ w‖Δ‖ / Σ w) · φ(Σ w φ(Δ)),  φ(x) = x/‖x‖, φ(0) = 0.
+"""RDA for each piece: the mean norm in the mean direction, (Σ w‖Δ‖ / Σ w) · φ(Σ w φ(Δ)),  φ(x) = x/‖x‖, φ(0) = 0.
 
 Learners' outer gradients are nearly orthogonal, so a mean shrinks like 1/√M; RDA keeps their norm. What has no common
 direction, because the directions cancel, is merged by the mean.
+
+Of a tensor that is split every piece has its own norm and direction: pieces are merged in different rounds, with other
+members and weights, so there is no moment at which the whole tensor could be measured.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import numpy as np
 
 from atoll.numerics import kernels
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.fragments import Piece
 from atoll.numerics.merge import add_scaled, row_norms
-from atoll.protocol.messages import TensorSpec
 
 CANCELLED = 1e-3
 """Directions whose mean is shorter than this cancel: M unrelated ones are 1/√M long, float32 noise about 1e-7."""
@@ -19,7 +22,7 @@ SPECK = 1e-30
 """A norm this small beside the mean norm has no direction: scaling it up would leave the range of float32."""
 
 
-def merge_tensor(tensor: TensorSpec, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
+def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
     merge_rows(deltas, shares, out, 1)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from atoll.numerics.arrays import DoubleArray, FloatArray
+from atoll.numerics.fragments import Piece
 from atoll.numerics.merges.rda import merge_rows
-from atoll.protocol.messages import TensorSpec
 
 
-def merge_tensor(tensor: TensorSpec, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
-    merge_rows(deltas, shares, out, tensor.shape[0] if len(tensor.shape) >= 2 else 1)
+def merge_piece(piece: Piece, deltas: list[FloatArray], shares: DoubleArray, out: FloatArray) -> None:
+    merge_rows(deltas, shares, out, piece.rows if len(piece.shape) >= 2 else 1)
