@@ -13,8 +13,9 @@ from atoll.learner import codecs
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.codec import Codec, count_values, make_codec
 from atoll.numerics.fragments import Rows
+from atoll.numerics.topk import TopK
 
-CODECS = [make_codec(name) for name in ("fp32", "bf16", "int8", "int4")]
+CODECS = [*(make_codec(name) for name in ("fp32", "bf16", "int8", "int4")), TopK()]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 any_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 200)), max_size=4).map(tuple)
 each = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -51,13 +52,19 @@ def test_equal_bits_of_every_shape(codec: Codec, device: str, rows: Rows) -> Non
     compare(codec, draw(count_values(rows), 1), rows, device)
 
 
+@everywhere
+def test_of_equal_values_both_keep_the_first(device: str) -> None:
+    values = np.tile(np.array([2, -3, 3, 1], np.float32), 1000)
+    compare(TopK(), values, ((4, 1000),), device)
+
+
 @each
 @everywhere
 @pytest.mark.parametrize("values", extremes(), ids=str)
 def test_equal_bits_of_extremes(codec: Codec, device: str, values: FloatArray) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         compare(codec, values, ((1, values.size),), device)
-        if codec.name.startswith("int"):
+        if codec.name not in ("fp32", "bf16"):
             values = values.copy()
             values[-1] = np.nan
             compare(codec, values, ((1, values.size),), device)

@@ -146,10 +146,10 @@ def test_sgd_is_its_equation(size: int) -> None:
 REAL_USE = """
 import numpy as np
 from atoll import choices
-from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter
+from atoll.numerics import kernels, merge, outer, codec, screen, fragments, filter, topk
 from atoll.protocol.messages import TensorSpec
 
-INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "absmax_block"}
+INNER = {"nearest_bf16", "float_of", "bits_of", "absmax_scale", "absmax_scale_at", "absmax_block", "topk_count"}
 # compiled into those that call them
 
 def kinds():
@@ -158,7 +158,7 @@ def kinds():
 
 kernels.warm()
 before = kinds()
-assert set(before.values()) == {1} and len(before) == 14, before
+assert set(before.values()) == {1} and len(before) == 19, before
 fragment = fragments.make_plan([TensorSpec("t", (4, 2), "float32")], 1).fragments[0]
 x, y = np.ones(8, np.float32), np.zeros(8, np.float32)
 received = np.frombuffer(x.tobytes(), np.float32)
@@ -172,8 +172,8 @@ filter.Filter(plan).judge(0, ["a"], [received], x)
 for name in ("nesterov", "sgd"):
     outer.make_outer(name, 0.7, 0.5).step(received, y, {"momentum": x}, received)
     outer.make_outer(name, 0.7, 0.5).step(y, y, {"momentum": x}, x)
-for name in choices.CODEC.names():
-    by, rows = codec.make_codec(name), ((4, 2),)
+for by in [*map(codec.make_codec, choices.CODEC.names()), topk.TopK()]:
+    rows = ((4, 2),)
     body = np.zeros(by.nbytes(rows), np.uint8)
     by.encode(received, rows, body), by.encode_delta(received, y, rows, body)
     by.encode_delta(y, received, rows, body, received, x.copy())
@@ -204,7 +204,7 @@ def test_nothing_but_a_call_of_a_kernel_loads_numba() -> None:
 def test_what_lies_compiled_is_known_without_numba(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels.warm()
     files = [kernel.index_file for kernel in kernels._KERNELS]
-    assert len(files) == 20 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
+    assert len(files) == 26 and (kernels.are_compiled() or not files[0].exists()), "another folder is used for them"
     source, numba, kept = tmp_path / "kernels.py", tmp_path / "numba.py", tmp_path / "__pycache__"
     kept.mkdir()
     for file in (source, numba, *(kept / one.name for one in files)):

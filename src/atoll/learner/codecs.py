@@ -14,7 +14,8 @@ import torch
 from atoll.numerics.absmax import Absmax
 from atoll.numerics.codec import Codec, count_values
 from atoll.numerics.fragments import Rows
-from atoll.numerics.kernels import ABSMAX_BLOCK
+from atoll.numerics.kernels import ABSMAX_BLOCK, TOPK_BLOCK, TOPK_PERCENT
+from atoll.numerics.topk import TopK
 
 NOT_FINITE = 0x7F800000
 NAN = 0x7FC00000
@@ -26,8 +27,8 @@ SMALLEST = 0x00800000
 def encode(codec: Codec, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
     """`total`: flat float32, (base − θ) + feedback; `out`: bytes on the same device; rest ← total − decoded."""
     assert total.numel() == count_values(rows) and out.numel() == codec.nbytes(rows), "arrays and rows are of one plan"
-    if isinstance(codec, Absmax):
-        _encode_absmax(codec, total, rows, out, rest)
+    if isinstance(codec, Absmax | TopK):
+        _encode_by_block(codec, total, rows, out, rest)
         return
     if not total.numel():
         return
@@ -41,20 +42,17 @@ def encode(codec: Codec, total: torch.Tensor, rows: Rows, out: torch.Tensor, res
 def decode(codec: Codec, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     """Of a body that was checked."""
     assert out.numel() == count_values(rows) and data.numel() == codec.nbytes(rows), "arrays and rows are of one plan"
-    if isinstance(codec, Absmax):
-        _decode_absmax(codec, data, rows, out)
+    if isinstance(codec, Absmax | TopK):
+        _decode_by_block(codec, data, rows, out)
     elif out.numel():
         out.copy_(data.view(torch.bfloat16 if codec.name == "bf16" else torch.float32))
 
 
-# ---- int8 and int4 --------------------------------------------------------------------------------------------------
-
-
-def _encode_absmax(
-    codec: Absmax, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None
+def _encode_by_block(
+    codec: Absmax | TopK, total: torch.Tensor, rows: Rows, out: torch.Tensor, rest: torch.Tensor | None
 ) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, left: torch.Tensor) -> None:
-        encoded, remainder = _encode_blocks(codec.bits, values)
+        encoded, remainder = _encode_top(values) if isinstance(codec, TopK) else _encode_blocks(codec.bits, values)
         body.copy_(encoded)
         if rest is not None:
             left.copy_(remainder)
@@ -62,15 +60,16 @@ def _encode_absmax(
     _by_block(codec, rows, work, total, out, total if rest is None else rest)
 
 
-def _decode_absmax(codec: Absmax, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+def _decode_by_block(codec: Absmax | TopK, data: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     def work(values: torch.Tensor, body: torch.Tensor, _: torch.Tensor) -> None:
-        values.copy_(_decode_blocks(codec.bits, body, values.shape[-1]))
+        size = values.shape[-1]
+        values.copy_(_decode_top(body, size) if isinstance(codec, TopK) else _decode_blocks(codec.bits, body, size))
 
     _by_block(codec, rows, work, out, data, out)
 
 
 def _by_block(
-    codec: Absmax,
+    codec: Absmax | TopK,
     rows: Rows,
     work: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
     values: torch.Tensor,
@@ -79,44 +78,53 @@ def _by_block(
 ) -> None:
     """`work` on the full blocks of each tensor, then on the shorter ones at the ends of its rows: [rows, blocks, …]."""
     value = byte = 0
-    for count, width in rows:
-        ends, row_bytes = width - width % ABSMAX_BLOCK, codec.row_bytes(width)
+    size = TOPK_BLOCK if isinstance(codec, TopK) else ABSMAX_BLOCK
+    for count, width in [(1, count * width) for count, width in rows] if isinstance(codec, TopK) else rows:
+        ends, row_bytes = width - width % size, codec.row_bytes(width)
         here, there = slice(value, value + count * width), slice(byte, byte + count * row_bytes)
         of_rows = [one[here].view(count, width) for one in (values, beside)]
         bytes_of_rows = body[there].view(count, row_bytes)
         cut = codec.row_bytes(ends)
         if ends:
-            v, b = (one[:, :ends].unflatten(1, (-1, ABSMAX_BLOCK)) for one in of_rows)
-            work(v, bytes_of_rows[:, :cut].unflatten(1, (ends // ABSMAX_BLOCK, -1)), b)
+            v, b = (one[:, :ends].unflatten(1, (-1, size)) for one in of_rows)
+            work(v, bytes_of_rows[:, :cut].unflatten(1, (ends // size, -1)), b)
         if ends < width:
             v, b = (one[:, ends:].unflatten(1, (1, -1)) for one in of_rows)
             work(v, bytes_of_rows[:, cut:].unflatten(1, (1, -1)), b)
         value, byte = here.stop, there.stop
 
 
+# ---- int8 and int4 --------------------------------------------------------------------------------------------------
+
+
 def _scales(bits: int, most: torch.Tensor) -> torch.Tensor:
     """`kernels.absmax_scale`."""
-    levels = torch.full_like(most, 7 if bits == 4 else 127, dtype=torch.float32)
-    scale = (most.view(torch.float32) / levels).view(torch.int32) & (-0x10000 if bits == 4 else -0x100)
+    levels = torch.full_like(most, (1 << (bits - 1)) - 1, dtype=torch.float32)
+    scale = (most.view(torch.float32) / levels).view(torch.int32) & (-0x100 if bits == 8 else -0x10000)
     scale = torch.where(scale >= SMALLEST, scale, 0)
     return torch.where(most >= NOT_FINITE, NAN, scale)
 
 
 def _encode_blocks(bits: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of blocks [rows, blocks, values], and their rest."""
-    levels = 7.0 if bits == 4 else 127.0
     values = values.contiguous()
     scale = _scales(bits, (values.view(torch.int32) & 0x7FFFFFFF).amax(-1))
-    sound = ((scale > 0) & (scale < NOT_FINITE)).unsqueeze(-1)
-    step = torch.where(sound, scale.unsqueeze(-1), 0).view(torch.float32)
-    inverse = torch.ones_like(step) / step
-    codes = torch.where(sound, torch.round(values * inverse).clamp(-levels, levels), 0.0)
-    rest = torch.where(scale.unsqueeze(-1) == NAN, 0.0, values - codes * step)
+    codes, rest = _quantise(bits, values, scale.unsqueeze(-1))
     return torch.cat([_scale_bytes(bits, scale), _pack(bits, codes.to(torch.int8).view(torch.uint8))], -1), rest
 
 
+def _quantise(bits: int, values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, as float32, and value − code · scale; `scale` as its bits."""
+    levels = float((1 << (bits - 1)) - 1)
+    sound = (scale > 0) & (scale < NOT_FINITE)
+    step = torch.where(sound, scale, 0).view(torch.float32)
+    codes = torch.round(values * (torch.ones_like(step) / step)).clamp(-levels, levels)
+    codes = torch.where(sound, codes, 0.0)
+    return codes, torch.where(scale == NAN, 0.0, values - codes * step)
+
+
 def _scale_bytes(bits: int, scale: torch.Tensor) -> torch.Tensor:
-    shifts = (16, 24) if bits == 4 else (8, 16, 24)
+    shifts = (8, 16, 24) if bits == 8 else (16, 24)
     return torch.stack([(scale >> shift) & 255 for shift in shifts], -1).to(torch.uint8)
 
 
@@ -130,11 +138,41 @@ def _pack(bits: int, codes: torch.Tensor) -> torch.Tensor:
 
 def _decode_blocks(bits: int, body: torch.Tensor, count: int) -> torch.Tensor:
     head = 2 if bits == 4 else 3
-    scale = torch.zeros_like(body[..., :1], dtype=torch.int32)
-    for k in range(head):
-        scale |= body[..., k : k + 1].to(torch.int32) << (8 * (4 - head + k))
     packed = body[..., head:]
     if bits == 4:
         packed = torch.cat([packed << 4, packed & 0xF0], -1)[..., :count]
-    codes = packed.view(torch.int8).to(torch.float32)
-    return (codes / torch.full_like(codes, 16.0) if bits == 4 else codes) * scale.view(torch.float32)
+    codes = packed.view(torch.int8)
+    return (codes >> 4 if bits == 4 else codes).to(torch.float32) * _read_scales(body[..., :head])
+
+
+def _read_scales(head: torch.Tensor) -> torch.Tensor:
+    scale = torch.zeros_like(head[..., :1], dtype=torch.int32)
+    for k in range(head.shape[-1]):
+        scale |= head[..., k : k + 1].to(torch.int32) << (8 * (4 - head.shape[-1] + k))
+    return scale.view(torch.float32)
+
+
+# ---- top-k ----------------------------------------------------------------------------------------------------------
+
+
+def _encode_top(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = values.contiguous()
+    keep = -(-TOPK_PERCENT * values.shape[-1] // 100)
+    sizes = values.view(torch.int32) & 0x7FFFFFFF
+    scale = _scales(6, sizes.amax(-1))
+    broken = (scale == NAN).unsqueeze(-1)
+    # A stable sort keeps the first of equal ones; which values a broken block keeps says nothing.
+    order = torch.sort(torch.where(broken, 0, sizes), dim=-1, descending=True, stable=True).indices
+    offsets = order[..., :keep].sort(-1).values
+    codes, left = _quantise(6, values.gather(-1, offsets), scale.unsqueeze(-1))
+    words = offsets.to(torch.int32) << 6 | (codes.to(torch.int32) & 63)
+    rest = torch.where(broken, 0.0, values.scatter(-1, offsets, left))
+    packed = torch.stack([words & 255, words >> 8], -1).flatten(-2).to(torch.uint8)
+    return torch.cat([_scale_bytes(6, scale), packed], -1), rest
+
+
+def _decode_top(body: torch.Tensor, count: int) -> torch.Tensor:
+    words = body[..., 2::2].to(torch.int32) | body[..., 3::2].to(torch.int32) << 8
+    codes = ((words & 63) - ((words & 32) << 1)).to(torch.float32)
+    out = torch.zeros(*body.shape[:-1], count, device=body.device)
+    return out.scatter(-1, (words >> 6).to(torch.int64), codes * _read_scales(body[..., :2]))

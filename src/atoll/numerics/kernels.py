@@ -40,6 +40,9 @@ PART = 1 << 18
 """Values that one thread works on at a time."""
 ABSMAX_BLOCK = 64
 """Values with one scale: 128 would save 3 % of the bytes and err by 9 % (Gaussian) to 20 % (heavy tails) more."""
+TOPK_BLOCK = 1024
+"""Values of which a few are kept: an offset in it has 10 bits, and with a code of 6 bits it fills 2 bytes."""
+TOPK_PERCENT = 3
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -264,12 +267,13 @@ def absmax_scale(most: int | np.integer[Any], bits: int) -> np.uint32:
     """The bits of a block's scale, for the bits of its largest |value|.
 
     absmax / 127 or / 7, cut off to 16 (int8) or 8 (int4) significant bits, so that a code times its scale is exact.
+    Codes of 6 bits are those of top-k: absmax / 31, 8 bits.
     A scale below the smallest normal number is 0: such a block is sent as zeros. NaN where a value is not finite.
     """
     if most >= 0x7F800000:
         return np.uint32(0x7FC00000)
-    scale = bits_of(float_of(most) / np.float32(7 if bits == 4 else 127))
-    cut = np.uint32(scale & np.uint32(0xFFFF0000 if bits == 4 else 0xFFFFFF00))
+    scale = bits_of(float_of(most) / np.float32((1 << (bits - 1)) - 1))
+    cut = np.uint32(scale & np.uint32(0xFFFFFF00 if bits == 8 else 0xFFFF0000))
     return cut if cut >= np.uint32(0x00800000) else np.uint32(0)
 
 
@@ -341,8 +345,8 @@ def absmax_encode(
 
 @kernel
 def absmax_scale_at(data: ByteArray, at: int, bits: int) -> np.uint32:
-    """The bits of the scale that is stored there: its upper 16 (int4) or 24 (int8), low byte first."""
-    if bits == 4:
+    """The bits of the scale that is stored there: its upper 24 (int8) or 16, low byte first."""
+    if bits != 8:
         return np.uint32(np.uint32(data[at]) << np.uint32(16) | np.uint32(data[at + 1]) << np.uint32(24))
     return np.uint32(
         np.uint32(data[at]) << np.uint32(8)
@@ -412,6 +416,185 @@ def absmax_decode(
         absmax_block(data[at + head :], scale, bits, out[start : start + count])
 
 
+@kernel
+def absmax_accumulate(
+    bodies: tuple[ByteArray, ...],
+    coefficients: FloatArray,
+    count: int,
+    fresh: bool,
+    out: FloatArray,
+    width: int,
+    row_bytes: int,
+    bits: int,
+    first: int,
+    last: int,
+) -> None:
+    """Decode and `accumulate` in one pass, blocks `first` to `last`, with one coefficient for each body."""
+    head = 2 if bits == 4 else 3
+    per_row, full = -(-width // ABSMAX_BLOCK), head + ABSMAX_BLOCK * bits // 8
+    block = np.empty(ABSMAX_BLOCK, np.float32)
+    for number in range(first, last):
+        row = number // per_row
+        place = number - row * per_row
+        start = row * width + place * ABSMAX_BLOCK
+        size = min(ABSMAX_BLOCK, width - place * ABSMAX_BLOCK)
+        at = row * row_bytes + place * full
+        delta, total = block[:size], out[start : start + size]
+        for m in range(count):
+            body, c = bodies[m], coefficients[m]
+            absmax_block(body[at + head :], float_of(absmax_scale_at(body, at, bits)), bits, delta)
+            if fresh and m == 0:
+                for i in range(size):
+                    total[i] = c * delta[i]
+            else:
+                for i in range(size):
+                    total[i] += c * delta[i]
+
+
+@kernel
+def bf16_accumulate(
+    bodies: tuple[HalfBits, ...],
+    coefficients: FloatArray,
+    count: int,
+    fresh: bool,
+    out: FloatArray,
+    first: int,
+    last: int,
+) -> None:
+    """Decode and `accumulate` in one pass, values `first` to `last`, with one coefficient for each body."""
+    block = np.empty(LANES * 16, np.uint32)
+    deltas = block.view(np.float32)
+    for start in range(first, last, block.size):
+        size = min(block.size, last - start)
+        total = out[start : start + size]
+        for m in range(count):
+            halves, c = bodies[m][start : start + size], coefficients[m]
+            for i in range(size):
+                block[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
+            if fresh and m == 0:
+                for i in range(size):
+                    total[i] = c * deltas[i]
+            else:
+                for i in range(size):
+                    total[i] += c * deltas[i]
+
+
+# ---- top-k --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def topk_count(values: int) -> int:
+    """How many of a block are kept: 3 %, rounded up."""
+    return (TOPK_PERCENT * values + 99) // 100
+
+
+@kernel
+def topk_encode(
+    base: FloatArray,
+    theta: FloatArray,
+    feedback: FloatArray,
+    rest: FloatArray,
+    out: ByteArray,
+    first: int,
+    last: int,
+) -> None:
+    """Blocks `first` to `last` of t = (base − θ) + feedback, as `absmax_encode` has it."""
+    values, sizes = np.empty(TOPK_BLOCK, np.float32), np.empty(TOPK_BLOCK, np.int32)
+    words = values.view(np.int32)
+    block_bytes = 2 + 2 * topk_count(TOPK_BLOCK)
+    for number in range(first, last):
+        start = number * TOPK_BLOCK
+        count = min(TOPK_BLOCK, base.size - start)
+        keep = topk_count(count)
+        values[:count] = base[start : start + count]
+        if theta.size:
+            part = theta[start : start + count]
+            for i in range(count):
+                values[i] -= part[i]
+        if feedback.size:
+            part = feedback[start : start + count]
+            for i in range(count):
+                values[i] += part[i]
+        most = np.int32(0)
+        for i in range(count):
+            sizes[i] = np.int32(words[i] & np.int32(0x7FFFFFFF))
+            most = max(most, sizes[i])
+        scale = absmax_scale(most, 6)
+        body = out[number * block_bytes : number * block_bytes + 2 + 2 * keep]
+        body[0] = np.uint8((scale >> np.uint32(16)) & np.uint32(255))
+        body[1] = np.uint8(scale >> np.uint32(24))
+        if scale >= np.uint32(0x7F800000):
+            values[:count] = 0
+            sizes[:count] = 0
+            scale = np.uint32(0)
+        inverse = np.float32(1) / float_of(scale) if scale else np.float32(0)
+        least = np.int32(0)  # the size of the last one that is kept, bit by bit
+        for bit in range(30, -1, -1):
+            tried, found = np.int32(least | (1 << bit)), np.int32(0)
+            for i in range(count):
+                found += np.int32(sizes[i] >= tried)
+            if found >= keep:
+                least = tried
+        ties = keep
+        for i in range(count):
+            ties -= sizes[i] > least
+        if rest.size:
+            rest[start : start + count] = values[:count]
+        kept = 0
+        for i in range(count):
+            if sizes[i] < least:
+                continue
+            if sizes[i] == least:
+                if ties == 0:
+                    continue
+                ties -= 1
+            code = np.int32(min(max(np.rint(values[i] * inverse), np.float32(-31)), np.float32(31)))
+            word = np.uint32(np.uint32(i << 6) | np.uint32(code & 63))
+            body[2 + 2 * kept] = np.uint8(word & np.uint32(255))
+            body[3 + 2 * kept] = np.uint8(word >> np.uint32(8))
+            kept += 1
+            if rest.size:
+                rest[start + i] = values[i] - np.float32(code) * float_of(scale)
+
+
+@kernel
+def topk_check(data: ByteArray, size: int) -> int:
+    """−1, or the first block at fault times 4, plus 0 for its scale, 1 for a code and 2 for an offset."""
+    block_bytes = 2 + 2 * topk_count(TOPK_BLOCK)
+    highest = bits_of(np.float32(3.4028235e38) / np.float32(31))
+    for number in range((size + TOPK_BLOCK - 1) // TOPK_BLOCK):
+        count = min(TOPK_BLOCK, size - number * TOPK_BLOCK)
+        at = number * block_bytes
+        scale = absmax_scale_at(data, at, 6)
+        if scale != 0 and not np.uint32(0x00800000) <= scale <= highest:
+            return 4 * number
+        before = np.int32(-1)
+        for k in range(topk_count(count)):
+            word = np.int32(data[at + 2 + 2 * k]) | np.int32(data[at + 3 + 2 * k]) << 8
+            if word & 63 == 32:
+                return 4 * number + 1
+            if not before < word >> 6 < count:
+                return 4 * number + 2
+            before = word >> 6
+    return -1
+
+
+@kernel
+def topk_decode(data: ByteArray, out: FloatArray, first: int, last: int) -> None:
+    """Blocks `first` to `last` of a checked body."""
+    block_bytes = 2 + 2 * topk_count(TOPK_BLOCK)
+    for number in range(first, last):
+        part = out[number * TOPK_BLOCK : min((number + 1) * TOPK_BLOCK, out.size)]
+        part[:] = 0
+        at = number * block_bytes
+        scale = float_of(absmax_scale_at(data, at, 6))
+        for k in range(topk_count(part.size)):
+            word = np.int32(data[at + 2 + 2 * k]) | np.int32(data[at + 3 + 2 * k]) << 8
+            code = (word & 63) - ((word & 32) << 1)
+            if word >> 6 < part.size:
+                part[word >> 6] = np.float32(code) * scale
+
+
 def warm() -> None:
     """Compile every kernel, or load it from disk, so that no process pays for it later or twice."""
     x, y, z = (np.ones(2, np.float32) for _ in range(3))
@@ -431,3 +614,9 @@ def warm() -> None:
     absmax_encode(given, none, none, y[:0], body, 2, 3, 4, 0, 1)
     absmax_check(read_only(body), 2, 3, 4, 0, 1)
     absmax_decode(read_only(body), y, 2, 3, 4, 0, 1)
+    shares = read_only(np.ones(GROUP, np.float32))
+    absmax_accumulate((read_only(body),) * GROUP, shares, 1, True, y, 2, 3, 4, 0, 1)
+    bf16_accumulate((read_only(halves),) * GROUP, shares, 1, True, y, 0, 2)
+    topk_encode(given, none, none, y[:0], body, 0, 1)
+    topk_check(read_only(body), 2)
+    topk_decode(read_only(body), y, 0, 1)
