@@ -73,14 +73,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     abandon_s: float = 300.0
     """A learner that has been away for this long has lost what it had not given; its data is issued again."""
     stalled_after_s: float = 10.0
-    """A learner that has made no step for this long (and eight times its step) is not waited for."""
+    """A learner that has made no step for this long (and eight times its step) is not waited for. So long a due round
+    also waits for its quorum where enough learners step but too few are ready."""
     pull_floor_s: float = 0.75
     """A pull may take the larger of this and four times the usual."""
     strikes: int = 3
     """Refusals (contributions, reports, states given to newcomers) since the last accepted contribution that send a
     learner into quarantine."""
     weight_limit: float = 2.0
-    """No contribution counts for more than this many times the median of the others in its round; rounds of one or two
+    """No contribution counts for more than this many times the median of all but the largest; rounds of one or two
     have no limit. 1 until this syncer process has seen 32 steps of this life."""
     guard: Literal["off", "alarm", "rollback"] = "alarm"
     """What follows when the scores of the run's evaluator become much worse (guard.py)."""
