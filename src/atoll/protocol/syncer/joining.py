@@ -1,10 +1,11 @@
 """How learners join, come back and leave, and how a run begins.
 
-A killed learner comes back like this: its courier says Leave and the life is closed at once (`lose_learner`); if the
-machine died, the next hello closes it. The same name says hello again (`greet_learner`), as the same life if its
-session is the same and its account is open, else as a new incarnation; the welcome tells it the run's versions and what
-was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is gone (peers.py), reports,
-and may contribute (`Contributions._has_recovered`).
+A killed learner comes back like this: its courier says Leave and the life is closed at once (machine.py routes a Leave
+to `lose_learner` with kind "left", a broken connection with "lost"). If its courier died too, the next hello of another
+process closes the life (`_take_the_place_of`), or `abandon_s` does. The same name says hello again (`greet_learner`),
+as the same life if its session is the same and its account is open, else as a new incarnation; the welcome tells it the
+run's versions and what was merged of it. It fetches the newest versions, takes a peer's inner optimizer if its own is
+gone (peers.py), reports, and may contribute (`Contributions._has_recovered`).
 
 Rules kept here, each with its test:
 - a name belongs to the process that said hello last; whether a second process may say it while the first lives is
@@ -66,7 +67,7 @@ class Joining:
         self._tell_again(learner)
 
     def _turn_off(self, before: KnownLearner | None, hello: Hello, wrong: str) -> None:
-        """Nobody joins like this; whoever had the name has lost its channel, and may dial again."""
+        """A hello against the rules: refused. The process that had the name lost its connection, and may dial again."""
         if before is not None:
             self._drop_connection(before, hello)
         self.state.out.note("refused", f"{hello.learner} was refused: {wrong}", before, reason=wrong)
