@@ -29,6 +29,14 @@ def test_losses_and_metrics_are_told_in_the_words_of_the_script(events: list[Eve
     assert "Its accuracy went from 0.1 to 0.91; the best was 0.925 at round 1,300." in told
 
 
+def test_a_best_that_is_near_the_last_is_told_apart_from_it(events: list[Event]) -> None:
+    accuracy = {"direction": "max", "start": 0.0713, "end": 0.9953, "best": 0.9993, "best_round": 303}
+    close = {**accuracy, "end": 0.99802, "best": 0.99804}
+    told = story(summarise(events) | {"metrics": {"accuracy": accuracy, "recall": close}}, events)
+    assert "Its accuracy went from 0.0713 to 0.995; the best was 0.999 at round 303." in told
+    assert "Its recall went from 0.0713 to 0.99802; the best was 0.99804 at round 303." in told
+
+
 def test_metrics_alone_are_scores_too(events: list[Event]) -> None:
     summary = summarise(events) | {"validation_loss_start": None, "validation_loss_end": None}
     never = f"{WARNING}the global model was never scored"

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, percent, plain, span
+from atoll.observe.figures import CAUSES, NONE, count, decimal, listing, measure, measure_apart, percent, plain, span
 from atoll.observe.screen import WIDEST
 from atoll.observe.summary import Summary
 from atoll.protocol.errors import ConfigError
@@ -182,25 +182,25 @@ def _validation(summary: Summary) -> str:
         return ""
     unit = f" {plain(summary['loss_unit'])}" if summary["loss_unit"] else ""
     best, at = summary["validation_loss_best"], summary["validation_loss_best_round"]
-    lower = (
-        f"; the lowest was {measure(best)} at round {at:,} (atoll export --best)"
-        if best is not None and best < end
-        else ""
-    )
-    return f"Validation loss of the global model went from {measure(start)} to {measure(end)}{unit}{lower}."
+    last, lower = measure(end), ""
+    if best is not None and best < end:
+        last, lowest = measure_apart(end, best)
+        lower = f"; the lowest was {lowest} at round {at:,} (atoll export --best)"
+    return f"Validation loss of the global model went from {measure(start)} to {last}{unit}{lower}."
 
 
 def _metrics(summary: Summary) -> list[str]:
     return [
-        f"Its {plain(name)} went from {measure(one['start'])} to {measure(one['end'])}{_best_of(one)}."
+        f"Its {plain(name)} went from {measure(one['start'])} to {_end_and_best(one)}."
         for name, one in summary["metrics"].items()
     ]
 
 
-def _best_of(metric: dict[str, Any]) -> str:
+def _end_and_best(metric: dict[str, Any]) -> str:
     if metric["best"] is None or metric["best"] == metric["end"]:
-        return ""
-    return f"; the best was {measure(metric['best'])} at round {metric['best_round']:,}"
+        return measure(metric["end"])
+    end, best = measure_apart(metric["end"], metric["best"])
+    return f"{end}; the best was {best} at round {metric['best_round']:,}"
 
 
 def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
