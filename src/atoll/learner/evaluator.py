@@ -175,9 +175,9 @@ class Evaluator:
         while True:
             try:
                 status = msgspec.convert(await get_json(self._url, "/v1/status"), RunStatus)
-            except (PeerError, Unreachable):
+            except (PeerError, Unreachable) as error:
                 if time.monotonic() - heard_at > GIVE_UP_S:
-                    raise
+                    raise Unreachable(f"no syncer answers for {GIVE_UP_S:g} s: is the run over? ({error})") from None
                 await asyncio.sleep(POLL_S)
                 continue
             heard_at = time.monotonic()
@@ -185,7 +185,11 @@ class Evaluator:
                 due, run = 0, status.run
             final = status.phase == "finished"
             if status.phase != "waiting" and (final or status.round >= due):
-                every = await self._once(status.round, final)
+                try:
+                    every = await self._once(status.round, final)
+                except Unreachable:  # the syncer went in the middle of it: look whether it comes back
+                    await asyncio.sleep(POLL_S)
+                    continue
                 due = (status.round // every + 1) * every
             if final:
                 return

@@ -38,7 +38,7 @@ class RunEnding:
     """Belongs to one event loop."""
 
     def __init__(self, events: EventLog, *, evaluated: bool) -> None:
-        """`evaluated`: the run has an evaluator."""
+        """`evaluated`: the run was started with an evaluator."""
         self._events, self._evaluated = events, evaluated
         self._reason = ""
         self._finished, self._emptied, self._scored = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -56,6 +56,12 @@ class RunEnding:
             self._emptied.clear()
         else:
             self._emptied.set()
+
+    def note_score(self, *, final: bool) -> None:
+        """A score came: there is an evaluator, also where it was started by hand."""
+        self._evaluated = True
+        if final:
+            self.stop_scoring()
 
     def stop_scoring(self) -> None:
         """The evaluator has sent its last score, or is gone."""
