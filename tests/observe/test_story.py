@@ -29,6 +29,16 @@ def test_losses_and_metrics_are_told_in_the_words_of_the_script(events: list[Eve
     assert "Its accuracy went from 0.1 to 0.91; the best was 0.925 at round 1,300." in told
 
 
+def test_a_scorer_that_failed_is_why_nothing_was_scored(events: list[Event]) -> None:
+    text = (
+        "evaluator failed: TypeError: the scorer score (line 3 of train.py) returned str as 'loss' (train.py, line 9)"
+    )
+    kept = [event for event in events if event["kind"] != "score"]
+    failed = {"at": 1009.0, "kind": "exited", "process": "evaluator", "code": 1, "text": text}
+    told = [one for one in story(summarise([*kept, failed]), [*kept, failed]) if "never scored" in one]
+    assert told == [f"{WARNING}the global model was never scored, so nothing is known of its validation loss: {text}."]
+
+
 def test_a_best_that_is_near_the_last_is_told_apart_from_it(events: list[Event]) -> None:
     accuracy = {"direction": "max", "start": 0.0713, "end": 0.9953, "best": 0.9993, "best_round": 303}
     close = {**accuracy, "end": 0.99802, "best": 0.99804}

@@ -27,7 +27,7 @@ from atoll.learner.model import BufferRule, describe, merged
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, difference, elements
-from atoll.protocol.errors import AtollError, ConfigError, PeerError, PlanError, Unreachable
+from atoll.protocol.errors import AtollError, PeerError, PlanError, Unreachable
 from atoll.protocol.limits import LONGEST, Direction, near
 from atoll.store.rundir import facts_of_model, read_model_facts, save_model
 from atoll.telemetry.status import RunStatus
@@ -123,32 +123,42 @@ class ScoreFigures:
     has_loss: bool = True
 
 
-def read_figures(found: object) -> ScoreFigures:
-    """What a scorer returned: a loss, or figures by name. ConfigError: it is neither."""
+def read_figures(found: object, scorer: str = "the scorer") -> ScoreFigures:
+    """What a scorer returned: a loss, or figures by name. TypeError, ValueError: it is neither. `scorer`: how it is
+    called."""
     if not isinstance(found, Mapping):
-        return ScoreFigures(_read_figure(LOSS, found), {})
-    figures = {_checked_name(name): _read_figure(name, value) for name, value in found.items()}
+        return ScoreFigures(read_figure(LOSS, found, scorer), {})
+    for name in found:
+        check_figure_name(name, scorer)
+    figures = {name: read_figure(name, value, scorer) for name, value in found.items()}
     if not figures or len(figures) > METRICS:
-        raise ConfigError(f"the scorer returned {len(figures)} figures: return 1 to {METRICS} of them")
+        raise ValueError(f"{scorer} returned {len(figures)} figures: return 1 to {METRICS} of them")
     has_loss = LOSS in figures
     return ScoreFigures(figures.pop(LOSS, None), figures, has_loss)
 
 
-def _read_figure(name: object, value: Any) -> float | None:
+def read_figure(name: str, value: Any, scorer: str) -> float | None:
     try:
         return near(float(value))
     except (TypeError, ValueError):
         kind = type(value).__name__
-        raise ConfigError(
-            f"the scorer returned {kind} as {name!r}: return a loss, or figures by name as in "
+        raise TypeError(
+            f"{scorer} returned {kind} as {name!r}: return a loss, or figures by name as in "
             '{"loss": 0.31, "accuracy": 0.91}'
         ) from None
 
 
-def _checked_name(name: object) -> str:
+def check_figure_name(name: object, scorer: str) -> None:
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST and name.isprintable()):
-        raise ConfigError(f"the scorer named a figure {str(name)[:LONGEST]!r}: use 1 to {LONGEST} printable characters")
-    return name
+        raise ValueError(f"{scorer} named a figure {str(name)[:LONGEST]!r}: use 1 to {LONGEST} printable characters")
+
+
+def name_scorer(score: Callable[..., object]) -> str:
+    """The user's function, and the line where it begins."""
+    code = getattr(score, "__code__", None)
+    if code is None:
+        return f"the scorer ({type(score).__name__})"
+    return f"the scorer {score.__qualname__} (line {code.co_firstlineno} of {Path(code.co_filename).name})"
 
 
 class Evaluator:
@@ -202,7 +212,7 @@ class Evaluator:
         if not self._checked:
             self._check(plan, str(manifest.get("frozen", "")))
         fetched = await self._fetch(plan, str(manifest["run"]), round)
-        found = read_figures(self._score(self._model))
+        found = read_figures(self._score(self._model), name_scorer(self._score))
         text = self._sample(self._model)[:SAMPLE_CHARS] if final and self._sample is not None else ""
         spent = time.process_time() - self._cpu_s
         self._cpu_s += spent

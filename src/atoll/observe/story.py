@@ -231,7 +231,7 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
         found.append(f"{_number(summary['refusals'], 'contribution')} refused{last}.")
     start, end = summary["validation_loss_start"], summary["validation_loss_end"]
     if start is None and not summary["metrics"]:
-        how = (
+        how = _scorer_failure(events) or (
             "atoll learn SCRIPT --evaluator scores it, with the script's atoll.evaluate"
             if by_hand
             else "a script scores it with atoll.evaluate"
@@ -240,6 +240,12 @@ def _warnings(summary: Summary, events: Sequence[Event]) -> list[str]:
     if start is not None and end > start:
         found.append("the validation loss went up.")
     return found
+
+
+def _scorer_failure(events: Sequence[Event]) -> str:
+    """Empty: it did not fail, or a script has none."""
+    ended = [e for e in events if e["kind"] == "exited" and e.get("process") == "evaluator"]
+    return str(ended[-1].get("text", "")) if ended and ended[-1].get("code") not in (0, ConfigError.exit_code) else ""
 
 
 def _number(value: int, one: str, many: str = "") -> str:
