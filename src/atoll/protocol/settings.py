@@ -148,13 +148,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if isinstance(value, int | float) and not -most < value < most:
                 raise ConfigError(f"{name} is no number that a run reaches: it must be below {most}")
 
+    @property
+    def resolved_sync_every(self) -> int:
+        """H, which no model changes: one of few tensors has fewer and larger fragments, and each of them is synced as
+        rarely as those of a large one."""
+        return self.sync_every or max(USUAL, self.fragments, self.overlap + 1)
+
     def resolved(self, tensors: int) -> Settings:
         """With P and H filled in for a model of so many tensors."""
         fragments = self.fragments or min(USUAL, tensors, self.sync_every or USUAL)
-        overlap = self.overlap
-        # H is a choice of the method, not of the model: a model of few tensors has fewer and larger fragments, and each
-        # of them is synced as rarely as those of a large one.
-        sync_every = self.sync_every or max(USUAL, fragments, overlap + 1)
+        overlap, sync_every = self.overlap, self.resolved_sync_every
         if overlap >= sync_every and overlap > 0:
             raise ConfigError(
                 f"overlap = {overlap} is not below sync_every = {sync_every}: a fragment would be read again "
