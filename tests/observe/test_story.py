@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from atoll.observe.story import WARNING, last_sample, story
+from rich.console import Console
+
+from atoll.observe.story import WARNING, last_sample, print_closing, story
 from atoll.observe.summary import summarise
 from atoll.telemetry.events import Event
 
@@ -153,3 +155,13 @@ def test_a_run_of_nothing_still_has_a_story() -> None:
 def test_the_last_sample_is_the_newest(events: list[Event]) -> None:
     assert last_sample(events) == "last"
     assert last_sample([]) is None
+
+
+def test_only_kills_that_were_planned_are_called_kills(events: list[Event]) -> None:
+    """A kill -9 from outside is told with the exit: beside it, 'kills 0' would be wrong."""
+    summary, told = summarise(events), []
+    for kills in (1, 0):
+        console = Console(width=100, record=True, quiet=True)
+        print_closing(console, summary | {"kills": kills, "restarts": 1}, [])
+        told.append(console.export_text())
+    assert "1 (1 planned kill)" in told[0] and "kill" not in told[1] and "restarts" in told[1]

@@ -349,7 +349,7 @@ def _figures(summary: Summary, width: int) -> Table:
         ("overlap, missed", _dropped(summary)),
         ("median gap", span(summary["median_gap_s"])),
         ("lost", f"{count(tokens['lost'])} tokens"),
-        ("kills, restarts", f"{summary['kills']}, {summary['restarts']}"),
+        ("restarts", f"{summary['restarts']}{_planned_kills(summary)}"),
         ("bytes per token", decimal(summary["bytes_per_token"], 1)),
         ("refusals", str(summary["refusals"])),
         ("steps", f"{sum(learner['steps'] for learner in learners.values()):,}"),
@@ -367,6 +367,11 @@ def _figures(summary: Summary, width: int) -> Table:
     for first in range(0, len(facts), beside):
         table.add_row(*(cell for fact in facts[first : first + beside] for cell in fact))
     return table
+
+
+def _planned_kills(summary: Summary) -> str:
+    """Those of a demonstration or a storm. What somebody else killed is told with its exit."""
+    return f" ({_number(summary['kills'], 'planned kill')})" if summary["kills"] else ""
 
 
 def _dropped(summary: Summary) -> str:
