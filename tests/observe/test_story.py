@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from io import StringIO
+
 from rich.console import Console
 
 from atoll.observe.story import WARNING, last_sample, print_closing, story
@@ -161,7 +163,7 @@ def test_only_kills_that_were_planned_are_called_kills(events: list[Event]) -> N
     """A kill -9 from outside is told with the exit: beside it, 'kills 0' would be wrong."""
     summary, told = summarise(events), []
     for kills in (1, 0):
-        console = Console(width=100, record=True, quiet=True)
+        console = Console(width=100, file=StringIO())
         print_closing(console, summary | {"kills": kills, "restarts": 1}, [])
-        told.append(console.export_text())
+        told.append(console.file.getvalue())  # type: ignore[attr-defined]
     assert "1 (1 planned kill)" in told[0] and "kill" not in told[1] and "restarts" in told[1]
