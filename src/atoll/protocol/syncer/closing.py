@@ -254,7 +254,7 @@ def judge(now: float, *, ready: int, live: int, quorum: int, grace_ends: float |
     if ready < quorum:
         return Verdict(False, f"{ready} of {count_learners(quorum)} reported")
     if grace_ends is None:
-        return Verdict(False, "not due yet: the pace keeps H")
+        return Verdict(False, "not due yet: by the pace, or an earlier round gathers")
     if ready >= live:
         return Verdict(True, "the only live learner reported" if live == 1 else f"all {live} live learners reported")
     if now < grace_ends:
