@@ -17,6 +17,7 @@ from atoll.launch.script import is_wrong_return, remove_own_frames
 from atoll.learner.evaluator import Evaluator, ScoreFigures, read_figures
 from atoll.learner.model import describe
 from atoll.numerics.fragments import make_plan
+from atoll.telemetry.status import RunStatus
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,35 @@ async def test_a_scorer_that_returns_no_score_is_named_with_its_line(monkeypatch
     remove_own_frames(caught.value, usage=True)
     files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
     assert files == {__file__}
+
+
+async def test_an_evaluator_says_which_run_it_joined_and_what_it_scored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, posted = nn.Linear(2, 1), []
+    manifest = {"plan": msgspec.to_builtins(make_plan(describe(model), 1, "balanced")), "run": "r1"}
+    status = {"phase": "finished", "round": 7, "run": "r1"}
+    unsaid = {field.name: 0 for field in msgspec.structs.fields(RunStatus) if field.required}
+    texts = {"members": (), "learners": (), "reason": "", "synchronous": False}
+
+    async def answer(url: str, path: str) -> object:
+        return {**unsaid, **texts, **status} if path == "/v1/status" else {**manifest, "evaluate_every": 1}
+
+    async def fetched(*_: object) -> None:
+        pass
+
+    async def post(url: str, score: ScoreReport) -> None:
+        posted.append(score.round)
+
+    monkeypatch.setattr("atoll.learner.evaluator.get_json", answer)
+    monkeypatch.setattr("atoll.learner.evaluator.post_score", post)
+    monkeypatch.setattr(Evaluator, "_fetch", fetched)
+    figures = {"loss": 0.25, "accuracy": 0.9996, "depth": math.nan}
+    await Evaluator("http://127.0.0.1:9", model, lambda model: figures, None, {}, "").run()
+    assert posted == [7]
+    assert capsys.readouterr().err == (
+        "atoll: joined run r1 as its evaluator\natoll: scored round 7: loss 0.25, accuracy 0.9996, depth not finite\n"
+    )
 
 
 def test_a_plain_loss_is_sent_as_earlier_versions_sent_it() -> None:

@@ -238,7 +238,14 @@ class Courier:
 
     def _message(self, message: FromSyncer) -> None:
         if isinstance(message, Welcome):
-            known = (message.fingerprint, message.incarnation, message.versions, message.index, message.frozen)
+            known = (
+                message.fingerprint,
+                message.incarnation,
+                message.versions,
+                message.index,
+                message.frozen,
+                message.run,
+            )
             self._channel.send(Welcomed(message.settings, *known))
             if not self._fits(message):
                 self._box = None

@@ -24,6 +24,7 @@ from torch import nn
 from atoll.fabric.transfer import get_fragment_once, get_json, post_score
 from atoll.fabric.wire import METRICS, SAMPLE_CHARS, ScoreReport
 from atoll.learner.model import BufferRule, describe, merged
+from atoll.learner.script import say
 from atoll.learner.unmerged import digest_unmerged
 from atoll.numerics.arrays import FloatArray
 from atoll.numerics.fragments import FragmentPlan, difference, elements
@@ -122,6 +123,10 @@ class ScoreFigures:
     metrics: dict[str, float | None]
     has_loss: bool = True
 
+    def describe(self) -> str:
+        figures = {**({LOSS: self.loss} if self.has_loss else {}), **self.metrics}
+        return ", ".join(f"{name} {'not finite' if v is None else f'{v:.6g}'}" for name, v in figures.items())
+
 
 def read_figures(found: object, scorer: str = "the scorer") -> ScoreFigures:
     """What a scorer returned: a loss, or figures by name. TypeError, ValueError: it is neither. `scorer`: how it is
@@ -193,6 +198,7 @@ class Evaluator:
             heard_at = time.monotonic()
             if status.run != run:
                 due, run = 0, status.run
+                say(f"joined run {run} as its evaluator")
             final = status.phase == "finished"
             if status.phase != "waiting" and (final or status.round >= due):
                 try:
@@ -231,6 +237,7 @@ class Evaluator:
         if self._best is not None and figure is not None:  # before the last score is told: with it the run is over
             await asyncio.to_thread(self._best.keep, figure, fetched)
         await post_score(self._url, score)
+        say(f"scored round {round}: {found.describe()}")
         return max(1, int(manifest["evaluate_every"]))
 
     def _check(self, plan: FragmentPlan, frozen: str) -> None:
